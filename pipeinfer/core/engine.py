@@ -227,6 +227,8 @@ class Engine:
             active.observer.noticed(notice)
         if request.finish:
             self._close(active)
+        else:
+            self.speculator.look_up(active)
 
     def _close(self, active: ActiveRequest) -> None:
         request = active.request

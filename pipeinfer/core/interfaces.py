@@ -246,6 +246,14 @@ class FeatureDrafter(Drafter, Protocol):
         dead. `features`: (n_rows, n) of these rows, which may be kept. Called before the nodes settle."""
 
 
+@runtime_checkable
+class InstantDrafter(Drafter, Protocol):
+    """A draft that knows some guesses at once."""
+
+    def look_up(self, request: Request, node: Node) -> tuple[Guess | None, bool]:
+        """The guess after a node that takes no time, and whether `expand` would find no other."""
+
+
 class Clock(Protocol):
     def __call__(self) -> float:
         """Seconds, monotonic."""

@@ -178,14 +178,16 @@ class Policy(ABC):
     share what it learns of the models with the instances that `begin` from it.
 
     `name`: as in --policy. `drafts`: whether it uses a draft. `n_seq`: KV sequences that its trees use. `uses`:
-    features that an ablation study can take away: `cancel` (of runs) and `partitions` (sequences). `n_rows`: rows of a
-    run and of a draft's step at most. `prunes`: stages leave dead rows out of runs in flight.
+    features that an ablation study can take away: `cancel` (of runs) and `partitions` (sequences). `looks_up`: whether
+    `--lookup` is its default. `n_rows`: rows of a run and of a draft's step at most. `prunes`: stages leave dead rows
+    out of runs in flight.
     """
 
     name: ClassVar[str]
     drafts: ClassVar[bool] = True
     n_seq: ClassVar[int] = 31
     uses: ClassVar[tuple[str, ...]] = ()
+    looks_up: ClassVar[bool] = False
 
     @property
     def n_rows(self) -> int:
@@ -216,8 +218,14 @@ class Policy(ABC):
         """Nodes for the smallest draft to expand now, in one batch, and how many guesses after each."""
         return {}
 
+    def look_up(self, context: PolicyContext) -> Collection[Node]:
+        """Nodes after which guesses that take no time shall stand before the draft is asked. Asked until there are
+        none."""
+        return ()
+
     def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
-        """The guesses after `node` that enter the tree, with their probabilities. Draft 0 is the smallest."""
+        """The guesses after `node` that enter the tree, with their probabilities. Draft 0 is the smallest; LOOKED_UP
+        is none."""
         return guesses
 
     def refine(self, context: PolicyContext, draft: int) -> Mapping[Node, int]:

@@ -38,10 +38,9 @@ class Setting:
     def flag(self) -> str:
         return self.flags[0]
 
-    @property
-    def given_as(self) -> str:
-        """The shortest flag that gives a value other than the default."""
-        return min((flag.rpartition("/")[2] for flag in self.flags), key=len)
+    def given_as(self, value: Any) -> str:
+        """The shortest flag that gives this value, which is not the default."""
+        return min((flag.split("/")[0 if value is True else -1] for flag in self.flags), key=len)
 
 
 def setting(default: Any, *flags: str, help: str, **more: Any) -> Any:

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 from pipeinfer.core.active_request import ActiveRequest
 from pipeinfer.core.in_flight import RequestSlice
-from pipeinfer.core.interfaces import Clock, Drafter, FeatureDrafter, FloatArray
+from pipeinfer.core.interfaces import Clock, Drafter, FeatureDrafter, FloatArray, InstantDrafter
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.scheduling.round_robin import RoundRobin
-from pipeinfer.core.tree import Node
+from pipeinfer.core.tree import LOOKED_UP, Node
 
 N_AHEAD = 2
 """Runs in flight at a larger draft at most: one is evaluated, the next one is there when it is done."""
@@ -48,6 +48,7 @@ class Speculator:
         self.drafter = None if isinstance(drafter, Level) else drafter
         self.remote = drafter if isinstance(drafter, Level) else None
         self._reader = drafter if isinstance(drafter, FeatureDrafter) else None  # asking a Protocol takes a while
+        self._lookup = drafter if isinstance(drafter, InstantDrafter) else None
         self.drafts, self.n_drafts = tuple(drafts), (drafter is not None) + len(drafts)
         self._levels = [*([(0, self.remote)] if self.remote else []), *enumerate(self.drafts, start=1)]
         self.clock, self._active, self._grown, self._in_flight = clock, active, grown, in_flight
@@ -257,6 +258,18 @@ class Speculator:
 
     # -- guesses
 
+    def look_up(self, active: ActiveRequest) -> None:
+        """Grow the request's tree by the guesses that take no time, where its policy wants them."""
+        while self._lookup and (nodes := active.policy.look_up(active.context)):
+            for node in nodes:
+                self._look_up(self._lookup, active, node)
+
+    def _look_up(self, lookup: InstantDrafter, active: ActiveRequest, node: Node) -> None:
+        guess, is_all = lookup.look_up(active.request, node)
+        kept = active.policy.keep(node, [guess], LOOKED_UP) if guess else []
+        active.observer.grown(len(active.request.tree.grow(node, kept, _log_probs(kept), LOOKED_UP)))
+        node.looked_up, node.expanded = True, is_all
+
     def _take(self, active: ActiveRequest, nodes: Collection[Node], found: Mapping[Node, list[Guess]]) -> bool:
         """Add children to nodes of which guesses were found; whether anything changed."""
         for node in nodes:
@@ -268,6 +281,7 @@ class Speculator:
                 return False
             for node in nodes:
                 node.expanded = True
+        self.look_up(active)
         self._grown(active)
         return True
 

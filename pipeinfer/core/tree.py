@@ -6,6 +6,9 @@ from enum import Enum
 
 from pipeinfer.core.runs import NO_TOKEN, Guess
 
+LOOKED_UP = -1
+"""In place of a draft's number: the guess is one that a `Lookup` found."""
+
 
 class State(Enum):
     LIVE = "live"
@@ -26,7 +29,8 @@ class Node:
     children: "list[Node]" = field(default_factory=list)
     run_id: int | None = None  # the run that carries it to the target
     verdict: int | None = None
-    expanded: bool = False  # the smallest draft has guessed what follows
+    expanded: bool = False  # the smallest draft has guessed what follows, or need not
+    looked_up: bool = False  # what follows was looked up
     refined: int = 0  # the largest draft that has
     passed_over: int = 0  # the largest draft that has had no room for it since the root moved
     guessed_by: int = 0  # the draft whose `log_prob` it is
@@ -43,6 +47,12 @@ class Node:
 
     def child(self, token: int) -> "Node | None":
         return next((child for child in self.children if child.token == token), None)
+
+    def rescore(self) -> None:
+        """The scores of the subtree, after a change of its `log_prob`."""
+        for node in self.subtree():
+            assert node.parent
+            node.score = node.parent.score + node.log_prob
 
     def subtree(self) -> "Iterator[Node]":
         """This node and all below it, parents before children."""
@@ -79,6 +89,11 @@ class Settled:
         """For each of them the likeliest guess, and whether it was right."""
         return ((guesses[0], guesses[0] is right) for guesses, right in self.contests)
 
+    @property
+    def drafted(self) -> "list[tuple[list[Node], Node | None]]":
+        """The contests whose likeliest guess is a draft's."""
+        return [contest for contest in self.contests if contest[0][0].guessed_by != LOOKED_UP]
+
 
 class TokenTree:
     """The root is the newest committed token; every path below it is a guess at what follows.
@@ -90,18 +105,25 @@ class TokenTree:
         self.root = Node(token, position)
         self.nodes = [self.root]
 
-    def grow(self, parent: Node, guesses: Sequence[Guess], log_probs: Sequence[float]) -> list[Node]:
-        """Add children of `parent` for the guesses that it lacks; returns them. `log_probs`: of the edges."""
+    def grow(self, parent: Node, guesses: Sequence[Guess], log_probs: Sequence[float], draft: int = 0) -> list[Node]:
+        """Add children of `parent` for the guesses that it lacks; returns them. `log_probs`: of the edges; where it is
+        higher than a known child's, it replaces that."""
         assert parent.live, f"growing a {parent.state.value} node at position {parent.position}"
         parent.expanded = True
-        grown, known = [], {child.token for child in parent.children}
+        grown, known = [], {child.token: child for child in parent.children}
         for guess, log_prob in zip(guesses, log_probs, strict=True):
-            if guess.token not in known:
-                known.add(guess.token)
+            child = known.get(guess.token)
+            if child is None:
                 node = Node(guess.token, parent.position + 1, parent, log_prob, parent.score + log_prob)
-                node.depth = node.position - self.root.position
+                node.depth, node.guessed_by = node.position - self.root.position, draft
                 parent.children.append(node)
+                known[node.token] = node
                 grown.append(node)
+            elif log_prob > child.log_prob:
+                child.log_prob, child.guessed_by = log_prob, draft
+                child.rescore()
+        if len(known) > len(grown):
+            parent.children.sort(key=lambda child: -child.log_prob)
         self.nodes += grown
         return grown
 
@@ -116,9 +138,7 @@ class TokenTree:
         grown = self.grow(parent, guesses, log_probs)
         for child in parent.children:
             child.log_prob, child.guessed_by = found.get(child.token, min(child.log_prob, least)), draft
-            for node in child.subtree():
-                assert node.parent
-                node.score = node.parent.score + node.log_prob
+            child.rescore()
         parent.children.sort(key=lambda child: (-child.log_prob, child.token not in found))
         return grown
 

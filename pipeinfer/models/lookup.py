@@ -104,10 +104,10 @@ def _common(tokens: Sequence[int], place: int, suffix: Sequence[int]) -> int:
 
 class LookupDrafter:
     """A Drafter that looks up, and asks `model`, a draft, where it finds nothing or is not sure. What it learns of how
-    often matches are right is shared by all requests."""
+    often matches are right is shared by all requests. `is_on`: without it only the model guesses."""
 
     def __init__(self, model: Drafter | None = None) -> None:
-        self.model, self.trust = model, Trust()
+        self.model, self.trust, self.is_on = model, Trust(), True
         self._reader = model if isinstance(model, FeatureDrafter) else None
         self._texts: dict[int, _Text] = {}
 
@@ -123,21 +123,29 @@ class LookupDrafter:
     def expand(
         self, request: Request, widths: Mapping[Node, int], interrupted: Callable[[], bool]
     ) -> Mapping[Node, list[Guess]] | None:
-        text = self._texts[request.id]
-        text.learn(request.tokens)
-        looked_up: dict[Node, Guess] = {}
-        for node in widths:
-            if match := text.match(request.tokens, node):
-                text.found[node] = match
-                looked_up[node] = Guess(match.token, self.trust.of(match.length))
+        found = {node: self.look_up(request, node) for node in widths}
+        looked_up = {node: guess for node, (guess, _) in found.items() if guess}
         if self.model is None:
             return {node: [looked_up[node]] if node in looked_up else [] for node in widths}
-        unsure = {node: n for node, n in widths.items() if node not in looked_up or looked_up[node].probability < SURE}
+        unsure = {node: n for node, n in widths.items() if not found[node][1]}
         guessed = self.model.expand(request, unsure, interrupted) if unsure else {}
         if guessed is None:
             return None
         known = (node for node in widths if node in guessed or node in looked_up)
         return {node: _merged(guessed.get(node, []), looked_up.get(node), widths[node]) for node in known}
+
+    def look_up(self, request: Request, node: Node) -> tuple[Guess | None, bool]:
+        """What followed the node's text before, and whether a model is not asked too."""
+        if not self.is_on:
+            return None, self.model is None
+        text = self._texts[request.id]
+        text.learn(request.tokens)
+        match = text.match(request.tokens, node)
+        if match is None:
+            return None, self.model is None
+        text.found[node] = match
+        probability = self.trust.of(match.length)
+        return Guess(match.token, probability), self.model is None or probability >= SURE
 
     def settle(self, request: Request, path: Sequence[Node]) -> None:
         text = self._texts[request.id]

@@ -18,7 +18,8 @@ one-row run later if a verdict is there by then. It waits for a draft step that 
 A lone stage, of which one request is alone, has runs of its own: `lone_stage`.
 
 In a step the draft expands as many nodes as a run carries, the likeliest first, if guesses after them could go with the
-next run. It rests when hardly any guess is right (`SpeculationBackoff`) or guesses cost time (`SpeculationTrial`).
+next run. It rests when hardly any guess is right (`SpeculationBackoff`) or guesses cost time (`SpeculationTrial`). What
+is looked up takes no time and stands in the tree before the draft is asked; it rests only where it is all there is.
 """
 
 import math
@@ -28,23 +29,25 @@ from typing import ClassVar
 
 from pipeinfer.core.policy import NOTHING, Answer, AwaitDraft, Policy, PolicyContext, Send
 from pipeinfer.core.runs import Guess
-from pipeinfer.core.tree import Node, Settled
+from pipeinfer.core.tree import LOOKED_UP, Node, Settled
 from pipeinfer.policies.backoff import SpeculationBackoff
 from pipeinfer.policies.calibration import Calibration
-from pipeinfer.policies.likeliest import chance, to_expand, to_refine, unsent_in_reach
+from pipeinfer.policies.likeliest import chance, to_expand, to_look_up, to_refine, unsent_in_reach
 from pipeinfer.policies.limits import MAX_WIDTH
 from pipeinfer.policies.lone_stage import (
     best_ahead,
     best_run,
+    most_rows,
     pays_ahead,
     pays_alone,
+    round_s,
     saved_share,
     to_expand_ahead,
 )
 from pipeinfer.policies.temperature_scaling import TemperatureScaling
 from pipeinfer.policies.trial import SpeculationTrial
 
-LEAST = 0.01
+LEAST, LEAST_LOOKED_UP = 0.01, 0.06
 """Less probable guesses do not enter the tree."""
 
 PATIENCE = 0.2
@@ -72,6 +75,7 @@ class Auto(Policy):
     name: ClassVar[str] = "auto"
     n_seq: ClassVar[int] = 127
     uses: ClassVar[tuple[str, ...]] = ("cancel", "partitions")
+    looks_up: ClassVar[bool] = True
 
     calibration: Calibration = field(default_factory=Calibration, compare=False, repr=False)
     temperature: TemperatureScaling = field(default_factory=TemperatureScaling, compare=False, repr=False)
@@ -80,6 +84,8 @@ class Auto(Policy):
     # when the last tokens came; NaN before the first ones, and while other requests are open
     _settled_s: float = field(default=math.nan, init=False, repr=False, compare=False)
     _guessed_at: int = field(default=-1, init=False, repr=False, compare=False)  # the last position guessed after
+    # the last one whose token may come of guesses that were under way when they were to rest
+    _guessed_until: int = field(default=-1, init=False, repr=False, compare=False)
 
     def begin(self) -> "Auto":
         return replace(self)
@@ -89,7 +95,7 @@ class Auto(Policy):
     def send(self, context: PolicyContext) -> Answer:
         """The root at once, with the best guesses; further runs when a stage is about to want them."""
         root = context.tree.root
-        if self._rests(context):
+        if self._rests(context) and not self._looks_up:
             return Send([root]) if root.run_id is None else NOTHING
         if pays_alone(context, self.calibration.first_rate):
             return self._send_alone(context)
@@ -180,10 +186,23 @@ class Auto(Policy):
         """Whether a good draft would save enough of the rest of the text for a step, before which this one reads on."""
         n_unread = context.tree.root.position - max(self._guessed_at, 0)
         step_s = context.draft_s * (1 + n_unread / READ_AT_ONCE)
-        rest_s = context.depth_left * context.run_s(1)
+        rest_s = context.depth_left * round_s(context, 1)
         return step_s < REPAID * saved_share(context, OFTEN_RIGHT) * rest_s
 
+    def look_up(self, context: PolicyContext) -> list[Node]:
+        if self._rests(context) and not self._looks_up:
+            return []
+        n_rows = most_rows(context) if context.n_stages == 1 and context.is_alone else context.n_cheap_rows
+        return to_look_up(context, n_rows) if n_rows > 0 else []
+
+    @property
+    def _looks_up(self) -> bool:
+        """Whether guesses that are looked up go on while the draft rests: without a draft they are what rests."""
+        return self._guessed_at >= 0
+
     def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
+        if draft == LOOKED_UP:
+            return [guess for guess in guesses if guess.probability >= LEAST_LOOKED_UP]
         if not draft:
             self._guessed_at = max(self._guessed_at, node.position)
         corrected = self.calibration.corrected(self.temperature.scaled(guesses, draft), draft)
@@ -205,7 +224,14 @@ class Auto(Policy):
         last_s, self._settled_s = self._settled_s, context.clock() if context.is_alone else math.nan
         if math.isnan(last_s) or not context.is_alone or self._backoff.holds:
             return ""
-        return self._trial.settled(n_tokens, self._settled_s - last_s, _least_s(context))
+        if self._trial.rests and context.tree.root.position <= self._guessed_until:
+            return ""
+        rested, may_try = self._trial.rests, self._guessed_at < 0 or self._may_repay(context)
+        line = self._trial.settled(n_tokens, self._settled_s - last_s, _least_s(context), may_try)
+        if self._trial.rests > rested:
+            sent = (node.position for node in context.tree.nodes if node.run_id is not None)
+            self._guessed_until = 1 + max(sent, default=context.tree.root.position)
+        return line
 
     def _rests(self, context: PolicyContext) -> bool:
         return self._trial.rests and context.is_alone

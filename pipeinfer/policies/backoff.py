@@ -31,6 +31,7 @@ class SpeculationBackoff:
         if self._interval and hit_rate > RESUMED_ABOVE:
             self._interval = 0
             return "the draft's guesses are right again: speculation goes on"
-        if self._interval and settled.n_contested:
-            self._interval = SHORTEST if settled.n_matched else min(2 * self._interval, LONGEST)
+        if self._interval and (drafted := settled.drafted):
+            was_right = drafted[0][1] is not None
+            self._interval = SHORTEST if was_right else min(2 * self._interval, LONGEST)
         return ""

@@ -52,10 +52,10 @@ class Calibration:
         return self._n_firsts < HIT_MEMORY or position % HIT_MEMORY == 0
 
     def settled(self, settled: Settled) -> None:
-        """Learn from all verdicts on guesses."""
-        for node, right in settled.firsts:
-            self.judged(node.guessed_by, math.exp(node.log_prob), right)
+        """Learn from all verdicts on drafts' guesses."""
+        for guesses, right in settled.drafted:
+            first = guesses[0]
+            self.judged(first.guessed_by, math.exp(first.log_prob), first is right)
             self._n_firsts += 1
-            self.first_rate += (float(right) - self.first_rate) / min(self._n_firsts, HIT_MEMORY)
-        for index in range(settled.n_contested):
-            self.met(index < settled.n_matched)
+            self.first_rate += (float(first is right) - self.first_rate) / min(self._n_firsts, HIT_MEMORY)
+            self.met(right is not None)

@@ -1,12 +1,14 @@
 """Orders of nodes that policies share: the likeliest first. Knows the tree."""
 
 import math
+from collections.abc import Callable
 from operator import attrgetter
 
 from pipeinfer.core.policy import PolicyContext
 from pipeinfer.core.tree import Node
 
 SCORE = attrgetter("score")
+IS_EXPANDED, WAS_LOOKED_UP = attrgetter("expanded"), attrgetter("looked_up")
 
 
 def unsent_in_reach(context: PolicyContext) -> list[Node]:
@@ -17,11 +19,20 @@ def unsent_in_reach(context: PolicyContext) -> list[Node]:
 
 def to_expand(context: PolicyContext, n_rows: int) -> list[Node]:
     """The likeliest open nodes, at most `n_rows`, after which guesses could be in the next run of `n_rows`."""
+    return _worth_growing(context, n_rows, IS_EXPANDED)
+
+
+def to_look_up(context: PolicyContext, n_rows: int) -> list[Node]:
+    """As `to_expand`, where nothing was looked up."""
+    return _worth_growing(context, n_rows, WAS_LOOKED_UP)
+
+
+def _worth_growing(context: PolicyContext, n_rows: int, is_done: Callable[[Node], bool]) -> list[Node]:
     unsent = sorted((node.score for node in unsent_in_reach(context)), reverse=True)
     worst = unsent[n_rows - 1] if len(unsent) >= n_rows else -math.inf
     # children score no higher than their parent
     open_nodes = [
-        node for node in context.tree.nodes if not node.expanded and node.score > worst and context.may_branch(node)
+        node for node in context.tree.nodes if not is_done(node) and node.score > worst and context.may_branch(node)
     ]
     return sorted(open_nodes, key=SCORE, reverse=True)[:n_rows]
 

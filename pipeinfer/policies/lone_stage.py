@@ -13,7 +13,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from pipeinfer.core.policy import PolicyContext
-from pipeinfer.core.tree import Node
+from pipeinfer.core.tree import LOOKED_UP, Node
 from pipeinfer.policies.likeliest import SCORE, chance, to_expand, unsent_in_reach
 
 MOST_ROWS = 8
@@ -78,19 +78,22 @@ def pays_ahead(context: PolicyContext) -> bool:
 
 
 def pays_alone(context: PolicyContext, first_rate: float) -> bool:
-    """Whether the request is alone on one stage and runs of several rows pay there: then the next run waits for the
-    verdict of the one in flight, unless `pays_ahead`. Single rows go before it, which hides what a verdict takes beside
-    the evaluation."""
-    return context.n_stages == 1 and context.is_alone and saved_share(context, first_rate) > 0
+    """Whether the request is alone on one stage and runs of several rows pay there, or guesses were looked up for one:
+    then the next run waits for the verdict of the one in flight, unless `pays_ahead`. Single rows go before it, which
+    hides what a verdict takes beside the evaluation."""
+    if context.n_stages > 1 or not context.is_alone or not context.run_s(1):
+        return False
+    looked_up = any(node.guessed_by == LOOKED_UP for node in unsent_in_reach(context))
+    return looked_up or saved_share(context, first_rate) > 0
 
 
 def saved_share(context: PolicyContext, first_rate: float) -> float:
-    """The share of a token's time that guesses save at best on a lone stage, each right at `first_rate` if the one
-    before is; 0 where they save none."""
+    """The share of a token's time that guesses save at best if runs wait for verdicts, each right at `first_rate` if
+    the one before is; 0 where they save none."""
     if not context.run_s(1):
         return 0.0
-    at_head = context.is_at_head  # which evaluates or drafts, not both at a time
-    single_s, ahead_s = (round_s(context, 1), 0.0) if at_head else (context.run_s(1), context.draft_s)
+    is_hidden = context.n_stages == 1 and not context.is_at_head  # what a verdict takes, and a step of the draft
+    single_s, ahead_s = (context.run_s(1), context.draft_s) if is_hidden else (round_s(context, 1), 0.0)
     token_s, tokens, hit = single_s, 1.0, 1.0
     for n_guesses in range(1, most_rows(context)):
         hit *= first_rate

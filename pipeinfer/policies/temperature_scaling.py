@@ -45,7 +45,7 @@ class TemperatureScaling:
         return [Guess(guess.token, weight / total) for guess, weight in zip(guesses, weights, strict=True)]
 
     def settled(self, settled: Settled) -> None:
-        for guesses, right in settled.contests:
+        for guesses, right in settled.drafted:
             draft = guesses[0].guessed_by
             self._learn(draft, [guess for guess in guesses if guess.guessed_by == draft], right)
 

@@ -40,9 +40,10 @@ class SpeculationTrial:
     _n: int = 0
     _seconds: float = 0.0
 
-    def settled(self, n_tokens: int, seconds: float, estimate_s: float) -> str:
+    def settled(self, n_tokens: int, seconds: float, estimate_s: float, may_try: bool = True) -> str:
         """So many tokens of a lone request came after so many seconds. `estimate_s`: what a token would take without
-        guesses, as far as that is known. Returns what the user should know, usually nothing."""
+        guesses, as far as that is known. `may_try`: whether a rest may end now. Returns what the user should know,
+        usually nothing."""
         self._age += n_tokens
         self._left -= n_tokens
         if self._n_skipped < N_SKIPPED:
@@ -57,7 +58,7 @@ class SpeculationTrial:
             self._without_s, self._age = token_s, 0
             if self._tests:
                 return self._decide()
-            if self._left <= 0:
+            if self._left <= 0 and may_try:
                 self._turn()
             return ""
         self._with_s = (self._with_s + token_s) / 2 if self._with_s else token_s

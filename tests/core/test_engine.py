@@ -22,7 +22,7 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.models.drafter import ModelDrafter
 from pipeinfer.models.lookup import LookupDrafter
 from pipeinfer.observe.metrics import RequestMetrics
-from pipeinfer.policies import FlowSpec, Iterative, PipeDec, PipeInfer, PipeSpec, Speculative
+from pipeinfer.policies import Auto, FlowSpec, Iterative, PipeDec, PipeInfer, PipeSpec, Speculative
 from tests.support.audit import audit_engine, audit_pool
 from tests.support.toy import (
     N_LAYERS,
@@ -78,18 +78,21 @@ def random_policy(rng: random.Random) -> Policy:
             rng.random() < 0.7,
         ),
         PipeSpec(rng.choice([0, 1, 5]), rng.random() < 0.2),
+        Auto(),
     ]
     return rng.choice(choices)
 
 
 def random_drafter(rng: random.Random, reference: Reference, n_ctx: int, seed: int) -> Drafter:
-    share = rng.random()
-    if share < 0.1:
-        return LookupDrafter(OracleDrafter(reference, rng.random(), seed) if share < 0.05 else None)
+    share, is_looked_up = rng.random(), rng.random() < 0.3
+    if share < 0.05:
+        return LookupDrafter()
     if share < 0.5:
-        return OracleDrafter(reference, rng.random(), seed)
-    model = NoisyStage(0, N_LAYERS, rng.random(), n_cells=n_ctx + 64)
-    return ModelDrafter(model, SequencePool(rng.choice([3, 16]), n_ctx + 64), rng.choice([4, 16]))
+        drafter: Drafter = OracleDrafter(reference, rng.random(), seed)
+    else:
+        model = NoisyStage(0, N_LAYERS, rng.random(), n_cells=n_ctx + 64)
+        drafter = ModelDrafter(model, SequencePool(rng.choice([3, 16]), n_ctx + 64), rng.choice([4, 16]))
+    return LookupDrafter(drafter) if is_looked_up else drafter
 
 
 def run_case(seed: int, n_predict: int = 40) -> int:

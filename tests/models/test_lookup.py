@@ -12,10 +12,11 @@ from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Emission, Request
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.tree import Node
+from pipeinfer.core.tree import LOOKED_UP, Node, TokenTree
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.lookup import LENGTHS, LONGEST, PRIOR, LookupDrafter, Trust
-from pipeinfer.policies import PipeInfer
+from pipeinfer.policies import Auto, PipeInfer
+from pipeinfer.policies.calibration import Calibration
 from pipeinfer.virtual import simulation
 from pipeinfer.virtual.choices import Branch, SyntheticChoices, ranks_for
 from pipeinfer.virtual.drafts import SimDrafter
@@ -165,6 +166,49 @@ def test_a_draft_is_asked_where_nothing_is_sure() -> None:
     assert drafter.expand(request, {root: 3}, never) == {root: [Guess(3, drafter.trust.of(2))]} and not model.asked
 
 
+def test_auto_has_looked_up_before_a_draft_is_asked() -> None:
+    """A sure guess needs no draft; an unsure one keeps its probability unless the draft is surer of it."""
+    model = Model([Guess(8, 0.6), Guess(3, 0.2)])
+    for judged, asked, children in ((True, False, [3]), (False, True, [8, 3])):
+        drafter = LookupDrafter(model)
+        for _ in range(50 * judged):
+            drafter.trust.judged(2, True)
+            drafter.trust.judged(3, True)
+        engine = toy_engine(toy_pipeline(random.Random(1), 2, 700, False), SequencePool(8, 700), drafter)
+        request = Request(0, [1, 2, 3, 9, 1, 2], 20, SamplingParams(temp=0.0), 200)
+        engine.add(request, Auto())
+        model.asked.clear()
+        root = request.tree.root
+        (active,) = engine._active.values()
+        engine.speculator.look_up(active)
+        assert [node.token for node in root.children] == [3] and not root.run_id
+        assert root.looked_up and root.expanded is not asked
+        if asked:
+            found = drafter.expand(request, {root: 3}, lambda: False)
+            assert found and engine.speculator._take(active, [root], found)
+        assert [node.token for node in root.children] == children and (root in model.asked) is asked
+        assert next(node for node in root.children if node.token == 3).guessed_by == LOOKED_UP
+
+
+def test_a_draft_learns_nothing_of_what_was_looked_up() -> None:
+    calibration, tree = Calibration(), TokenTree(1, 0)
+    (child,) = tree.grow(tree.root, [Guess(2, 0.9)], [math.log(0.9)], LOOKED_UP)
+    tree.root.verdict, child.verdict = 2, 4
+    tree.grow(child, [Guess(3, 0.9)], [math.log(0.9)])
+    settled = tree.settle()
+    calibration.settled(settled)
+    assert settled.n_contested == 2 and calibration._n_firsts == 1 and calibration.first_rate == 0.0
+
+
+def test_a_known_guess_is_as_probable_as_whoever_is_surest_says() -> None:
+    tree = TokenTree(1, 0)
+    low, high = tree.grow(tree.root, [Guess(2, 0.2), Guess(3, 0.6)], [math.log(0.2), math.log(0.6)], LOOKED_UP)
+    (below,) = tree.grow(low, [Guess(4, 0.5)], [math.log(0.5)])
+    assert not tree.grow(tree.root, [Guess(2, 0.9), Guess(3, 0.1)], [math.log(0.9), math.log(0.1)])
+    assert (low.guessed_by, high.guessed_by) == (0, LOOKED_UP) and tree.root.children == [low, high]
+    assert math.exp(below.score) == pytest.approx(0.45) and math.exp(high.score) == pytest.approx(0.6)
+
+
 def test_a_toy_that_repeats_itself_is_guessed_without_a_model() -> None:
     rng = random.Random(5)
     engine = toy_engine(toy_pipeline(rng, 3, 700, False), SequencePool(8, 700), LookupDrafter())
@@ -219,6 +263,14 @@ def test_the_text_is_the_targets_and_the_repeating_part_is_guessed() -> None:
         found = run_json(n_ranks, [*TEXT, "--lookup", "--policy", "pipeinfer", *flags])
         assert found["tokens"] == plain["tokens"]
         assert "lookup" in found["settings"] and found["speculation"]["draft_n_accepted"] > 50
+
+
+def test_auto_looks_up_unless_it_is_told_not_to() -> None:
+    asked = [*TEXT, "-md", "none", "--policy", "auto"]
+    plain, auto, without = (run_json(1, [*asked, *words]) for words in (["--policy", "iterative"], [], ["--no-lookup"]))
+    assert plain["tokens"] == auto["tokens"] == without["tokens"]
+    assert auto["speculation"]["draft_n"] > 0 == without["speculation"]["draft_n"]
+    assert "no-lookup" in without["settings"] and "lookup" not in auto["settings"]
 
 
 @pytest.mark.parametrize(

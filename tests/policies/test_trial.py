@@ -87,7 +87,7 @@ def test_auto_hardly_loses_where_a_draft_takes_the_stages_cores(
 ) -> None:
     """Without trials it made down to 0.4 as many tokens a second as without guesses."""
     cluster = profile(n_stages, 1.0, (1.0, 1.7, 2.6, 3.5), elsewhere)
-    assert tokens_a_second(Auto(), cluster, acceptance) > 0.87 * tokens_a_second(Iterative(), cluster, acceptance)
+    assert tokens_a_second(Auto(), cluster, acceptance) > 0.95 * tokens_a_second(Iterative(), cluster, acceptance)
 
 
 def test_auto_still_gains_where_guesses_do() -> None:

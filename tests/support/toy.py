@@ -395,6 +395,10 @@ class RandomPolicy(Policy):
     def _widths(self, nodes: Sequence[Node]) -> dict[Node, int]:
         return {node: self.rng.randint(1, self.width) for node in nodes}
 
+    def look_up(self, view: PolicyContext) -> list[Node]:
+        nodes = [node for node in view.tree.nodes if not node.looked_up and view.may_branch(node)]
+        return nodes if len(view.tree.nodes) < self.n_nodes and self.rng.random() < 0.7 else []
+
     def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
         return [guess for guess in guesses if self.rng.random() < 0.9]
 

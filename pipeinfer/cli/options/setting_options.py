@@ -71,7 +71,7 @@ def take(kind: type[Section], given: dict[str, Any]) -> Section:
 
 def _option(name: str, default: Any, setting: Setting) -> SettingOption:
     names = _names(setting, name)
-    if isinstance(default, bool):
+    if isinstance(default, bool) or setting.type is bool:
         if default and "/" not in setting.flag:  # its flags switch it off
             return SettingOption(names, flag_value=False, type=bool, default=True, help=setting.help)
         return SettingOption(names, is_flag=True, default=default, show_default=default, help=setting.help)

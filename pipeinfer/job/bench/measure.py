@@ -132,10 +132,11 @@ def _run_plainly(
         return None
     session = Session(context, deployment)
     session.open()
+    options = replace(context.options, lookup=False)
     for _ in range(2):  # the first one warms up
-        plain = session.generate(request, context.options, Iterative(), lambda tokens: None)
-    drafted = session.generate(request, context.options, Speculative(), lambda tokens: None)
-    again = session.generate(request, context.options, Iterative(), lambda tokens: None)
+        plain = session.generate(request, options, Iterative(), lambda tokens: None)
+    drafted = session.generate(request, options, Speculative(), lambda tokens: None)
+    again = session.generate(request, options, Iterative(), lambda tokens: None)
     session.close()
     steps_s = [
         span["duration_s"]

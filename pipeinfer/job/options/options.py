@@ -149,6 +149,11 @@ class RunOptions(
         """The drafts that the policy needs, in any order."""
         return self.drafts if self.policy.drafts else ()
 
+    @property
+    def looks_up(self) -> bool:
+        """Whether it is guessed too what stood before."""
+        return self.policy.looks_up if self.lookup is None else self.lookup and self.policy.drafts
+
 
 def unescape(text: str, option: str = "--prompt") -> str:
     """A text with llama.cpp's escapes replaced; what is none of them stays. Raises UserError with the option's name."""
@@ -262,7 +267,7 @@ def without_effect(options: RunOptions, n_stages: int) -> tuple[str, ...]:
     lines = []
     if not options.policy.drafts:
         asked = [
-            setting.given_as
+            setting.given_as(getattr(options, name))
             for name, default, setting in settings_of(RunOptions)
             if setting.for_guesses and getattr(options, name) != default
         ]
@@ -293,7 +298,7 @@ def choose_policy(policy: str | None, has_guesses: bool) -> str:
     """The policy asked for, or the best that the models at hand allow. Raises UserError."""
     if policy is None:
         return "auto" if has_guesses else "iterative"
-    if policy != "iterative" and not has_guesses:
+    if policy not in ("iterative", "auto") and not has_guesses:
         raise UserError(f"--policy {policy} needs a draft model; give -md or --lookup, or use --policy iterative")
     return policy
 

@@ -228,9 +228,10 @@ class Guesses:
     """What may be guessed, and how."""
 
     heading = "Speculation"
-    lookup: bool = setting(
-        False, "--lookup", for_guesses=True,
-        help="Guess also what followed the newest tokens where they stood before; alone, or beside a draft.",
+    lookup: bool | None = setting(
+        None, "--lookup/--no-lookup", type=bool, for_guesses=True,
+        help="Guess also what followed the newest tokens where they stood before; alone, or beside a draft. [default: "
+        "with policy auto]",
     )  # fmt: skip
     sequences: int = setting(
         0, "--sequences", most=MAX_SEQUENCES, column=True,

@@ -52,7 +52,8 @@ def _drafting(options: RunOptions, plan: Plan) -> list[str]:
     """How guesses are made, where it is not as by default."""
     cut = [f"draft-split {','.join(map(str, plan.draft_split))}"] if max(plan.draft_split, default=1) > 1 else []
     moved = [f"draft-rank {stages[0].rank}" for number, stages in plan.asked.items() if not number]
-    return cut + moved + ["lookup"] * options.lookup
+    lookup = [] if options.lookup is None else ["lookup" if options.lookup else "no-lookup"]
+    return cut + moved + lookup
 
 
 def options_text(options: RunOptions) -> str:
@@ -64,7 +65,7 @@ def options_text(options: RunOptions) -> str:
 
 def _shown(setting: Setting, value: object) -> str:
     if isinstance(value, bool):
-        return setting.given_as.removeprefix("--")
+        return setting.given_as(value).removeprefix("--")
     name = setting.flag.removeprefix("--")
     return f"{name} {'chunk' if isinstance(setting.type, Delay) and value == ONE_CHUNK else _listed(value)}"
 

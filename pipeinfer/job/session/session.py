@@ -12,7 +12,7 @@ from pipeinfer.cluster.messages.verdicts import decode_guess_verdict, decode_ver
 from pipeinfer.cluster.timing.calibrate import largest_question, slowest_stage, time_row
 from pipeinfer.cluster.transport import progress_between
 from pipeinfer.core.engine import Engine
-from pipeinfer.core.interfaces import LoadedModel
+from pipeinfer.core.interfaces import Drafter, LoadedModel
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy
@@ -95,6 +95,7 @@ class Session:
         self._pipeline: HeadPipeline[Verdict] | None = None
         self._asked: dict[int, HeadPipeline[GuessVerdict]] = {}  # of drafts elsewhere and larger ones, by number
         self._drafter: ModelDrafter | None = None
+        self._lookup: LookupDrafter | None = None
         self._draft_s = 0.0  # of a step of one row; 0 where no draft is on this rank
         self._engine: Engine | None = None
         self._request_ids = count()
@@ -181,7 +182,9 @@ class Session:
         target = Level(
             self._pipeline, pool, n_chunk=deployment.n_batch, n_rows=deployment.n_nodes, blocks=deployment.blocks
         )
-        drafter = LookupDrafter(self._drafter) if options.lookup else self._drafter or levels.pop(0, None)
+        drafter: Drafter | Level | None = self._drafter or levels.pop(0, None)
+        if not isinstance(drafter, Level) and options.lookup is not False:
+            drafter = self._lookup = LookupDrafter(drafter)
         engine = Engine(
             target, drafter, HeadWaiter(context.flag.check, self._pipeline, self.called), CLOCK,
             drafts=list(levels.values()),
@@ -216,6 +219,8 @@ class Session:
         """The engine as the requests to come want it; none may be open. Who adds requests has ids from `next_id`."""
         assert self._engine, "the session is not open"
         self._engine.target.cancel = options.cancel
+        if self._lookup:
+            self._lookup.is_on = options.looks_up
         pools = [level.pool for level in self._engine.levels] + ([self._drafter.pool] if self._drafter else [])
         for pool in pools:
             is_target = pool is self._engine.target.pool
