@@ -133,6 +133,7 @@ class Speculator:
         return drafts
 
     def _draft_for(self, drafter: Drafter, active: ActiveRequest, meanwhile: Callable[[], None]) -> bool:
+        self.look_up(active)
         request, nodes = active.request, active.policy.draft(active.context)
         if not nodes:
             return False
@@ -263,6 +264,7 @@ class Speculator:
         while self._lookup and (nodes := active.policy.look_up(active.context)):
             for node in nodes:
                 self._look_up(self._lookup, active, node)
+            self._grown(active)
 
     def _look_up(self, lookup: InstantDrafter, active: ActiveRequest, node: Node) -> None:
         guess, is_all = lookup.look_up(active.request, node)
