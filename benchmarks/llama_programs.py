@@ -1,7 +1,7 @@
 """Speeds of llama.cpp's own programs, as they print them, in tokens a second of decoding. Knows no pipeinfer.
 
-`folder` has llama-completion, llama-speculative-simple, llama-batched-bench and ggml-rpc-server, built from the version
-that llama-cpp-python ships. Raises click.ClickException when a program fails or prints no speed.
+`folder` has llama-completion, llama-speculative-simple, llama-batched-bench, llama-server and ggml-rpc-server, built
+from the version that llama-cpp-python ships. Raises click.ClickException when a program fails or prints no speed.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import re
 import socket
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
+from streams import throughput
 
 PROMPT = "Write a function that merges two sorted lists, and explain it."
 EVAL = re.compile(r" eval time =.*?([\d.]+) tokens per second")
@@ -45,6 +47,30 @@ def batched(folder: Path, target: Path, n_predict: int, n_threads: int, n_texts:
     words = ["-m", target, "-t", n_threads, "-npp", 32, "-ntg", n_predict, "-npl", n_texts, "-c", 512 * n_texts, "-kvu"]
     *_, last = (line for line in _output(folder / "llama-batched-bench", words).splitlines() if line.startswith("|"))
     return float(last.split("|")[8])
+
+
+def served(folder: Path, target: Path, n_threads: int, prompts: Sequence[str], n_predict: int) -> float:
+    """Of all streams together, from llama-server."""
+    port, n_texts = _free_port(), len(prompts)
+    words = ["-m", target, "-t", n_threads, "-np", n_texts, "-c", 512 * n_texts, "--port", port, "--no-webui"]
+    with subprocess.Popen(
+        [folder / "llama-server", *map(str, words)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    ) as server:
+        try:
+            await_health(port)
+            return throughput(port, prompts, n_predict)
+        finally:
+            server.kill()
+
+
+def await_health(port: int) -> None:
+    """Return once a server has its model."""
+    until_s = time.monotonic() + START_S
+    while time.monotonic() < until_s:
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
+            return
+        time.sleep(0.1)
+    raise click.ClickException(f"no server is ready at port {port} within {START_S:.0f} s")
 
 
 def _output(program: Path, words: Sequence[object]) -> str:

@@ -3,8 +3,8 @@
 Of each target, with its draft or without one, runs every policy on each question set of a folder (.jsonl with `turns`),
 on 1, 2 and 3 ranks, with exact and fast numerics, beside libllama alone: one token at a time, the whole model in one
 process, repacked weights. With other numerics than the first ones only `auto` and no guesses. With --programs also
-beside llama.cpp's own programs of the same version, and with 16 texts at a time. Rounds take turns. Prints a page
-(docs/results/real.md with -o).
+beside llama.cpp's own programs of the same version, and with 16 texts and streams at a time. Rounds take turns. Prints
+a page (docs/results/real.md with -o).
 """
 
 import csv
@@ -27,10 +27,12 @@ import llama_cpp
 import llama_programs
 import numpy as np
 from harness import in_turns, job
+from streams import throughput
 
 from pipeinfer.cluster.hosts.cores import this_host
 from pipeinfer.observe.texts.markdown import markdown_table
 from tests.support.plain_llama import SILENT
+from tests.support.serving import Served
 
 COLUMNS = ("ranks", "numerics", "policy", "n", "tokens/s", "of libllama", "of iterative", "acceptance")
 
@@ -44,6 +46,8 @@ Trials = dict[str, Callable[[], float]]
 PACED_POLICIES = "iterative,speculative,pipeinfer,auto"
 N_TEXTS = 16
 """At a time, where llama.cpp's programs are compared."""
+
+PROMPTS = [f"Here are {2 + number} reasons why people build computers" for number in range(N_TEXTS)]
 
 N_CUT = 128
 """Tokens of a question at most: what is measured is decoding."""
@@ -137,6 +141,14 @@ def together(target: Path, n_predict: int, numerics: str) -> float:
         return N_TEXTS / float(row["itl_p50_s"])
 
 
+def streamed(target: Path, n_predict: int, n_threads: int, numerics: str) -> float:
+    """Tokens a second of N_TEXTS streams of `pipeinfer serve` on one rank."""
+    words = ["-m", str(target), "-md", "none", "-t", str(n_threads), "--parallel", str(N_TEXTS),
+             "-c", str(512 * N_TEXTS), "--numerics", numerics]  # fmt: skip
+    with Served(1, words, timeout_s=300) as server:
+        return throughput(server.port, PROMPTS, n_predict)
+
+
 def programs(folder: Path, target: Path, draft: Path | None, n_predict: int, n_threads: int) -> Trials:
     """What llama.cpp's programs are asked, and the same of pipeinfer where no other table has it."""
     run = partial(llama_programs.completion, folder, target, n_predict)
@@ -149,6 +161,11 @@ def programs(folder: Path, target: Path, draft: Path | None, n_predict: int, n_t
     trials[f"llama-batched-bench, {N_TEXTS} texts, {n_threads} threads"] = own
     for numerics in ("exact", "fast"):
         trials[f"pipeinfer, {N_TEXTS} texts, 1 rank, {numerics}"] = partial(together, target, n_predict, numerics)
+    own = partial(llama_programs.served, folder, target, n_threads, PROMPTS, n_predict)
+    trials[f"llama-server, {N_TEXTS} streams, {n_threads} threads"] = own
+    for numerics in ("exact", "fast"):
+        own = partial(streamed, target, n_predict, n_threads, numerics)
+        trials[f"pipeinfer serve, {N_TEXTS} streams, 1 rank, {numerics}"] = own
     return trials
 
 
