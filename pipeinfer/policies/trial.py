@@ -20,6 +20,9 @@ LEAST_REST, LONGEST_REST = 32, 1536
 SHARE_OF_TRIES = 0.02
 """Of the time, which trying guesses again may cost."""
 
+MOST_LINES = 2
+"""For the user of one text: where guesses hardly matter the answer changes often."""
+
 TRUSTED = 256
 """Tokens for which the time without guesses holds once it was measured."""
 
@@ -31,6 +34,7 @@ class SpeculationTrial:
     rests: bool = False
     _tests: bool = False  # it rests only to be measured
     _said: bool = False  # that guesses do not pay
+    _n_said: int = 0
     _with_s: float = 0.0
     _without_s: float = 0.0
     _age: int = TRUSTED  # tokens since that was measured
@@ -77,9 +81,9 @@ class SpeculationTrial:
         self._left = self._rest
         if self.rests == pays:
             self._turn()
-        if self._said is not pays:
+        if self._said is not pays or self._n_said == MOST_LINES:
             return ""
-        self._said = not pays
+        self._said, self._n_said = not pays, self._n_said + 1
         if pays:
             return "guesses save time again: speculation goes on"
         return (f"guesses cost time here: {1 / self._with_s:.1f} tokens/s with them, {1 / self._without_s:.1f} without "

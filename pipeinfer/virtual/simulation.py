@@ -92,9 +92,8 @@ def _draft_level(
     """A draft on its own rank, beyond one link."""
     cost = profile.drafts[number]
     pipeline = SimPipeline(replace(profile, stages=(cost,), drafts=(), head_is_first=False), [choices], clock)
-    costs = {n_rows: cost.seconds(n_rows, 0, reshapes=True) for n_rows in ROWS}
     return SimDraftLevel(
-        pipeline, [choices], SequencePool(n_seq, n_cells), largest_question(costs) if number else n_rows
+        pipeline, [choices], SequencePool(n_seq, n_cells), largest_question(stage_rows(cost)) if number else n_rows
     )
 
 
@@ -120,5 +119,4 @@ def row_costs(profile: Profile) -> dict[int, float]:
 
 
 def stage_rows(stage: ModelCost) -> dict[int, float]:
-    # reshapes: a session times the sizes in turns
-    return {n_rows: stage.seconds(n_rows, 0, reshapes=True) for n_rows in ROWS}
+    return {n_rows: stage.seconds(n_rows, 0, reshapes=n_rows > 1) for n_rows in ROWS}

@@ -91,6 +91,24 @@ def test_sizes_that_cost_too_much_are_not_timed() -> None:
     assert time_rows(stage, lambda: stage.elapsed_s, budget_s=1000) == {1: 1, 2: 2, 3: 3, 4: 4}
 
 
+class ReshapingStage(ToyStage):
+    """A row takes a millisecond, and half of one a run of another size than the one before."""
+
+    elapsed_s, n_before = 0.0, 0
+
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
+        n_rows = len(batch.tokens)
+        self.elapsed_s += 1e-3 * n_rows + 5e-4 * (n_rows != self.n_before)
+        self.n_before = n_rows
+        return super().evaluate(batch, stop)
+
+
+def test_several_rows_come_between_single_ones() -> None:
+    stage = ReshapingStage(0, 2, False, n_cells=64)
+    found = time_rows(stage, lambda: stage.elapsed_s)
+    assert found == pytest.approx({1: 1e-3, 2: 2.5e-3, 3: 3.5e-3, 4: 4.5e-3})
+
+
 class CountingStage(ToyStage):
     """A run of any size takes `run_s`."""
 
@@ -214,7 +232,7 @@ def test_costs_at_loading_are_kept_under_all_that_they_depend_on(
     own = deployment.plan.stages[0].layers
     versions = f"pipeinfer {__version__}, {describe_build()}"
     words = f" {own} exact, x, a, 4 cores, 1 threads, -ngl 0, threads there 1 3, {versions}"
-    assert sorted(name.partition(": ")[0] for name in names if name.endswith(words)) == ["context", "rows"]
+    assert sorted(name.partition(": ")[0] for name in names if name.endswith(words)) == ["context", "row times"]
     assert time_stage(context, deployment, cast(LoadedModel, stage)).rows == pytest.approx(found.rows)
     assert stage.n < n + 6, "known from the first time"
 

@@ -70,7 +70,7 @@ def time_draft(context: Context, deployment: Deployment, model: LoadedModel, num
 
 
 def _rows(deployment: Deployment, model: LoadedModel, key: str) -> dict[int, float]:
-    return time_rows(model, CLOCK) if deployment.pace else recall_rows(model, CLOCK, user_cache(), f"rows: {key}")
+    return time_rows(model, CLOCK) if deployment.pace else recall_rows(model, CLOCK, user_cache(), f"row times: {key}")
 
 
 def run_cost(stages: Collection[RunCosts], deployment: Deployment, limits_delay: bool) -> RunCost | None:
