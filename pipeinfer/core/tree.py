@@ -7,7 +7,7 @@ from enum import Enum
 from pipeinfer.core.runs import NO_TOKEN, Guess
 
 LOOKED_UP = -1
-"""In place of a draft's number: the guess is one that a `Lookup` found."""
+"""In place of a draft's number: the guess was known at once (`InstantDrafter`)."""
 
 
 class State(Enum):
