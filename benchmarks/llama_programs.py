@@ -12,7 +12,8 @@ import socket
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import click
@@ -57,20 +58,10 @@ def served(folder: Path, target: Path, n_threads: int, prompts: Sequence[str], n
         [folder / "llama-server", *map(str, words)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     ) as server:
         try:
-            await_health(port)
+            _await("llama-server", partial(urllib.request.urlopen, f"http://127.0.0.1:{port}/health", timeout=1))
             return throughput(port, prompts, n_predict)
         finally:
             server.kill()
-
-
-def await_health(port: int) -> None:
-    """Return once a server has its model."""
-    until_s = time.monotonic() + START_S
-    while time.monotonic() < until_s:
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1):
-            return
-        time.sleep(0.1)
-    raise click.ClickException(f"no server is ready at port {port} within {START_S:.0f} s")
 
 
 def _output(program: Path, words: Sequence[object]) -> str:
@@ -91,7 +82,7 @@ def _servers(program: Path, n: int) -> Iterator[list[str]]:
             )  # fmt: skip
             stack.callback(server.kill)
         for port in ports:
-            _await(port)
+            _await("ggml-rpc-server", partial(socket.create_connection, ("127.0.0.1", port), 1))
         yield [f"127.0.0.1:{port}" for port in ports]
 
 
@@ -100,10 +91,11 @@ def _free_port() -> int:
         return int(own.getsockname()[1])
 
 
-def _await(port: int) -> None:
+def _await(program: str, connect: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
+    """Return once `connect` raises no OSError any more."""
     until_s = time.monotonic() + START_S
     while time.monotonic() < until_s:
-        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        with contextlib.suppress(OSError), connect():
             return
         time.sleep(0.1)
-    raise click.ClickException(f"ggml-rpc-server does not listen within {START_S:.0f} s")
+    raise click.ClickException(f"{program} is not ready within {START_S:.0f} s")

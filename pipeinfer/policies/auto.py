@@ -95,7 +95,7 @@ class Auto(Policy):
     def send(self, context: PolicyContext) -> Answer:
         """The root at once, with the best guesses; further runs when a stage is about to want them."""
         root = context.tree.root
-        if self._rests(context) and not self._looks_up:
+        if self._rests_wholly(context):
             return Send([root]) if root.run_id is None else NOTHING
         if pays_alone(context, self.calibration.first_rate):
             return self._send_alone(context)
@@ -190,15 +190,10 @@ class Auto(Policy):
         return step_s < REPAID * saved_share(context, OFTEN_RIGHT) * rest_s
 
     def look_up(self, context: PolicyContext) -> list[Node]:
-        if self._rests(context) and not self._looks_up:
+        if self._rests_wholly(context):
             return []
         n_rows = most_rows(context) if context.n_stages == 1 and context.is_alone else context.n_cheap_rows
         return to_look_up(context, n_rows) if n_rows > 0 else []
-
-    @property
-    def _looks_up(self) -> bool:
-        """Whether guesses that are looked up go on while the draft rests: without a draft they are what rests."""
-        return self._guessed_at >= 0
 
     def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
         if draft == LOOKED_UP:
@@ -226,8 +221,13 @@ class Auto(Policy):
             return ""
         if self._trial.rests and context.tree.root.position <= self._guessed_until:
             return ""
-        rested, may_try = self._trial.rests, self._guessed_at < 0 or self._may_repay(context)
-        line = self._trial.settled(n_tokens, self._settled_s - last_s, _least_s(context), may_try)
+        rested = self._trial.rests
+        line = self._trial.settled(
+            n_tokens,
+            self._settled_s - last_s,
+            _least_s(context),
+            lambda: self._guessed_at < 0 or self._may_repay(context),
+        )
         if self._trial.rests > rested:
             sent = (node.position for node in context.tree.nodes if node.run_id is not None)
             self._guessed_until = 1 + max(sent, default=context.tree.root.position)
@@ -235,6 +235,10 @@ class Auto(Policy):
 
     def _rests(self, context: PolicyContext) -> bool:
         return self._trial.rests and context.is_alone
+
+    def _rests_wholly(self, context: PolicyContext) -> bool:
+        """Whether what is looked up rests too: while a draft rests it goes on, without a draft it is what rests."""
+        return self._guessed_at < 0 and self._rests(context)
 
 
 # -- a pipeline's run

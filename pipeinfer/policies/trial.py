@@ -1,5 +1,6 @@
 """Whether guesses earn their time: seconds a token with them and without, measured in turns. Knows no tree."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 N_WITH, N_WITHOUT = 12, 8
@@ -44,10 +45,12 @@ class SpeculationTrial:
     _n: int = 0
     _seconds: float = 0.0
 
-    def settled(self, n_tokens: int, seconds: float, estimate_s: float, may_try: bool = True) -> str:
+    def settled(
+        self, n_tokens: int, seconds: float, estimate_s: float, may_try: Callable[[], bool] = lambda: True
+    ) -> str:
         """So many tokens of a lone request came after so many seconds. `estimate_s`: what a token would take without
-        guesses, as far as that is known. `may_try`: whether a rest may end now. Returns what the user should know,
-        usually nothing."""
+        guesses, as far as that is known. `may_try`: asked when a rest is over, whether it may end now. Returns what the
+        user should know, usually nothing."""
         self._age += n_tokens
         self._left -= n_tokens
         if self._n_skipped < N_SKIPPED:
@@ -62,7 +65,7 @@ class SpeculationTrial:
             self._without_s, self._age = token_s, 0
             if self._tests:
                 return self._decide()
-            if self._left <= 0 and may_try:
+            if self._left <= 0 and may_try():
                 self._turn()
             return ""
         self._with_s = (self._with_s + token_s) / 2 if self._with_s else token_s
