@@ -53,7 +53,7 @@ LEAST, LEAST_LOOKED_UP = 0.01, 0.06
 PATIENCE = 0.2
 """One-row runs for which the slowest stage may wait for an expected verdict."""
 
-EARLIER = 0.5
+EARLIER = 0.3
 """One-row runs that a guess gains in this run instead of the next; less than one, as a verdict between the two may
 refute it."""
 

@@ -36,7 +36,7 @@ from pipeinfer.models.text.vocabulary_file import VocabularyFile
 from pipeinfer.models.translated import TranslatedStage
 from pipeinfer.policies.limits import MAX_RUN, MAX_WIDTH
 
-STOP_INTERVAL_S = 2e-3
+STOP_INTERVAL_S = 4e-3
 """Each question whether to stop takes some 40 microseconds on rank 0, where verdicts are heard then, and divides the
 computation of a graph."""
 

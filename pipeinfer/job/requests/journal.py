@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.complain import complain
@@ -26,6 +27,8 @@ WHAT = "--resume"
 NOTE = b'["'
 """What each note begins with: what begins otherwise is not this job's to cut off."""
 
+Part: TypeAlias = str | int | Sequence[int]
+
 
 class Journal:
     """Notes that nobody keeps. `texts`: of each that is not complete its seed and the tokens that came."""
@@ -35,7 +38,10 @@ class Journal:
 
     def take(self, note: bytes) -> None:
         """Raises ValueError for what is none."""
-        match json.loads(note):
+        self._take(json.loads(note))
+
+    def _take(self, what: Any) -> None:
+        match what:
             case [str(key)]:
                 self.texts.pop(key, None)
             case [str(key), int(seed)]:
@@ -71,19 +77,18 @@ class Journal:
     def ended(self, key: str) -> None:
         self._note(key)
 
-    def _note(self, *what: str | int | Sequence[int]) -> None:
-        note = note_of(*what)
-        self.take(note)
-        self.write(note)
+    def _note(self, *what: Part) -> None:
+        self._take(what)
+        self.write(*what)
 
-    def write(self, note: bytes) -> None:
-        """Keep it for a later job."""
+    def write(self, *what: Part) -> None:
+        """Keep a note of it for a later job."""
 
     def close(self) -> None:
         """Nothing more is noted."""
 
 
-def note_of(*what: str | int | Sequence[int]) -> bytes:
+def note_of(*what: Part) -> bytes:
     return json.dumps(what, separators=(",", ":")).encode()
 
 
@@ -124,11 +129,11 @@ class JournalFile(Journal):
             except ValueError:
                 raise UserError(f"{WHAT} {self.path} line {number} is no note of a job; name another file") from None
 
-    def write(self, note: bytes) -> None:
+    def write(self, *what: Part) -> None:
         if self._is_full:
             return
         try:
-            os.write(self._fd, note + b"\n")
+            os.write(self._fd, note_of(*what) + b"\n")
         except OSError as error:
             self._is_full = True
             complain(f"{write_error(self.path, WHAT, error)}; what comes from now on is not noted")
@@ -157,9 +162,9 @@ class LinkJournal(Journal):
             complain("the supervisor of this job is lost")
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def write(self, note: bytes) -> None:
+    def write(self, *what: Part) -> None:
         with contextlib.suppress(OSError):
-            self._link.send_bytes(note)
+            self._link.send_bytes(note_of(*what))
 
     def close(self) -> None:
         self._link.close()

@@ -60,7 +60,7 @@ def test_only_a_torn_note_is_cut_off(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "notes"
     path.write_bytes(content)
     if content.startswith(b"["):
-        JournalFile(path).write(b'["z",1]')
+        JournalFile(path).write("z", 1)
         assert path.read_bytes() == content[: content.rfind(b"\n") + 1] + b'["z",1]\n'
     else:
         with pytest.raises(UserError, match=r"line 1 is no note of a job; name another file"):
