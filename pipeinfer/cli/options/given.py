@@ -21,6 +21,7 @@ from pipeinfer.job.options.text_sections import ChatOptions, GrammarOptions, Tex
 from pipeinfer.models.demo import default_models
 from pipeinfer.models.hub_names import parse_name
 from pipeinfer.models.text.stop_strings import check_stops
+from pipeinfer.policies import Auto
 
 
 def run_options(given: dict[str, Any], is_chat: bool = False) -> RunOptions:
@@ -43,7 +44,8 @@ def job_options(given: dict[str, Any], **found: Any) -> RunOptions:
     target, its_drafts = (model, ()) if model else default_models(bool(named) or asks_for_guesses(given))
     drafts = choose_drafts(named, its_drafts)
     (policy,) = take_policies([policy_meant(given.pop("policy"), bool(drafts) or given["lookup"], given)], given)
-    return RunOptions(model=target, drafts=drafts, policy=policy, **found, **given)
+    finds_head = policy.name == Auto.name and not (named or drafts)
+    return RunOptions(model=target, drafts=drafts, finds_head=finds_head, policy=policy, **found, **given)
 
 
 def take_models(given: dict[str, Any]) -> tuple[Path | None, tuple[Path, ...]]:

@@ -58,6 +58,8 @@ class RunOptions(
 
     model: Path
     drafts: tuple[Path, ...] = ()
+    finds_head: bool = False
+    """The head in the target's own file drafts, where there is one that can be used."""
     policy: Policy = field(default_factory=Iterative)
     chat: ChatOptions | None = None
     stops: tuple[str, ...] = ()

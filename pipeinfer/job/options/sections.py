@@ -53,7 +53,7 @@ class Models:
     drafts: tuple[Path, ...] = setting(
         (), "--model-draft", "--spec-draft-model", "-md", type=File(), repeated=True, first=True,
         help="Draft model, GGUF, with nearly the target's vocabulary. Of several the smallest guesses, larger ones "
-        "refine. mtp: the head in the target's own file; none: no draft.",
+        "refine. mtp: the head in the target's own file, which --policy auto finds unasked; none: no draft.",
     )  # fmt: skip
     hf_repo: HubName | None = setting(
         None, "--hf-repo", "-hf", "-hfr", type=REPO, first=True,

@@ -8,9 +8,10 @@ from pathlib import Path
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.process.complain import complain
+from pipeinfer.models.gguf.head import OWN_HEAD
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.gguf.vocabulary import vocabulary_digest
-from pipeinfer.models.heads.own_head import draft_of
+from pipeinfer.models.heads.own_head import draft_of, has_own_head
 from pipeinfer.models.hub_names import name_of
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.models.text.vocabularies import Translation, find_translation
@@ -62,8 +63,12 @@ def translation_note(draft: Path, translation: Translation | None) -> str:
 
 
 def fetch_models(options: RunOptions) -> RunOptions:
-    """The options with files in the place of names. Raises UserError for what cannot be had."""
+    """The options with files in the place of names, and the target's own head as the draft where it is to be found.
+    Raises UserError for what cannot be had."""
     model, *drafts = fetch_files([options.model, *options.drafts], options.offline)
+    may_find = options.finds_head and not any(backend.is_torch for backend in options.backend)
+    if may_find and has_own_head(read_model_info(model)):
+        drafts = [OWN_HEAD]
     return replace(options, model=model, drafts=tuple(drafts))
 
 

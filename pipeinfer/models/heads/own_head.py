@@ -50,6 +50,11 @@ def is_beside(headers: Sequence[Header]) -> bool:
     return has_head and not any(layer_of(tensor.name) == 0 for header in headers for tensor in header.tensors)
 
 
+def has_own_head(target: ModelInfo) -> bool:
+    """Whether the target's file has a head that can be used."""
+    return not _refusal(target.architecture, target.metadata, target.n_layer, target.tensors)
+
+
 def own_head(target: ModelInfo) -> ModelInfo:
     """The head in the target's file, as a draft. Raises UserError where there is none that can be used."""
     if reason := _refusal(target.architecture, target.metadata, target.n_layer, target.tensors):

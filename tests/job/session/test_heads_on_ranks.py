@@ -66,6 +66,9 @@ def test_the_text_of_a_target_with_a_head_of_its_own(with_own_head: Path) -> Non
         result = run_json(n_ranks, [*words, "--policy", policy])
         assert result["tokens"] == expected["tokens"]
         assert result["speculation"]["draft_n"] > 0 and result["model_draft"]["name"] == "mtp"
+    found, none = (run_json(2, [*words[:2], *GREEDY, "--policy", "auto", *more]) for more in ((), ("-md", "none")))
+    assert found["model_draft"]["name"] == "mtp" and not none["model_draft"]
+    assert found["tokens"] == none["tokens"] == expected["tokens"]
     done = finish(1, ["plan", *words[:4]])
     assert done.returncode == 0 and "mtp" in done.stdout, done.stderr
     assert "-md mtp guesses with it" in "\n".join(info_lines(describe_file(with_own_head, 0, "exact")))
