@@ -125,7 +125,8 @@ def advice_on(result: dict[str, Any]) -> str:
     stages = [rank for rank in result["ranks"] if rank["layers"]]
     shares = [busy_share(rank) for rank in stages]
     if len(stages) > 1 and not result["speculation"]["draft_n"]:
-        return "without guesses ranks wait for each other: -md FILE gives a draft"
+        from_text = "--policy auto guesses what stood in the text before, " if result["policy"] == "iterative" else ""
+        return f"without guesses ranks wait for each other: {from_text}-md FILE gives a draft"
     if len(stages) > 1 and max(shares) > UNEVEN * max(min(shares), 0.01):
         return f"rank {stages[shares.index(max(shares))]['rank']} has most to do: see --layer-split"
     return "-v says more"
