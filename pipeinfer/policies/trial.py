@@ -9,7 +9,7 @@ N_WITH, N_WITHOUT = 12, 8
 N_SKIPPED = 2
 """Verdicts after a change that count for neither: runs of before are in flight."""
 
-SURELY = 0.85
+SURELY = 0.9
 """Guesses are put to the test unless a token takes less than this share of what it takes without, by estimate."""
 
 LOSS = 1.03
