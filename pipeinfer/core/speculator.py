@@ -79,6 +79,7 @@ class Speculator:
         if active.policy.drafts:
             for turns in self._turns:
                 turns.add(active)
+            self.look_up(active)
 
     def settle(self, request: Request, path: Sequence[Node]) -> None:
         """The root moved."""
@@ -133,7 +134,6 @@ class Speculator:
         return drafts
 
     def _draft_for(self, drafter: Drafter, active: ActiveRequest, meanwhile: Callable[[], None]) -> bool:
-        self.look_up(active)
         request, nodes = active.request, active.policy.draft(active.context)
         if not nodes:
             return False
