@@ -45,7 +45,7 @@ from pipeinfer.policies.lone_stage import (
     to_expand_ahead,
 )
 from pipeinfer.policies.temperature_scaling import TemperatureScaling
-from pipeinfer.policies.trial import SpeculationTrial
+from pipeinfer.policies.trial import SpeculationTrial, WithoutGuesses
 
 LEAST, LEAST_LOOKED_UP = 0.01, 0.06
 """Less probable guesses do not enter the tree."""
@@ -70,7 +70,7 @@ READ_AT_ONCE = 8
 
 @dataclass(unsafe_hash=True)  # it has no settings
 class Auto(Policy):
-    """Requests of one session share what is learned of the drafts."""
+    """Requests of one session share what is learned of the drafts, and of tokens without guesses."""
 
     name: ClassVar[str] = "auto"
     n_seq: ClassVar[int] = 127
@@ -79,13 +79,17 @@ class Auto(Policy):
 
     calibration: Calibration = field(default_factory=Calibration, compare=False, repr=False)
     temperature: TemperatureScaling = field(default_factory=TemperatureScaling, compare=False, repr=False)
+    without: WithoutGuesses = field(default_factory=WithoutGuesses, compare=False, repr=False)
     _backoff: SpeculationBackoff = field(default_factory=SpeculationBackoff, init=False, repr=False, compare=False)
-    _trial: SpeculationTrial = field(default_factory=SpeculationTrial, init=False, repr=False, compare=False)
+    _trial: SpeculationTrial = field(init=False, repr=False, compare=False)
     # when the last tokens came; NaN before the first ones, and while other requests are open
     _settled_s: float = field(default=math.nan, init=False, repr=False, compare=False)
     _guessed_at: int = field(default=-1, init=False, repr=False, compare=False)  # the last position guessed after
     # the last one whose token may come of guesses that were under way when they were to rest
     _guessed_until: int = field(default=-1, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        self._trial = SpeculationTrial(self.without)
 
     def begin(self) -> "Auto":
         return replace(self)

@@ -1,7 +1,7 @@
 """Whether guesses earn their time: seconds a token with them and without, measured in turns. Knows no tree."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 N_WITH, N_WITHOUT = 12, 8
 """Tokens over which the one and the other is measured at least."""
@@ -24,21 +24,48 @@ SHARE_OF_TRIES = 0.02
 MOST_LINES = 2
 """For the user of one text: where guesses hardly matter the answer changes often."""
 
-TRUSTED = 256
-"""Tokens for which the time without guesses holds once it was measured."""
+TRUSTED, TRUSTED_MOST = 256, 2048
+"""Tokens for which the time without guesses holds once it was measured: twice as many each time that the next
+measurement has the same answer."""
+
+
+@dataclass
+class WithoutGuesses:
+    """What a token takes without guesses, as it was last measured. Requests of one session share it."""
+
+    age: int = 0  # tokens since
+    _token_s: float = 0.0
+    _estimate_s: float = 0.0  # what it would take, as far as was known then
+    _paid: bool = True
+    _trusted: int = TRUSTED
+
+    @property
+    def holds(self) -> bool:
+        return self._token_s > 0 and self.age < self._trusted
+
+    def seconds(self, estimate_s: float) -> float:
+        """After another context, whose estimate this is."""
+        return self._token_s * (estimate_s / self._estimate_s if estimate_s and self._estimate_s else 1.0)
+
+    def measured(self, token_s: float, estimate_s: float) -> None:
+        self._token_s, self._estimate_s, self.age = token_s, estimate_s, 0
+
+    def answered(self, pays: bool) -> None:
+        """A measurement said whether guesses pay."""
+        self._trusted = min(2 * self._trusted, TRUSTED_MOST) if pays is self._paid else TRUSTED
+        self._paid = pays
 
 
 @dataclass
 class SpeculationTrial:
-    """`rests`: the next tokens are made without guesses."""
+    """Of one request. `rests`: the next tokens are made without guesses."""
 
+    without: WithoutGuesses = field(default_factory=WithoutGuesses)
     rests: bool = False
     _tests: bool = False  # it rests only to be measured
     _said: bool = False  # that guesses do not pay
     _n_said: int = 0
     _with_s: float = 0.0
-    _without_s: float = 0.0
-    _age: int = TRUSTED  # tokens since that was measured
     _rest: int = 0  # tokens of the last one
     _left: int = 0  # tokens left of this one
     _n_skipped: int = 0
@@ -51,7 +78,7 @@ class SpeculationTrial:
         """So many tokens of a lone request came after so many seconds. `estimate_s`: what a token would take without
         guesses, as far as that is known. `may_try`: asked when a rest is over, whether it may end now. Returns what the
         user should know, usually nothing."""
-        self._age += n_tokens
+        self.without.age += n_tokens
         self._left -= n_tokens
         if self._n_skipped < N_SKIPPED:
             self._n_skipped += 1
@@ -62,23 +89,27 @@ class SpeculationTrial:
         token_s = max(self._seconds / self._n, 1e-9)
         self._begin()
         if self.rests:
-            self._without_s, self._age = token_s, 0
+            self.without.measured(token_s, estimate_s)
             if self._tests:
-                return self._decide()
+                return self._decide(estimate_s)
             if self._left <= 0 and may_try():
                 self._turn()
             return ""
         self._with_s = (self._with_s + token_s) / 2 if self._with_s else token_s
-        if self._age < TRUSTED:
-            return self._decide()
-        if token_s >= SURELY * estimate_s:
+        if self.without.holds:
+            return self._decide(estimate_s)
+        if self._with_s >= SURELY * estimate_s:
             self._tests = True
             self._turn()
         return ""
 
-    def _decide(self) -> str:
-        loss = self._with_s / self._without_s
-        self._tests, pays = False, loss <= LOSS
+    def _decide(self, estimate_s: float) -> str:
+        without_s = self.without.seconds(estimate_s)
+        loss = self._with_s / without_s
+        pays = loss <= LOSS
+        if self._tests:
+            self.without.answered(pays)
+            self._tests = False
         tries = int(N_WITH * (loss - 1) / SHARE_OF_TRIES)
         self._rest = 0 if pays else min(max(LEAST_REST, tries, 2 * self._rest), LONGEST_REST)
         self._left = self._rest
@@ -89,7 +120,7 @@ class SpeculationTrial:
         self._said, self._n_said = not pays, self._n_said + 1
         if pays:
             return "guesses save time again: speculation goes on"
-        return (f"guesses cost time here: {1 / self._with_s:.1f} tokens/s with them, {1 / self._without_s:.1f} without "
+        return (f"guesses cost time here: {1 / self._with_s:.1f} tokens/s with them, {1 / without_s:.1f} without "
                 "them; they are tried again now and then")  # fmt: skip
 
     def _turn(self) -> None:
