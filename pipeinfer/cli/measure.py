@@ -18,8 +18,9 @@ from pipeinfer.policies import PipeInfer
 N_TOKENS = 128
 PROMPT = "measure"
 HELP = {
+    "model": "Target model, GGUF. [default: the shipped pair]",
     "drafts": "Draft model, GGUF, with nearly the target's vocabulary. Of several the smallest guesses, larger ones "
-    "refine.",
+    "refine. Needed with -m.",
 }
 
 

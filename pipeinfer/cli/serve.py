@@ -61,11 +61,12 @@ LEAST_TOKENS = 2
     help="Seconds that open requests have when the server is stopped (Ctrl-C, SIGTERM).",
 )  # fmt: skip
 def serve_command(**given: Any) -> int:
-    """Answer OpenAI's API: many requests share the ranks of this job.
+    """Answer OpenAI's, Anthropic's and llama-server's APIs: many requests share the ranks of this job.
 
-    Rank 0 listens: /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize, /health, /metrics,
-    /slots, and a page to try it. Options of sampling are what holds where a request does not say. With a seed and
-    exact numerics a text does not depend on what else is asked. Ctrl-C and SIGTERM let open requests end first.
+    Rank 0 listens: /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /v1/models, /completion,
+    /infill, /apply-template, /tokenize, /detokenize, /props, /slots, /health, /metrics, and a page to try it. Options
+    of sampling are what holds where a request does not say. With a seed and exact numerics a text does not depend on
+    what else is asked. Ctrl-C and SIGTERM let open requests end first.
     """
     warn_of_variables()
     keys = _keys_in(given.pop("api_keys"))

@@ -82,10 +82,11 @@ def submit_command(
         raise UserError(f"--job-name {name} names a directory too; leave / out")
     if restarts and words[:1] not in [(each,) for each in SUPERVISED]:
         raise UserError(f"--restarts is for {', '.join(SUPERVISED)}, which go on where they were; leave it out")
+    command = own_program("pipeinfer"), *checked_words(words)
     plain = Group(nodes, ntasks, cpus_per_task, mem, gpus_per_task, partition, constraint)
     open_mpi = is_open_mpi()
     job = SlurmJob(
-        name=name, groups=groups_of(plain, groups), command=(own_program("pipeinfer"), *checked_words(words)),
+        name=name, groups=groups_of(plain, groups), command=command,
         folder=Path.cwd() / output, cwd=Path.cwd(), time=time, account=account, qos=qos, extra=extra, modules=modules,
         setup=setup, launcher=launcher, mpi=mpi or ("pmix" if open_mpi else "pmi2"), mpirun=own_program("mpirun"),
         open_mpi=open_mpi, restarts=restarts,

@@ -253,7 +253,7 @@ def _split(split: Sequence[float], n_layers: int, n_stages: int) -> list[int]:
     shown = _listed(split)
     if len(split) != n_stages:
         raise UserError(
-            f"--layer-split {shown} has {len(split)} parts for {n_stages} stages; "
+            f"--layer-split {shown} has {len(split)} parts, and the number of stages is {n_stages}; "
             "give one part a stage, or leave it out to split by size"
         )
     if all(part == int(part) for part in split) and not (n_stages == 1 and split[0] == 1):

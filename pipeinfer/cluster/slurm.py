@@ -32,7 +32,7 @@ class Group:
         """`ntasks`, or one a node. Raises UserError when neither is given."""
         found = self.ntasks or self.nodes
         if not found:
-            raise UserError("nobody says how many ranks there shall be; give --ntasks, or --nodes for one on each")
+            raise UserError("the number of ranks is missing; give --ntasks, or --nodes for one on each")
         return found
 
 
@@ -45,7 +45,7 @@ def parse_group(text: str) -> Group:
     for part in text.split(","):
         key, equals, value = part.partition("=")
         if not equals or not value or key not in GROUP_KEYS or key in values:
-            raise UserError(f"--group {text!r}: {part!r} is not KEY=VALUE, once each; of keys there are "
+            raise UserError(f"--group {text!r}: {part!r} is not KEY=VALUE with a known key, once each; the keys are "
                             f"{', '.join(GROUP_KEYS)}")  # fmt: skip
         values[key] = value
     given: dict[str, Any] = {key.replace("-", "_"): value for key, value in values.items()}

@@ -135,6 +135,9 @@ class Speculator:
 
     def _draft_for(self, drafter: Drafter, active: ActiveRequest, meanwhile: Callable[[], None]) -> bool:
         request, nodes = active.request, active.policy.draft(active.context)
+        if self._lookup and any(not node.looked_up for node in nodes):  # a run that was sent has made room for them
+            self.look_up(active)
+            nodes = active.policy.draft(active.context)
         if not nodes:
             return False
 
@@ -267,10 +270,11 @@ class Speculator:
             self._grown(active)
 
     def _look_up(self, lookup: InstantDrafter, active: ActiveRequest, node: Node) -> None:
+        was_expanded = node.expanded
         guess, is_all = lookup.look_up(active.request, node)
         kept = active.policy.keep(node, [guess], LOOKED_UP) if guess else []
         active.observer.grown(len(active.request.tree.grow(node, kept, _log_probs(kept), LOOKED_UP)))
-        node.looked_up, node.expanded = True, is_all
+        node.looked_up, node.expanded = True, was_expanded or is_all
 
     def _take(self, active: ActiveRequest, nodes: Collection[Node], found: Mapping[Node, list[Guess]]) -> bool:
         """Add children to nodes of which guesses were found; whether anything changed."""

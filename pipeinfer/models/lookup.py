@@ -131,7 +131,12 @@ class LookupDrafter:
         guessed = self.model.expand(request, unsure, interrupted) if unsure else {}
         if guessed is None:
             return None
-        known = (node for node in widths if node in guessed or node in looked_up)
+        # what was looked up before stands in the tree; such a node stays open until the model has room for it
+        known = (
+            node
+            for node in widths
+            if node in guessed or node not in unsure or (node in looked_up and not node.looked_up)
+        )
         return {node: _merged(guessed.get(node, []), looked_up.get(node), widths[node]) for node in known}
 
     def look_up(self, request: Request, node: Node) -> tuple[Guess | None, bool]:

@@ -221,7 +221,7 @@ class Auto(Policy):
     def _weighed(self, n_tokens: int, context: PolicyContext) -> str:
         """What the trial says of tokens that came now."""
         last_s, self._settled_s = self._settled_s, context.clock() if context.is_alone else math.nan
-        if math.isnan(last_s) or not context.is_alone or self._backoff.holds:
+        if math.isnan(last_s) or not context.is_alone or (self._backoff.holds and not self._trial.rests):
             return ""
         if self._trial.rests and context.tree.root.position <= self._guessed_until:
             return ""

@@ -211,7 +211,7 @@ class Api:
         given = await self._body(request, dict)
         known = {"content", "prompt", "add_special", "parse_special", "with_pieces", "model"}
         if unknown := set(given) - known:
-            refuse(f"{min(unknown)} is no field that is known here; leave it out")
+            refuse(f"the field {shown(min(unknown))} is unknown; leave it out")
         text = given.get("content", given.get("prompt"))
         if not isinstance(text, str):
             refuse(f"content is {shown(text)}; give a text")
@@ -254,10 +254,7 @@ class Api:
             raise Refusal(408, f"the request was not complete after {self.http.timeout_s:g} s") from None
 
         def work() -> T:
-            try:
-                given = read_json(data)
-            except UserError as error:
-                raise UserError(f"the body {error}") from None
+            given = read_json(data, "the body")
             request.state.fields = frozenset(given)  # their values would live as long as the connection
             return read(given)
 

@@ -12,10 +12,12 @@ import pickle
 import socket
 import ssl
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from pipeinfer.child import python_command
 from pipeinfer.cluster.watch.attempts import Attempt, own_attempt
@@ -56,6 +58,7 @@ class HttpProcess:
                             "install them: pip install 'pipeinfer[serve]'")  # fmt: skip
         self.options = replace(options, api_keys=options.api_keys + _keys_of(options.api_key_file))
         _check_certificate(options)
+        _check_origins(options.origins)
         self._port = _listen(options.host, options.port)
         if not self.options.api_keys and not ip_address(self._port.getsockname()[0].partition("%")[0]).is_loopback:
             complain(f"--host {options.host} without --api-key: whoever reaches this port can use the server")
@@ -221,8 +224,20 @@ def _check_certificate(options: HttpOptions) -> None:
         raise UserError("--ssl-key-file and --ssl-cert-file go together; give both, or none")
     try:
         ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certificate, key, password="")
-    except (OSError, ssl.SSLError) as error:
-        raise UserError(f"--ssl-cert-file {certificate} with --ssl-key-file {key}: {error.strerror or error}") from None
+    except ssl.SSLError:
+        raise UserError(
+            f"--ssl-cert-file {certificate} and --ssl-key-file {key} are not a certificate and its key in PEM, without "
+            "a passphrase; give others"
+        ) from None
+    except OSError as error:
+        raise UserError(f"--ssl-cert-file {certificate} with --ssl-key-file {key}: {error.strerror}") from None
+
+
+def _check_origins(origins: Sequence[str]) -> None:
+    for origin in origins:
+        found = urlsplit(origin)
+        if origin != "*" and not (found.netloc and origin == f"{found.scheme}://{found.netloc}"):
+            raise UserError(f"--allow-origin {origin}: give SCHEME://HOST[:PORT], as in https://chat.example.org, or *")
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -106,7 +106,7 @@ def read_launcher(words: Sequence[str], environ: Mapping[str, str] = os.environ)
     if ":" in words:
         raise UserError("a job of several groups (:) cannot be supervised; give the launcher one group")
     if not {*words[at + 1 : at + 2]} & {*COMMANDS}:
-        raise UserError(f"give the words that start the job after --: mpirun -np 3 pipeinfer {'|'.join(COMMANDS)} …")
+        raise UserError(f"give the launcher and the command, as in mpirun -np 3 pipeinfer {'|'.join(COMMANDS)} …")
     launcher = tuple(words[:first])
     found = Launcher(launcher, tuple(words[first:]), _hosts(launcher, environ))
     if found.is_chat and "--json" in found.command:

@@ -89,7 +89,7 @@ class Supervisor:
         try:
             self._job = Job(attempt, words, self.environ, stdin)
         except OSError as error:
-            raise UserError(f"{words[0]}: {error.strerror}; give the words that start the job after --") from None
+            raise UserError(f"{words[0]}: {error.strerror}; check PATH, or give its path") from None
         if self._stopped_by:  # meanwhile
             self._job.signal(self._stopped_by)
         code = self._job.wait(lambda: self._output.is_lost)

@@ -96,8 +96,7 @@ class SyntheticChoices:
         """Raises UserError when `by_rank` are no probabilities that add up to 1 at most."""
         if not by_rank or min(by_rank) < 0 or sum(by_rank) > 1 + 1e-9:
             raise UserError(
-                f"probabilities by rank {','.join(f'{p:g}' for p in by_rank)}: "
-                "give numbers from 0 to 1 that add up to 1 at most"
+                f"--ranks {','.join(f'{p:g}' for p in by_rank)}: give numbers from 0 to 1 whose sum is 1 at most"
             )
         self.by_rank, self.seed, self.n_vocab, self.n_tokens = tuple(by_rank), seed, n_vocab, n_tokens
         self.beside, self._further = beside, ageing[-1] if ageing else 1.0

@@ -83,7 +83,9 @@ class _Line:
             key, equals, value = word.partition("=")
             key = key.lower().replace("-", "_")
             if not equals or not value or key not in KEYS:
-                raise UserError(f"{self.where}: {word!r} is not KEY=VALUE; of keys there are {', '.join(KEYS)}")
+                raise UserError(
+                    f"{self.where}: {word!r} is not KEY=VALUE with a known key; the keys are {', '.join(KEYS)}"
+                )
             if key in found:
                 raise UserError(f"{self.where}: {key} is given twice; leave one out")
             found[key] = value

@@ -98,9 +98,8 @@ class ProfileFile:
         if (n_nodes or most) > most:
             raise UserError(f"{self.name} has {most} nodes, {n_nodes} are asked for; give at most {most}")
         if (n_nodes or most) <= n_drafts:
-            asked = "1 is" if n_nodes == 1 else f"{n_nodes or most} are"
-            raise UserError(f"of the nodes of {self.name} {asked} in use, and a draft has one of its own; give at "
-                            f"least {1 + n_drafts}")  # fmt: skip
+            raise UserError(f"--nodes {n_nodes or most} of {self.name} is too few, as a draft has a node of its own; "
+                            f"give {1 + n_drafts} at least, or --policy iterative")  # fmt: skip
         machines = list(self.machines())[: n_nodes or most]
         hosts = machines[n_drafts:]
         counts = share_layers(hosts, target)

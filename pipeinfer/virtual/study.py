@@ -92,7 +92,10 @@ class Question:
         n_drafts = len(profile.drafts)
         found = synthetic_team(self._ranks(profile), seed, self.prompt_tokens, self.ageing)
         if n_drafts and len(found) != n_drafts:
-            raise UserError(f"{profile.name} has {n_drafts} drafts; give --acceptance or --ranks {n_drafts} times")
+            raise UserError(
+                f"--acceptance or --ranks is given {len(found)} times, and {profile.name} has {n_drafts} "
+                f"draft{'s' * (n_drafts > 1)}; give it once for each"
+            )
         return found
 
     def _ranks(self, profile: Profile) -> Sequence[Sequence[float]]:

@@ -217,7 +217,7 @@ def test_a_simulation_with_every_number_at_its_limit(which: str) -> None:
         (["run", "-p", "x", "--chat", "-sys", "a", "-sysf", "b"], "one of them"),
         (["run", "-p", "x", "--chat", "-sysf", "/does/not/exist"], "/does/not/exist"),
         (["run", "-p", "x", "--chat", "--chat-template-file", "/does/not/exist"], "/does/not/exist"),
-        (["run", "-p", "x", "--chat", "--chat-template-kwargs", "[1]"], "no JSON object"),
+        (["run", "-p", "x", "--chat", "--chat-template-kwargs", "[1]"], "not a JSON object"),
         (["run", "-p", "x", "--chat", "--chat-template-kwargs", '{"messages": []}'], "give other names"),
         (["run", "-p", "x", "--stop", ""], "some text"),
         (["run", "-p", "x", *["--stop", "y"] * 33], "--stop has 33 texts, and at most 32 are possible"),

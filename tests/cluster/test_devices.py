@@ -60,7 +60,7 @@ def test_devices_are_given_once_or_once_a_rank() -> None:
 @pytest.mark.parametrize(
     ("text", "others", "said"),
     [
-        ("CUDA0,CUDA1", {}, "--device CUDA0,CUDA1 has 2 values for 3 ranks"),
+        ("CUDA0,CUDA1", {}, "--device CUDA0,CUDA1 has 2 values, and the number of ranks is 3"),
         ("CUDA0", {"n_gpu_layers": (ALL_LAYERS, 0, 3)}, "--device CUDA0: rank 1 has no layers for it, as -ngl is 0"),
         ("none,CUDA0,CUDA1+CUDA1", {}, "rank 2 has CUDA1.CUDA1; name each device once"),
         ("CUDA0+none", {}, "none alone"),
@@ -75,7 +75,9 @@ def test_what_does_not_go_together_is_refused(text: str, others: dict[str, Any],
 @pytest.mark.parametrize("n_layers", ["1,2", "all,auto"])
 def test_a_wrong_number_of_values_is_refused_before_devices_are_looked_for(n_layers: str) -> None:
     done = finish(3, ["run", "-p", "x", "-n", "2", "-ngl", n_layers])
-    assert done.returncode == 2 and f"--gpu-layers {n_layers} has 2 values for 3 ranks" in done.stderr, done.stderr
+    assert (
+        done.returncode == 2 and f"--gpu-layers {n_layers} has 2 values, and the number of ranks is 3" in done.stderr
+    ), done.stderr
 
 
 def test_no_device_is_no_layer_on_one_and_a_lone_rank_takes_commas() -> None:
@@ -129,7 +131,7 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are() -> None:
     places = hosts("ab")
     check_own_devices(asked("auto"), places, 0)
     check_own_devices(asked("none,CUDA1"), places, 0)
-    with pytest.raises(UserError, match="3 values for 2 ranks"):
+    with pytest.raises(UserError, match="3 values, and the number of ranks is 2"):
         check_own_devices(asked("x,y,z"), places, 0)
     with pytest.raises(UserError, match=r"^rank 1 \(host b\): --device CUDA1 is not there"):
         check_own_devices(asked("none,CUDA1"), places, 1)

@@ -162,7 +162,8 @@ def test_split(split: list[float], n_layers: int, expected: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("text", "n_layers", "n_stages", "words"),
-    [("4,4,4", 12, 2, "3 parts for 2 stages"), ("4,4", 9, 2, "adds up to 8"), ("0.5,0.6", 9, 2, "add up to 1"),
+    [("4,4,4", 12, 2, "3 parts, and the number of stages is 2"), ("4,4", 9, 2, "adds up to 8"),
+     ("0.5,0.6", 9, 2, "add up to 1"),
      ("0,9", 9, 2, "above 0"), ("-1,10", 9, 2, "above 0"), ("nan,1", 9, 2, "above 0"), ("a,b", 9, 2, "list of numbers"),
      ("", 9, 2, "list of numbers"), ("0.5,0.5/0.5", 9, 2, "draft")],
 )  # fmt: skip

@@ -73,7 +73,7 @@ def test_simulate_takes_the_preset_and_results_have_it(tmp_path: Path) -> None:
 
 def test_a_policy_without_a_paper_has_no_preset() -> None:
     said = simulated("--policy", "auto", "--preset", "paper")
-    assert "--preset is an option of --policy speculative and pipeinfer" in said
+    assert "--preset is an option of --policy speculative, pipeinfer" in said
 
 
 # -- widths

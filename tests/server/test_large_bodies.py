@@ -44,9 +44,9 @@ async def post(asked: list[tuple[str, dict[str, Any]]]) -> list[tuple[int, Any]]
 def test_a_thread_reads_large_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
     read, threads = app.read_json, []
 
-    def noted(data: bytes) -> dict[str, Any]:
+    def noted(data: bytes, what: str) -> dict[str, Any]:
         threads.append(threading.current_thread())
-        return read(data)
+        return read(data, what)
 
     monkeypatch.setattr(app, "read_json", noted)
     small, large, tokens = asyncio.run(

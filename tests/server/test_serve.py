@@ -191,7 +191,7 @@ def test_a_page_of_another_site_is_not_told_anything(served: Served, headers: di
         ({"grammar": 'root ::= "a"', "ignore_eos": True}, "leave one of them out"),
         ({"grammar": 'root ::= "a"', "json_schema": {}}, "grammar and json_schema both say"),
         ({"logit_bias": {"4096": 1}}, "a logit bias is for token 4096"),
-        ({"best": 1}, "best is no field"),
+        ({"best": 1}, 'the field "best" is unknown'),
         ({"prompt": ["a", 1]}, "give one text"),
         ({"prompt": [10**8]}, "there is no token"),
         ({"messages": []}, "has prompt, and no messages"),

@@ -131,10 +131,10 @@ def test_a_request_that_is_too_long_is_refused_whatever_it_says_of_itself(guarde
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "the body is no JSON"),
-        (b"\xff\xfe", "the body is no JSON"),
+        (b"", "the body is not JSON"),
+        (b"\xff\xfe", "the body is not UTF-8"),
         (b"[" * 2000, "the body is nested too deeply"),
-        (b"[1]", "the body is no JSON object"),
+        (b"[1]", "the body is not a JSON object"),
         (b'{"prompt": "a", "prompt": "b"}', 'the body has the field "prompt" twice'),
         (b'{"prompt": 5}', "prompt is 5"),
         (b'{"max_tokens": 5}', "has prompt, and no messages"),

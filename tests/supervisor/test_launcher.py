@@ -52,7 +52,7 @@ def test_ranks_are_known_by_name_or_by_order() -> None:
 
 @pytest.mark.parametrize("words", [[], ["mpirun", "-np", "2"], ["mpirun", "pipeinfer"], ["pipeinfer", "bench"]])
 def test_what_cannot_be_supervised(words: list[str]) -> None:
-    with pytest.raises(UserError, match="give the words that start the job"):
+    with pytest.raises(UserError, match="give the launcher and the command"):
         read_launcher(words)
 
 

@@ -284,7 +284,7 @@ def test_ranks_for_an_acceptance_reach_nearly_all() -> None:
     assert sum(ranks_for(0.05)) < 0.5, "a poor draft does not know the second guess either"
     with pytest.raises(UserError, match="no probability"):
         ranks_for(1.5)
-    with pytest.raises(UserError, match="add up"):
+    with pytest.raises(UserError, match="whose sum"):
         SyntheticChoices((0.9, 0.2))
 
 

@@ -95,9 +95,10 @@ class Group(click.Group):
         first = args[0] if args else ""
         ours = {name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)}
         if first.startswith("-") and first not in ours and not ctx.resilient_parsing:
-            names = ", ".join(self.list_commands(ctx))
-            raise click.UsageError(f"{first}: options come after a command, as in {ctx.command_path} run …; "
-                                   f"there are {names}")  # fmt: skip
+            names = self.list_commands(ctx)
+            example = "run" if "run" in names else names[0]
+            raise click.UsageError(f"{first}: options come after a command, as in {ctx.command_path} {example} …; "
+                                   f"there are {', '.join(names)}")  # fmt: skip
         return super().parse_args(ctx, args)
 
     def resolve_command(

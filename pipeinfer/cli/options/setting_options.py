@@ -162,5 +162,5 @@ def _foreign(name: str, chosen: tuple[str, ...]) -> str:
     owners = _owners()[name]
     flag = next(iter(owners.values()))[1].flag
     own = {policy: [setting.flag for _, _, setting in settings_of(POLICIES[policy])] for policy in chosen}
-    offered = "; ".join(f"{policy} has {', '.join(flags) or 'none'}" for policy, flags in own.items())
-    return f"{flag} is an option of --policy {' and '.join(owners)}; of such options {offered}"
+    offered = "; ".join(f"{policy} has {', '.join(flags) or 'no such options'}" for policy, flags in own.items())
+    return f"{flag} is an option of --policy {', '.join(owners)}; {offered}"

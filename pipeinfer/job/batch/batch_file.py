@@ -91,8 +91,8 @@ class BatchFile:
 def read_request(line: bytes, index: int, defaults: Defaults) -> BatchRequest:
     """Raises UserError, which says what is wrong with the line."""
     if len(line) > MAX_LENGTH:
-        refuse(f"is longer than {MAX_LENGTH >> 20} MiB")
-    given = read_json(line)
+        refuse(f"the request is longer than {MAX_LENGTH >> 20} MiB")
+    given = read_json(line, "the request")
     custom_id = given.pop("custom_id", None)
     if custom_id is not None and not isinstance(custom_id, str):
         refuse(f"custom_id is {shown(custom_id)}; give a text")

@@ -31,7 +31,9 @@ def split_of_plan(path: Path) -> list[float]:
     """The layers of each stage of a plan that `pipeinfer plan --json` wrote. Raises UserError."""
     try:
         counts = json.loads(path.read_text())["layer_split"]
-        return [float(int(count)) for count in counts]
+        if not all(type(count) is int for count in counts):
+            raise ValueError
+        return list(map(float, counts))
     except OSError as error:
         raise UserError(f"--plan {path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError):

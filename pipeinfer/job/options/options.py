@@ -175,7 +175,10 @@ def _escaped(found: re.Match[bytes]) -> bytes:
 def threads_of_rank(threads: tuple[int, ...], rank: int, n_ranks: int, default: int) -> int:
     if len(threads) not in (0, 1, n_ranks):
         shown = ",".join(map(str, threads))
-        raise UserError(f"--threads {shown} has {len(threads)} values for {n_ranks} ranks; give one, or one a rank")
+        raise UserError(
+            f"--threads {shown} has {len(threads)} values, and the number of ranks is {n_ranks}; give one, or one for "
+            "each rank"
+        )
     return (threads * n_ranks)[rank] if threads else default
 
 
@@ -213,8 +216,10 @@ def check_by_rank(options: RunOptions, n_ranks: int) -> None:
     )
     for flag, values, text, further in lists:
         if len(values) not in (1, n_ranks) and not (flag == "--device" and n_ranks == 1):
-            raise UserError(f"{flag} {','.join(map(text, values))} has {len(values)} values for {n_ranks} ranks; give "
-                            f"one, or one a rank{further}")  # fmt: skip
+            raise UserError(
+                f"{flag} {','.join(map(text, values))} has {len(values)} values, and the number of ranks is {n_ranks}; "
+                f"give one, or one for each rank{further}"
+            )
     for rank in range(n_ranks):
         _check_rank(rank, backend_of(options, rank), gpu_layers_asked(options, rank), device_of(options, rank, n_ranks))
 

@@ -37,7 +37,7 @@ def check_draft_rank(options: RunOptions, n_ranks: int) -> None:
     if not rank:
         return
     if rank >= n_ranks:
-        raise UserError(f"--draft-rank {rank}: there are ranks 0 to {n_ranks - 1}; give one of them, or start more")
+        raise UserError(f"--draft-rank {rank}: the highest rank is {n_ranks - 1}; give one up to that, or start more")
     reasons = {
         f"{len(options.drafts)} drafts": len(options.drafts) > 1, "--lookup": options.lookup,
         "--pace": options.pace is not None,

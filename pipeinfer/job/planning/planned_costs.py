@@ -54,7 +54,7 @@ def machines_of(deployment: Deployment, info: ModelInfo, nodes: Sequence[Node]) 
     for rank, node in enumerate(nodes):
         if node.machine is None:
             raise UserError(
-                f"nobody knows how fast {node.host.name} is; give gb_per_s and gflop_per_s in the hosts file"
+                f"the speed of {node.host.name} is not known; give gb_per_s and gflop_per_s in the hosts file"
             )
         own = _slowed(node.machine, sharers(deployment.hosts, deployment.plan.computing, rank))
         speed = node.host.speed

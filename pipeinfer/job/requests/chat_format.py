@@ -98,7 +98,7 @@ def _variables(chat: ChatOptions) -> dict[str, Any]:
     except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise UserError(f'--chat-template-kwargs {chat.variables[:80]!r} is no JSON object; write {{"name": value}}')
+        raise UserError(f'--chat-template-kwargs {chat.variables[:80]!r} is not a JSON object; write {{"name": value}}')
     if "messages" in found:
         raise UserError("--chat-template-kwargs has messages, which are what is said; give other names")
     return found

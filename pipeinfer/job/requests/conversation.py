@@ -156,7 +156,7 @@ def _question(path: Path, number: int, line: str, n_turns: int) -> Prompt:
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
         turns = None
     if not (isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)):
-        raise UserError(f"{path}, line {number}: no JSON object with a list of texts named turns, or a text named "
+        raise UserError(f"{path}, line {number}: not a JSON object with a list of texts named turns, or a text named "
                         "prompt")  # fmt: skip
     first, *later = turns[: n_turns or None]
     return Prompt(f"{path.stem}/{number}", first, later=tuple(later))

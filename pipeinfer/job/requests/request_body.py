@@ -3,6 +3,7 @@ nothing; who asks, and how it is answered, is not known here."""
 
 import json
 import math
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -91,28 +92,30 @@ class Body:
     splits: bool = True
 
 
-def read_json(text: bytes) -> dict[str, Any]:
-    """A JSON object, without its fields that are null. Raises UserError for anything else, and for a field that is
-    there twice: one of the two would be dropped."""
+def read_json(text: bytes, what: str) -> dict[str, Any]:
+    """A JSON object, without its fields that are null; `what`: its name in messages. Raises UserError for anything
+    else, and for a field that is there twice: one of the two would be dropped."""
+
+    def each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+            refuse(f"{what} has the field {shown(twice)} twice in an object; say it once")
+        return found
+
     try:
-        found = json.loads(text, object_pairs_hook=_each_once)
+        found = json.loads(text, object_pairs_hook=each_once)
     except RecursionError:
-        refuse("is nested too deeply; objects and lists may be within each other some hundred times")
+        refuse(f"{what} is nested too deeply; objects and lists may be within each other some hundred times")
+    except UnicodeDecodeError:
+        refuse(f"{what} is not UTF-8 text; write it in UTF-8")
     except ValueError as error:
         is_number = "int_max_str_digits" in str(error)
-        refuse("has a number of too many digits; 4300 are possible" if is_number else f"is no JSON: {error}")
+        why = "has a number of too many digits; 4300 are possible" if is_number else f"is not JSON: {error}"
+        refuse(f"{what} {why}")
     if not isinstance(found, dict):
-        refuse('is no JSON object; write {"prompt": "…"} or what OpenAI\'s API asks')
+        refuse(f'{what} is not a JSON object; write {{"prompt": "…"}} or what OpenAI\'s API asks')
     return without_null(found)
-
-
-def _each_once(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            refuse(f"has the field {shown(name)} twice in an object; say it once")
-        found[name] = value
-    return found
 
 
 def not_served(given: Mapping[str, Any], known: Container[str] = ()) -> dict[str, str]:
@@ -124,7 +127,7 @@ def not_served(given: Mapping[str, Any], known: Container[str] = ()) -> dict[str
             offered = " or ".join(json.dumps(each) for each in ONLY[name])
             found[name] = f"{name} is {shown(value)}; only {offered} can be served"
         elif name not in KNOWN and name not in known:
-            found[name] = f"{name} is no field that is known here; leave it out"
+            found[name] = f"the field {shown(name)} is unknown; leave it out"
     return found
 
 

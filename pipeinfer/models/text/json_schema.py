@@ -19,7 +19,7 @@ def read_schema(text: str) -> Any:
     try:
         return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"the JSON schema is no JSON: {error}") from None
+        raise UserError(f"the JSON schema is not JSON: {error}") from None
 
 
 def schema_grammar(schema: Any) -> str:

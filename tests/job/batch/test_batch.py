@@ -328,9 +328,9 @@ def read(line: str, defaults: Defaults = DEFAULTS) -> Any:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("nothing", "is no JSON"),
+        ("nothing", "the request is not JSON"),
         ("[" * 100_000, "is nested too deeply"),
-        ("[]", "is no JSON object"),
+        ("[]", "the request is not a JSON object"),
         ('{"prompt": "a", "seed": 1, "seed": 2}', 'has the field "seed" twice'),
         ('{"prompt": "a", "logit_bias": {"7": 1, "7": 2}}', 'has the field "7" twice'),
         ("{}", "one of prompt and messages"),
@@ -338,7 +338,7 @@ def read(line: str, defaults: Defaults = DEFAULTS) -> Any:
         ('{"prompt": ["a", "b"]}', "give one text, or a list of token ids"),
         ('{"prompt": []}', "give one text, or a list of token ids"),
         ('{"prompt": [1, -1]}', "give one text, or a list of token ids"),
-        ('{"prompt": "a", "tempurature": 1}', "tempurature is no field"),
+        ('{"prompt": "a", "tempurature": 1}', 'the field "tempurature" is unknown'),
         ('{"prompt": "a", "temperature": "1"}', "give a number from 0 to 1000"),
         ('{"prompt": "a", "temperature": NaN}', "give a number from 0 to 1000"),
         ('{"prompt": "a", "temp": 1, "temperature": 1}', "given by two names"),

@@ -98,7 +98,7 @@ def test_both_forms_of_hosts_files_and_what_is_added(tmp_path: Path) -> None:
         ("a:0", "slots=0; give a whole number"), ("a:2 slots=2", "both give slots"), ("a cores=x", "cores=x"),
         ("a memory=12Q", "memory=12Q"), ("a memory=0", "memory=0"), ("a memory=3", "3 is 3 B"),
         ("a gb_per_s=3", "gb_per_s alone"),
-        ("a gb_per_s=nan gflop_per_s=1", "gb_per_s=nan"), ("a speed=3", "keys there are slots, cores"),
+        ("a gb_per_s=nan gflop_per_s=1", "gb_per_s=nan"), ("a speed=3", "the keys are slots, cores"),
         ("a cores=1 cores=2", "twice"), ("-a", "'-a' is no host"), ("# nothing", "names no host"),
         ("a cores=2\na cores=3", "different things of a"), ("a memory=9e99", "memory=9e99"),
     ],
@@ -147,7 +147,10 @@ def test_layers_on_gpus_are_said_rank_by_rank(tmp_path: Path) -> None:
     assert found["ranks"][2]["gpu"] == "H100" and "GPU" in found["notes"][0] and not plain["notes"]
     drafting = plan("--hosts", hosts, "-ngl", "all,0,0")[0]
     assert [row["kv_bytes"] for row in drafting["ranks"]][1:] == whole[1:], "the target is as exact as without a GPU"
-    assert "2 values for 3 ranks; give one, or one a rank" in call("--hosts", hosts, "-ngl", "all,0")[1]
+    assert (
+        "2 values, and the number of ranks is 3; give one, or one for each rank"
+        in call("--hosts", hosts, "-ngl", "all,0")[1]
+    )
 
 
 def test_spare_room_is_the_hosts_or_the_ranks_own() -> None:
@@ -256,7 +259,7 @@ def test_predictions_of_every_policy_with_a_draft_and_of_one_without(tmp_path: P
 
 def test_no_speed_is_predicted_of_hosts_that_nobody_timed(tmp_path: Path) -> None:
     out, error = call("--hosts", write(tmp_path, f"a {FAST}", "b"))
-    assert not error and "nobody knows how fast b is" in out and "tokens/s" not in out
+    assert not error and "the speed of b is not known" in out and "tokens/s" not in out
 
 
 def test_a_profiles_machines_are_planned_for_as_well() -> None:

@@ -105,7 +105,7 @@ def test_a_whole_model_that_was_sent_stays_in_memory() -> None:
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("torch,llama", {}, "--backend torch,llama has 2 values for 3 ranks"),
+        ("torch,llama", {}, "--backend torch,llama has 2 values, and the number of ranks is 3"),
         ("torch", {"n_gpu_layers": (99,)}, "-ngl is for layers that libllama computes, and rank 0"),
         ("llama,torch,llama", {"n_gpu_layers": (0, -1, 0)}, "and rank 1 has --backend"),
         ("llama,torch,torch", {}, "needs one --backend for all layers .*: rank 0 llama, ranks 1 2 torch; give one"),

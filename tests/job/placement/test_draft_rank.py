@@ -90,7 +90,7 @@ def test_ranks_that_are_not_alike_are_all_timed() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"draft_rank": 3}, "--draft-rank 3: there are ranks 0 to 2; give one of them, or start more"),
+        ({"draft_rank": 3}, "--draft-rank 3: the highest rank is 2; give one up to that, or start more"),
         ({"draft_rank": 1, "drafts": (DRAFT, DRAFT)}, "--draft-rank 1 is for one draft .* here is 2 drafts"),
         ({"draft_rank": 2, "lookup": True}, "here is --lookup"),
     ],
