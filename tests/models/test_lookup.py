@@ -252,6 +252,36 @@ def test_what_it_is_worth_beside_a_draft(
     assert least <= speeds[1] / speeds[0] <= most, speeds
 
 
+class OnceEach(LookupDrafter):
+    """Nodes come when they were looked up, and never again once there was an answer."""
+
+    def expand(
+        self, request: Request, widths: Mapping[Node, int], interrupted: Callable[[], bool]
+    ) -> Mapping[Node, list[Guess]] | None:
+        assert all(node.looked_up for node in widths) and not answered & widths.keys()
+        found = super().expand(request, widths, interrupted)
+        answered.update(found or ())
+        return found
+
+
+answered: set[Node] = set()
+
+
+class OfSixWords(SyntheticChoices):
+    """What stood before is often found, and mostly wrong."""
+
+    def target(self, position: int) -> int:
+        return super().target(position) % 6
+
+
+@pytest.mark.parametrize("has_draft", [False, True])
+def test_nodes_are_looked_up_before_a_draft_expands_them_once(has_draft: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    profile = load_profile("pipeinfer-c").lay_out(8, "dolphin-tinyllama")
+    monkeypatch.setattr(simulation, "SimDrafter", lambda *given: OnceEach(SimDrafter(*given) if has_draft else None))
+    choices = Repeating(1 << 20) if has_draft else OfSixWords(ranks_for(0.66), 1, 200)
+    assert simulation.simulate(profile, choices, Auto(), 300).metrics.n_drafted
+
+
 TEXT = ["-p", "def read_lines(path):\n", "-n", "200", "--temp", "0", "--ignore-eos", "-t", "1"]
 
 

@@ -8,7 +8,9 @@ import pytest
 
 from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.core.policy import Policy
+from pipeinfer.core.tree import Node, Settled
 from pipeinfer.policies import Auto, Iterative
+from pipeinfer.policies.backoff import LONGEST_TRY, SpeculationBackoff
 from pipeinfer.policies.trial import LEAST_REST, LONGEST_REST, N_WITH, N_WITHOUT, SpeculationTrial
 from pipeinfer.virtual.choices import ranks_for, synthetic_team
 from pipeinfer.virtual.simulation import simulate
@@ -56,6 +58,35 @@ def test_guesses_that_save_time_again_go_on() -> None:
     assert trial.rests
     rested, said = told(trial, 3000, with_s=0.6)
     assert said == ["guesses save time again: speculation goes on"] and not any(rested[-500:])
+
+
+def test_requests_of_a_session_share_what_a_token_takes_without_guesses() -> None:
+    first = SpeculationTrial()
+    told(first, 100, with_s=0.93)
+    rested, said = told(SpeculationTrial(first.without), 100, with_s=0.93)
+    assert not any(rested) and not said
+    rested, said = told(SpeculationTrial(first.without), 100, with_s=1.2)
+    assert not any(rested[:N_WITH]) and all(rested[N_WITH + 2 : N_WITH + LEAST_REST]) and len(said) == 1
+
+
+def test_a_try_after_silence_lasts_until_a_guess_was_judged() -> None:
+    backoff, root = SpeculationBackoff(), Node(1, 0)
+    none = Settled([root, root], [1])
+    right, wrong = (Settled([root, root], [1], 1, hit, [([root], root if hit else None)]) for hit in (1, 0))
+    assert backoff.settled(wrong, 0.01) and backoff.holds
+    for judged, n_roots in ((wrong, 4), (wrong, 8), (right, 16), (wrong, 4)):
+        for _ in range(n_roots):
+            assert backoff.holds
+            backoff.settled(none, 0.01)
+        for _ in range(LONGEST_TRY - 1):  # the draft reads what came meanwhile
+            assert not backoff.holds
+            backoff.settled(none, 0.01)
+        backoff.settled(judged, 0.01)
+    assert backoff.holds
+    for _ in range(8 + LONGEST_TRY):
+        backoff.settled(none, 0.01)
+    assert backoff.holds, "a draft that guesses nothing is asked no longer"
+    assert "right again" in backoff.settled(right, 0.5) and not backoff.holds
 
 
 # -- in virtual time
