@@ -24,7 +24,7 @@ SHARE_OF_TRIES = 0.02
 MOST_LINES = 2
 """For the user of one text: where guesses hardly matter the answer changes often."""
 
-TRUSTED, TRUSTED_MOST = 256, 2048
+TRUSTED, TRUSTED_MOST = 256, 1024
 """Tokens for which the time without guesses holds once it was measured: twice as many each time that the next
 measurement has the same answer."""
 
