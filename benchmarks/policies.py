@@ -103,11 +103,15 @@ several tokens can pass it.
   one.
 * Where every row costs, as on CPUs, `pipeinfer` with narrow runs of the likeliest guesses wins, and `pipedec` and
   `flowspec` are fast only with their widths cut down.
-* With a draft that is right one time in twenty CPUs gain 4 to 27 percent, the longer the pipeline the more.
+* With a draft that is right one time in twenty CPUs gain {poor_least:.0f} to {poor_most:.0f} percent, the longer the
+  pipeline the more.
 * The drafts here are synthetic. [On what real models chose](recorded.md), where acceptance changes from line to line
   and one setting has to do for a whole text, `auto` leads by more.
 
 ![PipeDec's 14 stages](policies.png)
+
+*PipeDec's 14 stages with the draft of its profile: `pipeinfer simulate --profile pipedec-14 --results results.csv`, drawn by
+`python plot.py`.*
 """
 
 AGAIN = """
@@ -193,11 +197,16 @@ def page(cells: Sequence[Cell], again: Sequence[tuple[Cell, str, float]], seeds:
         on["cpu" if cell.profile.startswith("pipeinfer") else "gpu"].append(cell.auto_of_best)
     every = [share for shares in on.values() for share in shares]
     settings = ", ".join(f"{len(variants)} of {name}" for name, variants in TUNED.items() if len(variants) > 1)
+    gains = [
+        100 * (cell.speeds["auto"] / cell.speeds["iterative"] - 1)
+        for cell in cells
+        if cell.acceptance == ACCEPTANCES[0] and cell.profile.startswith("pipeinfer")
+    ]
     yield PAGE.format(
         n_seeds=seeds, n_tokens=n_tokens, settings=settings,
         bound=statistics.geometric_mean(cell.speeds["auto"] / cell.speeds[BOUND] for cell in cells),
         geo=statistics.geometric_mean(every), least=min(every), below=BELOW, n_below=len(again),
-        n_enough=sum(share >= BELOW for *_, share in again),
+        n_enough=sum(share >= BELOW for *_, share in again), poor_least=min(gains), poor_most=max(gains),
         **{kind: statistics.geometric_mean(on[kind]) if on[kind] else math.nan for kind in ("gpu", "cpu")},
     )  # fmt: skip
     columns = ("cluster", "pair", "nodes", "acceptance", "iterative tokens/s", *list(TUNED)[1:], "auto / best other",
