@@ -143,6 +143,7 @@ def simulate_command(**given: Any) -> int:
     question = Question(
         lay_out, asked.predict, asked.prompt_tokens, asked.ranks or [ranks_for(share) for share in asked.acceptances],
         given["cancel"], given["partitions"], asked.ageing, texts, asked.choices.stem if asked.choices else "",
+        lay_out(False),
     )  # fmt: skip
     seeds = range(len(texts)) if texts else range(asked.seed, asked.seed + asked.repetitions)
     if has_loads:

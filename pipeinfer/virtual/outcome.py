@@ -34,10 +34,13 @@ def make_result(simulated: Simulated, asked: Record) -> dict[str, Any]:
     )  # fmt: skip
 
 
-def simulated_columns(profile: Profile, policy: Policy, choices: str, seed: int, repetition: int) -> Record:
-    """The columns that say what was asked, but for those of prompt and text. `choices`: what each draft guesses."""
+def simulated_columns(
+    profile: Profile, target: Profile | None, policy: Policy, choices: str, seed: int, repetition: int
+) -> Record:
+    """The columns that say what was asked, but for those of prompt and text. `target`: as a Question has it; `choices`:
+    what each draft guesses."""
     virtual = {"bytes": 0, "quantisation": "simulated"}
-    model = {"name": profile.name, "hash": digest(profile)} | virtual
+    model = {"name": profile.name, "hash": digest(target or profile)} | virtual
     draft = {"name": "+".join(["draft"] * len(profile.drafts)), "hash": digest(choices)} | virtual
     return model_columns(model, draft if profile.drafts else None) | {
         "policy": policy.name,
@@ -52,7 +55,7 @@ def simulated_columns(profile: Profile, policy: Policy, choices: str, seed: int,
         "numerics": "virtual",
         "pace": "",
         "pace_hash": "",
-        "choices": choices if profile.drafts else "",
+        "choices": choices,
         "repetition": repetition,
     }
 

@@ -26,7 +26,8 @@ DEFAULT_ACCEPTANCE = 0.7
 class Question:
     """What to simulate. `lay_out`: the costs with drafts, or without; raises UserError when there is no such cluster.
     `by_rank`: how often each draft's first, second, … guess is right, the smallest draft first; empty: as published.
-    `ageing`: as SyntheticChoices has it. `texts`: recorded ones in place of synthetic ones, by the file `source`."""
+    `ageing`: as SyntheticChoices has it. `texts`: recorded ones in place of synthetic ones, by the file `source`.
+    `target`: the costs without drafts, by which rows tell targets apart, whatever a draft leaves them; None: any."""
 
     lay_out: Callable[[bool], Profile]
     predict: int
@@ -37,6 +38,7 @@ class Question:
     ageing: Sequence[float] = ()
     texts: Sequence[RecordedChoices] = ()
     source: str = ""
+    target: Profile | None = None
 
     def answer(self, policy: Policy, seed: int = 0, repetition: int = 1) -> tuple[Simulated, dict[str, Any], Record]:
         """One generation, its result object and row; `seed`: the number of a recorded text. Raises UserError when it
@@ -48,7 +50,7 @@ class Question:
             partitions=self.partitions, larger=larger if profile.drafts else [],
         )  # fmt: skip
         name = self.texts[seed].name if self.texts else ""
-        asked = simulated_columns(profile, policy, self._choices_text(profile), seed, repetition) | {
+        asked = simulated_columns(profile, self.target, policy, self._choices_text(profile), seed, repetition) | {
             "variant": variant_text(policy, self.cancel, self.partitions),
             **text_columns(simulated.request, name),
         }
@@ -65,7 +67,9 @@ class Question:
             texts: Sequence[Choices] = [self.texts[number % len(self.texts)] for number in range(load.n_requests)]
         else:
             texts = synthetic_texts(load, self._ranks(profile)[0], self.ageing)
-        asked: dict[str, Any] = simulated_columns(profile, policy, self._choices_text(profile), load.seed, 1) | {
+        asked: dict[str, Any] = simulated_columns(
+            profile, self.target, policy, self._choices_text(profile), load.seed, 1
+        ) | {
             "profile": profile.name,
             "prompt": self.source or f"pp{load.prompt_tokens}",
             "prompt_hash": digest([tuple(text.prompt) for text in texts]),
