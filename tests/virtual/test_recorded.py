@@ -78,7 +78,7 @@ def test_the_command_simulates_each_text(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     rows = list(csv.DictReader(loads.open()))
     assert [(row["policy"], row["prompt"], row["prompt_n"], row["choices"]) for row in rows] == [
-        ("iterative", "pair", "9", ""), ("auto", "pair", "9", "pair")]  # fmt: skip
+        ("iterative", "pair", "9", "pair"), ("auto", "pair", "9", "pair")]  # fmt: skip
     for others in (["--acceptance", "0.5"], ["--ranks", "0.5,0.1"]):
         assert "give one of" in finish(1, [*common, *others]).stderr
     done = finish(
