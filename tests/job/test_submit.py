@@ -107,7 +107,7 @@ def test_the_mpi_that_is_installed_is_recognised() -> None:
         (["-n", 2, "-A", "a\n#SBATCH b", "run", "-p", "x"], "cannot stand in a line"),
         (["-n", 2, "-J", "../up", "run", "-p", "x"], "leave / out"),
         (["-n", 2, "--group", "ntasks=1", "run", "-p", "x"], "--ntasks and --group"),
-        (["--group", "tasks=1", "run", "-p", "x"], "keys there are nodes, ntasks"),
+        (["--group", "tasks=1", "run", "-p", "x"], "the keys are nodes, ntasks"),
         (["--group", "ntasks=0", "run", "-p", "x"], "whole number"),
         (["--group", "ntasks=1", "--group", "mem=1G", "run", "-p", "x"], "give --ntasks"),
         (["--group", "ntasks=1", "--group", "ntasks=1", "--launcher", "mpirun", "run", "-p", "x"], "--launcher srun"),
