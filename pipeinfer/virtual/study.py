@@ -97,8 +97,8 @@ class Question:
         found = synthetic_team(self._ranks(profile), seed, self.prompt_tokens, self.ageing)
         if n_drafts and len(found) != n_drafts:
             raise UserError(
-                f"--acceptance or --ranks is given {len(found)} times, and {profile.name} has {n_drafts} "
-                f"draft{'s' * (n_drafts > 1)}; give it once for each"
+                f"{profile.name} has {n_drafts} draft{'s' * (n_drafts > 1)}, and --acceptance or --ranks is given for "
+                f"{len(found)}; give it once for each"
             )
         return found
 

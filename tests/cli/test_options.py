@@ -146,15 +146,15 @@ def test_a_run_with_every_number_at_its_limit(which: str, policy: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["run", "--draft", "4"], "--draft is an option of --policy speculative; of such options auto has none"),
+        (["run", "--draft", "4"], "--draft is an option of --policy speculative; auto has no such options"),
         (
             ["run", "--policy", "iterative", "-pa", "0.1"],
-            "--accept-cutoff is an option of --policy speculative and pipeinfer",
+            "--accept-cutoff is an option of --policy speculative, pipeinfer",
         ),
         (["run", "--policy", "speculative", "--no-async"], "speculative has --preset, --draft, --width"),
         (
             ["bench", "--policy", "iterative,speculative", "-pd", "0"],
-            "iterative has none; speculative has --preset, --draft",
+            "iterative has no such options; speculative has --preset, --draft",
         ),
         (["simulate", "--policy", "speculative", "--inflight", "3"], "--inflight is an option of --policy pipeinfer"),
     ],

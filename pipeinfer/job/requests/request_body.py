@@ -104,7 +104,7 @@ def read_json(text: bytes, what: str) -> dict[str, Any]:
         return found
 
     try:
-        found = json.loads(text, object_pairs_hook=each_once)
+        found = json.loads(text.decode("utf-8-sig"), object_pairs_hook=each_once)
     except RecursionError:
         refuse(f"{what} is nested too deeply; objects and lists may be within each other some hundred times")
     except UnicodeDecodeError:

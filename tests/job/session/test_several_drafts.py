@@ -223,7 +223,7 @@ def test_measure_times_every_draft_and_simulate_takes_it(tmp_path: Path) -> None
     done = finish(3, ["measure", *TEAM, "-o", str(path), "-t", "1", "--tolerance", "9"])
     assert done.returncode == 0, done.stderr
     told = finish(1, ["simulate", "--profile", str(path), "-n", "32", "--acceptance", "0.5"])
-    assert told.returncode == 2 and "has 2 drafts; give --acceptance" in told.stderr, told.stderr
+    assert told.returncode == 2 and "has 2 drafts, and --acceptance" in told.stderr, told.stderr
     told = finish(1, ["simulate", "--profile", str(path), "-n", "32", "--acceptance", "0.5", "--acceptance", "0.9"])
     assert told.returncode == 0, told.stderr
 
