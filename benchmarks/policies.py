@@ -134,6 +134,11 @@ class Cell:
     limit: float
 
     @property
+    def kind(self) -> str:
+        """Of its machines."""
+        return "cpu" if self.profile.startswith("pipeinfer") else "gpu"
+
+    @property
     def auto_of_best(self) -> float:
         return self.speeds["auto"] / max(self.others)
 
@@ -194,13 +199,13 @@ def speed(policy: Policy, profile: Profile, texts: Sequence[Choices], n_tokens: 
 def page(cells: Sequence[Cell], again: Sequence[tuple[Cell, str, float]], seeds: int, n_tokens: int) -> Iterator[str]:
     on = defaultdict(list)
     for cell in cells:
-        on["cpu" if cell.profile.startswith("pipeinfer") else "gpu"].append(cell.auto_of_best)
+        on[cell.kind].append(cell.auto_of_best)
     every = [share for shares in on.values() for share in shares]
     settings = ", ".join(f"{len(variants)} of {name}" for name, variants in TUNED.items() if len(variants) > 1)
     gains = [
         100 * (cell.speeds["auto"] / cell.speeds["iterative"] - 1)
         for cell in cells
-        if cell.acceptance == ACCEPTANCES[0] and cell.profile.startswith("pipeinfer")
+        if cell.acceptance == ACCEPTANCES[0] and cell.kind == "cpu"
     ]
     yield PAGE.format(
         n_seeds=seeds, n_tokens=n_tokens, settings=settings,

@@ -9,6 +9,7 @@ import json
 import math
 import os
 import pickle
+import re
 import socket
 import ssl
 import subprocess
@@ -17,7 +18,6 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from pipeinfer.child import python_command
 from pipeinfer.cluster.watch.attempts import Attempt, own_attempt
@@ -36,6 +36,7 @@ BACKLOG = 2048  # connections that nobody has looked at yet
 MARGIN_S = 2.0
 """How long the process may take to end, beside what its clients have."""
 
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 START = "from pipeinfer.server.process import main; main(*map(int, sys.argv[1:]))"
 
 
@@ -234,9 +235,9 @@ def _check_certificate(options: HttpOptions) -> None:
 
 
 def _check_origins(origins: Sequence[str]) -> None:
+    """Raises UserError for what no browser says of a page. It says `null` of one from a file."""
     for origin in origins:
-        found = urlsplit(origin)
-        if origin != "*" and not (found.netloc and origin == f"{found.scheme}://{found.netloc}"):
+        if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
             raise UserError(f"--allow-origin {origin}: give SCHEME://HOST[:PORT], as in https://chat.example.org, or *")
 
 

@@ -277,9 +277,12 @@ def test_settings_that_cannot_be_are_said(tmp_path: Path, certificate: tuple[Pat
         (HttpOptions(port=0, ssl_key_file=key), "go together"),
         (HttpOptions(port=0, ssl_key_file=chain, ssl_cert_file=key), "--ssl-cert-file"),
         (HttpOptions(port=0, host="no.such.host.invalid"), "--host no.such.host.invalid"),
+        (HttpOptions(port=0, origins=("chat.example.org",)), "--allow-origin chat.example.org: give SCHEME://HOST"),
+        (HttpOptions(port=0, origins=("https://a.org/",)), "--allow-origin https://a.org/: give SCHEME://HOST"),
     ):
         with pytest.raises(UserError, match=said):
             HttpFront(given)
+    HttpFront(HttpOptions(port=0, origins=("*", "null", "https://[::1]:8080"))).close()
     assert "secret" not in repr(HttpOptions(api_keys=("secret",)))
 
 

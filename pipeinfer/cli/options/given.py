@@ -44,7 +44,7 @@ def job_options(given: dict[str, Any], **found: Any) -> RunOptions:
     target, its_drafts = (model, ()) if model else default_models(bool(named) or asks_for_guesses(given))
     drafts = choose_drafts(named, its_drafts)
     (policy,) = take_policies([policy_meant(given.pop("policy"), bool(drafts) or given["lookup"], given)], given)
-    finds_head = policy.name == Auto.name and not (named or drafts)
+    finds_head = isinstance(policy, Auto) and not (named or drafts)
     return RunOptions(model=target, drafts=drafts, finds_head=finds_head, policy=policy, **found, **given)
 
 
