@@ -84,7 +84,14 @@ async def hear_all(head: Head, control: socket.socket) -> None:
     """Heads whose links come from the supervisor, until it says no more."""
     loop, messages = asyncio.get_running_loop(), asyncio.Queue[tuple[bytes, list[int]]]()
     control.setblocking(False)
-    loop.add_reader(control, lambda: messages.put_nowait(socket.recv_fds(control, CONTROL_BYTES, 1)[:2]))
+
+    def take() -> None:
+        try:
+            messages.put_nowait(socket.recv_fds(control, CONTROL_BYTES, 1)[:2])
+        except ConnectionError:  # it has closed with an answer unread
+            messages.put_nowait((b"", []))
+
+    loop.add_reader(control, take)
     hearing: asyncio.Task[None] | None = None
     while True:
         coming = asyncio.ensure_future(messages.get())

@@ -54,6 +54,11 @@ class Links:
                 reading.join(timeout=ENDS_S)
                 link.close()
 
+    @property
+    def is_heard(self) -> bool:
+        """Whether rank 0 of the attempt has come."""
+        return bool(self._links)
+
     def interrupt(self) -> bool:
         """Rank 0 shall do as if Ctrl-C were pressed there. False where it cannot be told."""
         with contextlib.suppress(OSError):

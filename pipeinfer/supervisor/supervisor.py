@@ -73,7 +73,9 @@ class Supervisor:
                 if self._stopped_by or self._output.is_lost or (code in in_order and not loss):
                     self._output.end()
                     self._links.http.close()
-                    return READER_LEFT if self._output.is_lost else code
+                    if self._output.is_lost:
+                        return READER_LEFT
+                    return 128 + self._stopped_by if self._stopped_by and (loss or code not in IN_ORDER) else code
                 try:
                     self._note(loss or Loss(f"the job ended with exit code {code}"))
                 except UserError as error:
@@ -90,9 +92,8 @@ class Supervisor:
             self._job = Job(attempt, words, self.environ, stdin)
         except OSError as error:
             raise UserError(f"{words[0]}: {error.strerror}; check PATH, or give its path") from None
-        if self._stopped_by:  # meanwhile
-            self._job.signal(self._stopped_by)
-        code = self._job.wait(lambda: self._output.is_lost)
+        # nothing is there to be kept before rank 0 is heard, and a launcher that only starts may lose a signal
+        code = self._job.wait(lambda: self._output.is_lost or bool(self._stopped_by and not self._links.is_heard))
         self._links.end()
         return code, self._job.loss
 

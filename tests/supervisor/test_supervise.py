@@ -88,6 +88,27 @@ def test_a_signal_is_handed_on_and_ends_it(text: str) -> None:
     assert "starts again" not in errors
 
 
+def test_one_that_comes_while_the_launcher_starts_ends_it_too() -> None:
+    """Launchers may lose it then."""
+    for delay_s in (0.0, 0.001, 0.002, 0.01, 0.1):
+        job = Supervised(3, TEXT)
+        children = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children")
+        until(lambda children=children: bool(children.read_text()), 20)  # type: ignore[misc]
+        time.sleep(delay_s)
+        job.process.send_signal(signal.SIGINT)
+        code, _, errors = job.finish(timeout_s=20)
+        assert code == 130 and "starts again" not in errors, errors
+
+
+def test_one_ends_it_while_a_rank_stands_still() -> None:
+    job = Supervised(3, [*TEXT, "--rank-timeout", "3"])
+    job.read(50)
+    job.strike(0, signal.SIGSTOP)
+    job.process.send_signal(signal.SIGINT)
+    code, _, errors = job.finish()
+    assert code == 130 and "starts again" not in errors, errors
+
+
 def test_its_own_death_leaves_nothing() -> None:
     job = Supervised(3, TEXT)
     job.read(20)
