@@ -18,8 +18,10 @@ one-row run later if a verdict is there by then. It waits for a draft step that 
 A lone stage, of which one request is alone, has runs of its own: `lone_stage`.
 
 In a step the draft expands as many nodes as a run carries, the likeliest first, if guesses after them could go with the
-next run. It rests when hardly any guess is right (`SpeculationBackoff`) or guesses cost time (`SpeculationTrial`). What
-is looked up takes no time and stands in the tree before the draft is asked; it rests only where it is all there is.
+next run. A pipeline's draft starts none of t seconds while the next verdict is nearer than t · (1 − P(one of the nodes
+outlives it)): the step after that verdict would be late by more than is gained. It rests when hardly any guess is right
+(`SpeculationBackoff`) or guesses cost time (`SpeculationTrial`). What is looked up takes no time and stands in the tree
+before the draft is asked; it rests only where it is all there is.
 """
 
 import math
@@ -47,7 +49,7 @@ from pipeinfer.policies.lone_stage import (
 from pipeinfer.policies.temperature_scaling import TemperatureScaling
 from pipeinfer.policies.trial import SpeculationTrial, WithoutGuesses
 
-LEAST, LEAST_LOOKED_UP = 0.01, 0.06
+LEAST, LEAST_LOOKED_UP = 0.003, 0.06
 """Less probable guesses do not enter the tree."""
 
 PATIENCE = 0.2
@@ -176,7 +178,8 @@ class Auto(Policy):
         first_rate = self.calibration.first_rate
         is_lone = pays_alone(context, first_rate)
         nodes = to_expand_ahead(context, first_rate) if is_lone else to_expand(context, n_rows)
-        return dict.fromkeys(nodes, MAX_WIDTH)
+        waits = not is_lone and context.is_alone and _awaits_verdict(context, nodes)
+        return {} if waits else dict.fromkeys(nodes, MAX_WIDTH)
 
     def _probe(self, context: PolicyContext) -> dict[Node, int]:
         """An occasional step, to learn how often the draft is right and how long a step takes."""
@@ -269,6 +272,24 @@ def _saved_s(context: PolicyContext, nodes: Sequence[Node]) -> dict[Node, float]
             left_s[above] = context.verdict_in_s(above) or 1e-9  # overdue: its guesses come last
         left_s[node] = left_s[above]
     return {node: chance(context, node.score) * left_s[node] for node in nodes}
+
+
+def _awaits_verdict(context: PolicyContext, nodes: Sequence[Node]) -> bool:
+    """Whether a draft step for the nodes is worth less now than one after the next verdict."""
+    root = context.tree.root
+    left_s = context.verdict_in_s(root) if root.run_id is not None else 0.0
+    return 0 < left_s < context.draft_s and left_s < context.draft_s * (1 - _outlive(context, nodes))
+
+
+def _outlive(context: PolicyContext, nodes: Sequence[Node]) -> float:
+    """P that the verdict of the root's run leaves one of the nodes a use."""
+    decided, left = context.tree.root.run_id, set[Node]()
+    for node in nodes:
+        if node.run_id != decided:
+            while node.parent and node.parent.run_id != decided:
+                node = node.parent
+            left.add(node)
+    return sum(chance(context, node.score) for node in left)
 
 
 def _busy(context: PolicyContext) -> Answer | None:

@@ -197,6 +197,34 @@ def test_a_run_waits_for_better_guesses_while_that_is_worth_the_stage_s_time() -
     assert Auto().send(View()) == Send([other])  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("probability", "run_id", "left_s", "waits"),
+    [
+        (0.3, 2, 0.1, True),
+        (0.3, 2, 0.15, False),  # the step after the verdict is hardly late
+        (0.3, 2, 0.0, False),  # nobody knows when it comes
+        (0.9, 2, 0.1, False),  # this step will hardly be in vain
+        (0.9, 1, 0.1, True),  # this verdict says what follows the node
+    ],
+)
+def test_a_draft_step_waits_for_a_verdict_that_may_make_it_vain(
+    probability: float, run_id: int, left_s: float, waits: bool
+) -> None:
+    """It takes 0.2 s; the root's verdict comes in `left_s`, and the step is for one guess after the root."""
+    tree = TokenTree(1, 0)
+    (guess,) = tree.grow(tree.root, [Guess(2, probability)], [math.log(probability)])
+    tree.root.run_id, guess.run_id, tree.root.expanded = 1, run_id, True
+
+    class View:
+        n_stages, n_inflight, n_cheap_rows, depth_left, draft_s = 2, 2, 2, 50, 0.2
+        is_alone, is_at_head = True, False
+
+        def __init__(self) -> None:
+            self.tree, self.verdict_in_s, self.may_branch = tree, lambda node: left_s, lambda node: True
+
+    assert (not Auto().draft(View())) == waits  # type: ignore[arg-type]
+
+
 def test_requests_of_a_session_share_what_was_learned_and_nothing_else() -> None:
     first = Auto()
     second = first.begin()

@@ -74,6 +74,10 @@ class Hosts:
         """Nothing gets to this host any more, nor from it; nobody is told."""
         _ip("-n", f"{self.prefix}bridge", "link", "set", name, "down")
 
+    def mend(self, name: str) -> None:
+        """What `cut` did."""
+        _ip("-n", f"{self.prefix}bridge", "link", "set", name, "up")
+
     @contextmanager
     def parted(self, name: str, other: str) -> Iterator[None]:
         """Nothing gets from one of these to the other any more, and all else does; nobody is told."""
