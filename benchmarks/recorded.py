@@ -47,7 +47,8 @@ OF_THE_BEST = 0.97
 PAGE = """# `auto` on what real models choose
 
 What real targets wrote, token by token, and what real drafts guessed there, recorded and then simulated on published
-clusters by `python benchmarks/recorded.py`: texts of {n_tokens} tokens that go on from code, prose and questions.
+clusters by `python benchmarks/recorded.py`: texts of {n_tokens} tokens, Qwen's of 128 at most, that go on from code,
+prose and questions.
 `acceptance` is how often the draft's best guess was the target's token. The pairs: the shipped one; its target grown by
 layers with noise, which the shipped draft knows less well; and the same with the ungrown target as its draft. The best
 other policy is the fastest of [those here](policies.md) in that very cell, its setting chosen after the fact; `auto`

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from experiments.calibration import top1_of_chain
-from experiments.cells import ANY_SIZE, Figures, Setting, baseline, run
+from experiments.cells import ANY_SIZE, Figures, Setting, baseline, over, run
 from pipeinfer.observe.texts.markdown import markdown_table
 from pipeinfer.policies import Iterative, PipeInfer, Speculative
 
@@ -58,8 +58,11 @@ def pipeinfer_speeds() -> Iterator[str]:
         "other guesses. Orca 2 stays below TinyLlama, where the paper finds them alike; Falcon-40's gain is\n"
         "the same at all numbers of nodes, where the paper's is largest at few; Goliath falls from 8 nodes of\n"
         "cluster A to 13 of B, where the paper's rises, and keeps its speed up to 32 nodes of C, where theirs is best\n"
-        "at 8. Ours exceeds the paper's maximum nearly everywhere: it is another policy. The paper has 10 runs of\n"
-        "512 tokens. Memory (figure 7a) is not simulated: `pipeinfer plan` says it of real models."
+        "at 8. That poorly aligned pairs gain more than well aligned ones, its main observation, holds only where the\n"
+        "reported figure is taken as top-1. It calls the gain marginal in shallow pipelines; here 4 nodes gain nearly\n"
+        "as much as 8. Its speculation gets slower with more nodes for two pairs; here it hardly changes.\n"
+        "Ours exceeds the paper's maximum nearly everywhere: it is another policy. The paper has 10 runs of 512\n"
+        "tokens. Memory (figure 7a) is not simulated: `pipeinfer plan` says it of real models."
     )
 
 
@@ -74,7 +77,7 @@ def _speed_row(cluster: str, nodes: int, pair: str) -> list[str]:
     ours, best = run(setting, PipeInfer()).speed, baseline(setting, ANY_SIZE).speed
     return [
         cluster, str(nodes), pair, f"{accepted:.2f}", f"{setting.acceptance:.2f}", f"{tree.sent_acceptance:.2f}",
-        *(f"{each.speed:.2f}" for each in (plain, tree, theirs)), f"**{theirs.speed / tree.speed:.2f}**",
+        *(f"{each.speed:.2f}" for each in (plain, tree, theirs)), over(theirs, tree),
         f"{other.speed / other_tree.speed:.2f}", f"{most:.2f}", f"{theirs.speed / plain.speed:.2f}", f"{ours:.2f}",
         f"{ours / plain.speed:.2f}", f"{ours / best:.2f}",
     ]  # fmt: skip
@@ -83,7 +86,7 @@ def _speed_row(cluster: str, nodes: int, pair: str) -> list[str]:
 GPU_PAIRS = {  # pair -> target and draft, the rate that the paper reports elsewhere for such a pair
     "llama2-70b-tinyllama": ("Dolphin 2.1 or Senku 70B, TinyLlama", 0.79),
     "llama2-70b-7b": ("Dolphin 2.1 or Senku 70B, Orca 2 or LongOrca 7B", 0.66),
-    "llama3-70b-8b": ("Dolphin 2.9 70B, 8B", None), "qwen-32b-7b": ("Qwen 32B, 7B", None),
+    "llama3-70b-8b": ("Dolphin 2.9 70B, 8B", None), "qwen-32b-7b": ("Qwen 33B, 7B", None),
     "yi-34b-9b": ("Yi 34B, 9B", None),
 }  # fmt: skip
 RATES = (0.52, 0.66, 0.79)
@@ -110,7 +113,7 @@ def _gpu_row(pair: str, rate: float) -> list[str]:
     plain, tree, theirs = published(Setting("pipeinfer-gpu", pair, acceptance=top1_of_chain(rate)))
     return [
         GPU_PAIRS[pair][0], f"{rate:.2f}", *(f"{each.speed:.2f}" for each in (plain, tree, theirs)),
-        f"**{theirs.speed / tree.speed:.2f}**", f"{theirs.speed / plain.speed:.2f}",
+        over(theirs, tree), f"{theirs.speed / plain.speed:.2f}",
     ]  # fmt: skip
 
 
@@ -165,6 +168,11 @@ def pipeinfer_ablations() -> Iterator[str]:
     presets = {"paper": PipeInfer.from_paper(), "ours": PipeInfer()}
     cells = [(name, policy, pair) for name, policy in presets.items() for pair in ABLATED]
     yield from markdown_table(columns, (_ablation_row(*cell) for cell in cells))
+    yield (
+        "\n**What does not agree.** With the paper's settings Goliath loses least without continuous speculation,\n"
+        "and with runs of 8 all three pairs lose alike: Falcon is no exception here. In the paper they are\n"
+        "Dolphin and Goliath that lose much. The size of its larger trees is not published; 8 is taken."
+    )
 
 
 def _ablation_row(name: str, policy: PipeInfer, pair: str) -> list[str]:

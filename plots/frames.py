@@ -6,7 +6,8 @@ from __future__ import annotations
 import math
 import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from numbers import Number
 from typing import Any
 
@@ -29,16 +30,37 @@ facets: rows that differ in them are in different panels."""
 BAR = ["model", "model_hash", "model_draft", "model_draft_hash", "policy", "variant", "settings", "ranks", "layers"]
 LABELS = {"predicted_n": "{} tokens", "temp": "temperature {}", "numerics": "{}", "options": "{}", "pace": "on {}",
           "pace_hash": "#{:.6}", "predict": "{} tokens", "n_requests": "{} requests", "parallel": "loaded for {}",
-          "policy": "{}", "ranks": "MPI ranks: {}", "load": "{}"}  # fmt: skip
+          "policy": "{}", "load": "{}"}  # fmt: skip
 LONGEST_NAME = 34
+VIRTUAL = "virtual"
+"""The numerics of what was simulated."""
+
 EMPTY: dict[str, Any] = {"text": "", "integers": (), "numbers": ()}
 
 
 def frame_of(rows: Sequence[Record], columns: Sequence[Column]) -> pd.DataFrame:
-    """All of `columns`, which are "", () or NaN (ranks: 0) where rows lack them; `text` identifies a prompt."""
+    """All of `columns`, which are "", () or NaN (ranks: 0) where rows lack them; `text` identifies a prompt. What was
+    simulated again, which gives the same, counts once."""
     cells = {each.name: [row.get(each.name, EMPTY.get(each.kind, math.nan)) for row in rows] for each in columns}
     frame = pd.DataFrame(cells).fillna({"ranks": 0}).astype({"ranks": int})
+    again = (frame.numerics == VIRTUAL) & frame.duplicated([each.name for each in columns if each.asked], keep="last")
+    frame = frame[~again].reset_index(drop=True)
     return frame.assign(text=frame.prompt + "\0" + frame.prompt_hash)
+
+
+def is_simulated(frame: pd.DataFrame) -> bool:
+    """Whether all rows are."""
+    return bool((frame.numerics == VIRTUAL).all())
+
+
+def what_text(frame: pd.DataFrame, what: str) -> str:
+    """What a row is."""
+    return f"simulated {what}" if is_simulated(frame) else what
+
+
+def ranks_text(frame: pd.DataFrame) -> str:
+    """What the column `ranks` counts."""
+    return "nodes" if is_simulated(frame) else "MPI ranks"
 
 
 def clean(text: str) -> str:
@@ -52,14 +74,14 @@ def in_full(text: str) -> str:
     return "\n".join(clean(line) for line in textwrap.wrap(text, LONGEST_NAME))
 
 
-def facet_text(name: str, value: Any) -> str:
+def facet_text(labels: Mapping[str, str], name: str, value: Any) -> str:
     if value in ("", ()) or value != value:
         return ""
     if name == "threads" and len(set(value)) == 1:
         return f"{value[0]} threads a rank"
     shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
     shown = f"{shown:.12g}" if isinstance(shown, Number) else shown
-    return in_full(LABELS.get(name, f"{name.replace('_', ' ')} {{}}").format(shown))
+    return in_full(labels.get(name, f"{name.replace('_', ' ')} {{}}").format(shown))
 
 
 def layout(frame: pd.DataFrame, facets: Sequence[str], always: Sequence[str] = ()) -> pd.DataFrame:
@@ -79,7 +101,8 @@ def layout(frame: pd.DataFrame, facets: Sequence[str], always: Sequence[str] = (
         [clean(name) + (f" #{digest[:6]}" if several[clean(name)] > 1 else "") for name, digest in each]
         for each in models.values()
     )
-    facet = [", ".join(filter(None, map(facet_text, names, row))) for row in zip(*map(frame.get, names), strict=True)]
+    label = partial(facet_text, LABELS | {"ranks": f"{ranks_text(frame)}: {{}}"})
+    facet = [", ".join(filter(None, map(label, names, row))) for row in zip(*map(frame.get, names), strict=True)]
     frame = frame.assign(target=target, draft=draft, facet=facet or "")
     pairs = frame.loc[frame.draft != "", ["target", "facet", "draft"]].drop_duplicates()
     frame = frame.merge(pairs.rename(columns={"draft": "pair"}), on=["target", "facet"], how="left")
@@ -136,13 +159,13 @@ def pooled_text(groups: Any, what: str) -> str:
     kinds = {"text": "prompts", "repetition": "repetitions", "seed": "seeds"}
     most = groups[list(kinds)].nunique().max()
     over = ", ".join(f"{most[name]} {words}" for name, words in kinds.items() if most[name] > 1)
-    return f"{count_text(groups.size())} {what}" + (f" ({over})" if over else "")
+    return f"{count_text(groups.size())} {what_text(groups.obj, what)}" + (f" ({over})" if over else "")
 
 
 def means_text(groups: Any, bar: str, what: str, alike: bool = True) -> str:
     """What bars or points and their whiskers are. `what`: what a row is. `alike`: all should have the same prompts."""
     if groups.size().max() == 1:
-        return f"Each {bar} is one {what}."
+        return f"Each {bar} is one {what_text(groups.obj, what)}."
     said = f"{bar.capitalize()}s: means over {pooled_text(groups, f'{what}s')}"
     if groups["text"].agg(lambda texts: texts.duplicated().any()).any():
         known = (groups["text"].first() != "\0").any()  # not in the original's table

@@ -13,7 +13,7 @@ from matplotlib.ticker import NullLocator
 from pipeinfer.observe.results import LOADS
 from pipeinfer.observe.traffic import busiest
 from plots.charts import distributions, finish, lines, looks_of, panels
-from plots.frames import SHOWN, layout, means_text, points, pooled_text
+from plots.frames import SHOWN, layout, means_text, points, pooled_text, what_text
 
 POINTS = {"concurrency": "clients at a time", "rate": "requests a second"}
 FACETS = tuple(name for name in LOADS.asked if name not in (*SHOWN, *POINTS))
@@ -35,8 +35,11 @@ def curves(frame: pd.DataFrame) -> Figure:
     return _lines("Throughput and latencies by load", _laid_out(frame.assign(**times)), values)
 
 
-def cdfs(frame: pd.DataFrame) -> Figure:
-    """Distributions of TTFT, over requests, and of ITL, over all gaps; two panels a load."""
+def cdfs(frame: pd.DataFrame) -> Figure | None:
+    """Distributions of TTFT, over requests, and of ITL, over all gaps; two panels a load. Simulated loads have none."""
+    frame = frame[frame.ttft_percentiles_s.map(len) > 0]
+    if frame.empty:
+        return None
     frame = frame.assign(late=frame.concurrency == 0).sort_values(["late", "concurrency", "rate"], kind="stable")
     by = zip(frame.concurrency, frame.rate, strict=True)
     loads = [f"clients: {n}" if n else f"{rate:g} requests/s" for n, rate in by]
@@ -47,7 +50,8 @@ def cdfs(frame: pd.DataFrame) -> Figure:
     values = {"ttft": (LATENCIES["ttft"], "share of requests"), "itl": (LATENCIES["itl"], "share of tokens")}
     figure = distributions(frame.assign(**found), values, looks_of(frame))
     groups = frame.groupby(BAR, dropna=False, observed=True)
-    pooled = "is one load" if groups.size().max() == 1 else f"pools {pooled_text(groups, 'loads')}"
+    is_one = groups.size().max() == 1
+    pooled = f"is one {what_text(frame, 'load')}" if is_one else f"pools {pooled_text(groups, 'loads')}"
     note = f"Each curve {pooled}; a step is a request or token, or of more than 101 one of their percentiles 0 to 100."
     return finish(figure, "Distribution of latencies by load", note + _asked_text(frame))
 

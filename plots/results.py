@@ -13,11 +13,20 @@ from matplotlib.figure import Figure
 
 from pipeinfer.observe.columns import ASKED
 from plots.charts import HATCHES, LINE_HEIGHT, Look, bars, distributions, finish, looks_of, panels
-from plots.frames import SHOWN, in_full, layout, means_text, points, pooled_text, prompt_labels
+from plots.frames import (
+    SHOWN,
+    in_full,
+    is_simulated,
+    layout,
+    means_text,
+    points,
+    pooled_text,
+    prompt_labels,
+    ranks_text,
+)
 
 FACETS = tuple(name for name in ASKED if name not in SHOWN)
-WITHOUT = {"": "complete", "no-cancel": "without cancellation", "no-partitions": "without KV partitions",
-           "no-continuous": "not continuous", "no-async": "not asynchronous"}  # fmt: skip
+GREYS = ("0.25", "0.5", "0.75")
 USES = {"busy_s": ("busy", "#009E73"), "cancelled_s": ("cancelled runs", "#D55E00"),
         "waiting_s": ("waiting for a run", "#56B4E9"), "idle_s": ("idle", "#DDDDDD")}  # fmt: skip
 SPEED, ITL = "mean generation speed (tokens/s)", "mean inter-token latency (ms)"
@@ -50,8 +59,8 @@ def ablation(frame: pd.DataFrame) -> Figure | None:
     frame = frame[measured.isin(measured[frame.variant != ""])]
     if frame.empty:
         return None
-    names = {each: WITHOUT.get(each) or in_full(each) for each in sorted(frame.variant.unique(), key=bool)}
-    looks = {name: Look(str(0.3 + at % 2 / 2), ("", "", *HATCHES)[at % 7]) for at, name in enumerate(names.values())}
+    names = {each: in_full(each) or "complete" for each in sorted(frame.variant.unique(), key=bool)}
+    looks = dict(zip(names.values(), (Look(grey, hatch) for hatch in ("", *HATCHES) for grey in GREYS), strict=False))
     frame = layout(frame, FACETS, ["policy"])
     frame = frame.assign(series=pd.Categorical(frame.variant.map(names), list(looks)), itl=1e3 * frame.itl_mean_s)
     return _bars("Ablations", frame, "ranks", {"predicted_per_second": SPEED + ON_BARS, "itl": ITL}, looks)
@@ -80,7 +89,7 @@ def _bars(
         note += f"; {UNSENT}: no guess went to the target, which worked as without a draft." if UNSENT in marks else "."
     for axes in figure.axes:
         axes.tick_params(axis="x", rotation=0 if by == "ranks" else 15)
-        axes.set_xlabel("MPI ranks" if by == "ranks" else "")
+        axes.set_xlabel(ranks_text(frame) if by == "ranks" else "")
         if not frame.ranks.any():  # the original's table does not have them
             axes.set(xlabel="", xticks=[])
     return finish(figure, title, note)
@@ -108,7 +117,7 @@ def time_use(frame: pd.DataFrame) -> Figure | None:
     frame = frame[(frame.variant == "") & (frame.busy_s.map(len) > 0)]
     if frame.empty:
         return None
-    frame = layout(frame, FACETS, ["ranks"])
+    frame, rank = layout(frame, FACETS, ["ranks"]), "node" if is_simulated(frame) else "rank"
     slots = frame.busy_s.map(len).clip(lower=3)  # places for bars, so that a label fits below
     n_slots = (slots * frame.groupby("panel")["series"].transform("nunique")).max()
     figure, found = panels(frame, [""], max(4.5, 1.0 + 0.42 * n_slots))
@@ -122,18 +131,18 @@ def time_use(frame: pd.DataFrame) -> Figure | None:
                 panel.bar(at, shares, 0.86, bottom, color=colour, edgecolor="white", lw=0.4, label=words)
                 bottom = bottom + shares
             roles = own.roles.iloc[0].split(";")
-            ticks |= {place: f"{rank}\nD" if role.startswith("draft") else str(rank)
-                      for rank, (place, role) in enumerate(zip(at, roles, strict=False))}  # fmt: skip
+            ticks |= {place: f"{number}\nD" if role.startswith("draft") else str(number)
+                      for number, (place, role) in enumerate(zip(at, roles, strict=False))}  # fmt: skip
             shown = "\n".join(textwrap.fill(line, 5 * slot) for line in label.split("\n"))
             panel.annotate(shown, (at.mean(), 0), (0, -30), textcoords="offset points", ha="center", va="top")
             n_lines = max(n_lines, shown.count("\n"))
             first += slot + 0.6
         panel.set_xticks(list(ticks), list(ticks.values()))
-        panel.annotate("rank", (0, 0), (-3, -5), "axes fraction", "offset points", ha="right", va="top")
+        panel.annotate(rank, (0, 0), (-3, -5), "axes fraction", "offset points", ha="right", va="top")
         figure.set_figheight(figure.get_figheight() + LINE_HEIGHT * n_lines)
         panel.set(ylim=(0, 100), ylabel="mean share of the time (%)")
     pooled = pooled_text(frame.groupby(["panel", "series"], observed=True), "generations")
-    return finish(figure, "How ranks spent their time", f"Means over {pooled}. D: this rank drafts.")
+    return finish(figure, f"How {rank}s spent their time", f"Means over {pooled}. D: this {rank} drafts.")
 
 
 def _mean_gb(rss_bytes: Sequence[int]) -> float:

@@ -19,7 +19,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
 from pipeinfer.observe.columns import ASKED, COLUMNS
-from pipeinfer.observe.results import Record, append_result, as_read
+from pipeinfer.observe.results import LOADS, Record, append_result, as_read
 from pipeinfer.observe.summary import markdown, summarise
 from pipeinfer.observe.table import lines_of
 from plot import draw
@@ -27,7 +27,7 @@ from plots.frames import SHOWN, frame_of, points
 from plots.original import original_rows
 from plots.results import FACETS, FIGURES
 from tests.support.jobs import ROOT, environment
-from tests.support.rows import SPEEDS, make_row
+from tests.support.rows import SPEEDS, make_load, make_row
 
 
 @pytest.fixture(autouse=True)
@@ -324,6 +324,36 @@ def test_ablations_of_policies_are_not_averaged() -> None:
     figure = drawn("ablation", rows)
     assert panel_titles(figure) == ["big + small, pipeinfer"] * 2 + ["big + small, pipedec"] * 2
     assert figure and not {15.0, 15000.0} & set(heights(figure)), heights(figure)
+
+
+def test_ablations_look_different_and_are_named_alike() -> None:
+    off = ["no-cancel", "no-pacing", *(f"no-{letter}" for letter in "abcdefghij")]
+    figure = drawn("ablation", [as_read(make_row(variant=variant)) for variant in ["", *off]])
+    assert figure and [text.get_text() for text in figure.legends[0].get_texts()] == ["complete", *off]
+    assert len({(bar.get_facecolor(), bar.get_hatch()) for bar in figure.axes[0].patches}) == 13
+
+
+def test_what_was_simulated_is_said_to_be() -> None:
+    rows = [as_read(make_row(policy, numerics="virtual", ranks=3, variant=variant)) for policy in SPEEDS
+            for variant in ("", "no-cancel")]  # fmt: skip
+    for name, figure in draw(rows, has_loads=False):
+        assert "simulated generation" in note_of(figure), name
+        shown = " ".join(text.get_text() for text in texts(figure))
+        assert "MPI" not in shown and "node" in shown, name
+    for name, figure in draw([as_read(row | {"numerics": "exact"}) for row in rows], has_loads=False):
+        assert "simulated" not in note_of(figure) and "node" not in note_of(figure), name
+    load = make_load(numerics="virtual", ttft_percentiles_s=[], itl_percentiles_s=[])
+    drawn_of_load = dict(draw([LOADS.as_read(load)], has_loads=True))
+    assert drawn_of_load.keys() == {"load_curves", "load_utilisation"}
+    for name, figure in drawn_of_load.items():
+        assert "is one simulated load" in note_of(figure), name
+
+
+def test_what_was_simulated_again_counts_once() -> None:
+    rows = [as_read(make_row(numerics="virtual", speed=speed)) for speed in (9.0, 10.0)]
+    assert heights(drawn("speed", rows)) == [10.0], "the newest"
+    assert note_of(drawn("speed", rows)).startswith("Each bar is one simulated generation.")
+    assert "n = 2 generations" in note_of(drawn("speed", [row | {"numerics": "exact"} for row in rows]))
 
 
 def test_the_legend_has_what_any_panel_shows() -> None:

@@ -12,14 +12,14 @@ from pipeinfer.cli.options.llama_flags import ANY, HARMLESS, INSTEAD
 from pipeinfer.cli.run import run
 from pipeinfer.cli.serve import serve_command
 
+COMMANDS = (serve_command, run, chat_command)
+
 
 def own_options() -> dict[str, click.Parameter]:
     known = {name for param in (*run.params, *chat_command.params) for name in param.opts}
-    served = [_served(param) for param in serve_command.params if not known & {*param.opts}]
+    served = [param for param in serve_command.params if not known & {*param.opts}]
     params = [
-        *served,
-        *run.params,
-        *chat_command.params,
+        *map(_marked, (*served, *run.params, *chat_command.params)),
         click.Option(["-h", "--help"], help="Say this, for each command."),
     ]
     params.append(
@@ -28,11 +28,14 @@ def own_options() -> dict[str, click.Parameter]:
     return {name: param for param in params for name in (*param.opts, *param.secondary_opts)}
 
 
-def _served(param: click.Parameter) -> click.Parameter:
-    """An option of the server alone, which says so."""
+def _marked(param: click.Parameter) -> click.Parameter:
+    """An option that says which commands have it, unless all have."""
+    names = [str(each.name) for each in COMMANDS if param.opts in [other.opts for other in each.params]]
+    if len(names) == len(COMMANDS):
+        return param
     shown = copy.copy(param)
     assert isinstance(shown, click.Option) and shown.help
-    shown.help = f"(serve) {shown.help}"
+    shown.help = f"({', '.join(names)}) {shown.help}"
     return shown
 
 

@@ -4,7 +4,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from pipeinfer.core.interfaces import Clock
@@ -209,6 +209,11 @@ class Policy(ABC):
     def begin(self) -> "Policy":
         """The policy of a new request, with these settings."""
         return copy(self)
+
+    def fresh(self) -> "Policy":
+        """One with these settings that has learned nothing, and shares nothing with this one."""
+        settings = {each.name: getattr(self, each.name) for each in fields(self) if each.init and each.compare}
+        return type(self)(**settings)
 
     @abstractmethod
     def send(self, context: PolicyContext) -> Answer:

@@ -139,6 +139,10 @@ class LookupDrafter:
         )
         return {node: _merged(guessed.get(node, []), looked_up.get(node), widths[node]) for node in known}
 
+    def unlearn(self) -> None:
+        """Forget what requests before have taught."""
+        self.trust = Trust()
+
     def look_up(self, request: Request, node: Node) -> tuple[Guess | None, bool]:
         """What followed the node's text before, and whether a model is not asked too."""
         if not self.is_on:

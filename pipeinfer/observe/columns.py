@@ -52,7 +52,11 @@ COLUMNS = (
     _asked("options", "text", "context, batch and other options of the job that are not as by default"),
     _asked("model", "text", "the target's file; of `simulate`, the profile"),
     _asked("model_bytes", "integer", "size of the target's file"),
-    _asked("model_hash", "text", "16 digits that two different targets do not share"),
+    _asked(
+        "model_hash",
+        "text",
+        "16 digits of its size, its header and samples of each tensor: files that differ in few bytes may share them",
+    ),
     _asked("quantisation", "text", "of the target, as its header says"),
     _asked("model_draft", "text", "the draft's file, several joined with +; empty for `iterative`"),
     _asked("model_draft_bytes", "integer", "size of the draft's file, of several together"),

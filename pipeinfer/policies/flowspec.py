@@ -24,8 +24,9 @@ class FlowSpec(PaperPolicy):
     root among them (L_0). `width`: nodes of a layer that the draft expands, and guesses after each (k). `segment`: rows
     of a run (L_seg). `expansion_depth`, `expansion_size`: of what a step adds to the tree (d_se, L_se).
 
-    The draft here does not read the target's features, so its guesses after a node depend on no verdict. A fresh tree
-    from a new root (section III-D) reuses what was drafted below that root, and d_se counts the layers beyond it.
+    A node is expanded once, also where the draft reads the target's features (EAGLE-3) and more of them have come
+    since. So a fresh tree from a new root (section III-D) reuses what was drafted below that root, and d_se counts the
+    layers beyond it.
 
     Ablations of table III: without `scored`, segments go layer by layer; without `expansion`, a round is its first tree
     alone ("Pruned PP"); with --no-cancel, too, each tree is verified as a whole before the next ("Chunk-PP").

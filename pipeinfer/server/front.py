@@ -161,14 +161,15 @@ class HttpFront:
 class SupervisedFront(HttpFront):
     """The `Front` where the port and the process are the supervisor's, which outlives the job."""
 
-    def __init__(self, options: HttpOptions, attempt: Attempt) -> None:
-        """Raises UserError as `HttpProcess` does, which is the supervisor's then."""
+    def __init__(self, options: HttpOptions, version: str, attempt: Attempt) -> None:
+        """Raises UserError as `HttpProcess` does, which is the supervisor's then, and where the service began with
+        another version."""
         link = connect_supervisor(FRONT)
         assert link, "nobody supervises this job"
         self._link, self._key, self._most_silent_s = link, attempt.rendezvous.key, math.inf
         self._end = None
         try:
-            link.send_bytes(seal(pickle.dumps(options), attempt.rendezvous.key))
+            link.send_bytes(seal(pickle.dumps((options, version)), attempt.rendezvous.key))
             said = json.loads(link.recv_bytes())
         except (OSError, EOFError):
             raise UserError("the supervisor of this job does not answer; start the job anew") from None
@@ -198,10 +199,10 @@ class SupervisedFront(HttpFront):
             self._end.finish()
 
 
-def open_front(options: HttpOptions) -> HttpFront:
-    """The front of a service, on rank 0. Raises UserError as `HttpProcess` does."""
+def open_front(options: HttpOptions, version: str) -> HttpFront:
+    """The front of a service, on rank 0. Raises UserError as `HttpProcess` and `SupervisedFront` do."""
     attempt = own_attempt()
-    return SupervisedFront(options, attempt) if attempt else HttpFront(options)
+    return SupervisedFront(options, version, attempt) if attempt else HttpFront(options)
 
 
 def _keys_of(path: Path | None) -> tuple[str, ...]:

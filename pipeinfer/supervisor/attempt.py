@@ -24,6 +24,7 @@ ENDS_S = 2.0
 DRAINS_S = 1.0
 """How long what a killed job has written may take to arrive."""
 
+READ_BYTES = 1 << 16
 PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 DEATH = re.compile(r"pipeinfer: (.*); ending the job")
 TITLE = re.compile(r"rank (\d+) \(host ([^,)]+)")
@@ -60,7 +61,9 @@ class Output:
     """
 
     def __init__(self, whole: bool) -> None:
-        self.whole, self.is_lost = whole, False
+        self.whole = whole
+        self.error: OSError | None = None
+        """Why no more can be written."""
         self._n_written = 0
         self._held = bytearray()
 
@@ -87,10 +90,10 @@ class Output:
         left = memoryview(data)
         self._n_written += len(data)
         try:
-            while left and not self.is_lost:
+            while left and not self.error:
                 left = left[os.write(1, left) :]
-        except OSError:
-            self.is_lost = True
+        except OSError as error:
+            self.error = error
 
 
 class Job:
@@ -100,7 +103,7 @@ class Job:
         self, attempt: Attempt, words: Sequence[str], environ: Mapping[str, str], stdin: KeptInput | None
     ) -> None:
         """Started by the main thread, with which the launcher ends. Raises OSError."""
-        self.attempt, self.loss = attempt, None
+        self.attempt, self.loss, self._is_over = attempt, None, False
         prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
         self._process = subprocess.Popen(
             words, stdin=subprocess.PIPE if stdin else subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -116,14 +119,17 @@ class Job:
     """Known as soon as the watch has said it."""
 
     def signal(self, number: int) -> None:
+        """To the launcher, which may stand still."""
         with contextlib.suppress(OSError):
             self._process.send_signal(number)
+            self._process.send_signal(signal.SIGCONT)
 
     def wait(self, is_over: Callable[[], bool]) -> int:
         """Until the job has ended, or is lost, or `is_over`, and nothing of it is left on this host. Returns its exit
-        code."""
-        while self._process.poll() is None and not self.loss and not is_over():
+        code, as shells give it."""
+        while self._process.poll() is None and not self.loss and not self._is_over:
             time.sleep(LOOK_S)
+            self._is_over = is_over()
         code = self._end()
         self._reader.join(timeout=DRAINS_S)
         return code
@@ -137,13 +143,18 @@ class Job:
             os.killpg(self._process.pid, signal.SIGKILL)
         if not end_attempts(self.attempt.job, self.attempt.number + 1):
             write_line("processes of the job that was lost do not end; what they still say is not heard")
-        return self._process.wait()
+        code = self._process.wait()
+        return 128 - code if code < 0 else code
 
     def _read(self, stream: IO[bytes]) -> None:
-        """Pass on what is said until the job is lost: after that launchers tell at length what they do."""
-        for line in stream:
-            if self.loss:
-                continue
-            with contextlib.suppress(OSError):
-                os.write(2, line)
-            self.loss = loss_in(line.decode("utf-8", "replace"))
+        """Pass on what is said until the job is lost or over: after that launchers tell at length what they do."""
+        line = b""
+        while data := os.read(stream.fileno(), READ_BYTES):
+            for part in data.splitlines(keepends=True):
+                if self.loss or self._is_over:
+                    break
+                with contextlib.suppress(OSError):
+                    os.write(2, part)
+                line += part
+                if line.endswith(b"\n"):
+                    self.loss, line = loss_in(line.decode("utf-8", "replace")), b""

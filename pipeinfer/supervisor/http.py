@@ -7,7 +7,7 @@ import socket
 from multiprocessing.connection import Connection
 
 from pipeinfer.errors import UserError
-from pipeinfer.job.process.supervised import unseal
+from pipeinfer.job.process.supervised import OTHER_MODEL_TEXT, unseal
 from pipeinfer.job.serve.front import Setup
 from pipeinfer.server.front import HttpProcess
 from pipeinfer.server.process import CONTROL_BYTES
@@ -29,8 +29,10 @@ class Http:
 
     def take(self, link: Connection) -> None:
         """Rank 0's, of a new attempt. Raises OSError, EOFError and ValueError where it is lost."""
-        options = pickle.loads(unseal(link.recv_bytes(), self._key))
+        options, version = pickle.loads(unseal(link.recv_bytes(), self._key))
         try:
+            if self._setup and self._setup.version != version:
+                raise UserError(OTHER_MODEL_TEXT)
             self._http = self._http or HttpProcess(options)
         except UserError as error:
             link.send_bytes(json.dumps({"error": str(error)}).encode())

@@ -11,7 +11,7 @@ from pipeinfer.cluster.watch.limits import Limits
 from pipeinfer.cluster.watch.listener import Listener
 from pipeinfer.cluster.watch.protocol import MAX_HELLO_BYTES
 from pipeinfer.cluster.watch.rendezvous import Place, open_listener, own_place
-from pipeinfer.job.process.supervised import FRONT, INTERRUPT, NOTES, OUTPUT
+from pipeinfer.job.process.supervised import FRONT, INTERRUPT, NOTES, OTHER_MODEL, OUTPUT, SAME_MODEL
 from pipeinfer.job.requests.journal import Journal
 from pipeinfer.supervisor.attempt import Output
 from pipeinfer.supervisor.http import Http
@@ -34,6 +34,7 @@ class Links:
         self._number = 0
         self._links: list[tuple[Connection, threading.Thread]] = []
         self._notes: Connection | None = None
+        self._model = b""  # of the first attempt
         self._lock = threading.Lock()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -99,6 +100,9 @@ class Links:
                 while data := os.read(link.fileno(), READ_BYTES):
                     take(data)
             else:
+                model = link.recv_bytes(MAX_HELLO_BYTES)
+                self._model = self._model or model
+                link.send_bytes(SAME_MODEL if model == self._model else OTHER_MODEL)
                 for note in self.journal.notes():
                     link.send_bytes(note)
                 link.send_bytes(b"")

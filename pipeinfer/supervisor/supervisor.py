@@ -2,6 +2,7 @@
 too. Knows no request."""
 
 import contextlib
+import math
 import os
 import secrets
 import signal
@@ -16,8 +17,10 @@ from pipeinfer.cluster.watch.attempts import VARIABLE, Attempt
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.process.signals import on_signals
-from pipeinfer.job.process.streams import READER_LEFT
+from pipeinfer.job.process.streams import said_of_output
+from pipeinfer.job.serve.drain import ONE_PRESS_S
 from pipeinfer.job.submit import is_open_mpi
+from pipeinfer.sizes import count_text
 from pipeinfer.supervisor.attempt import Job, Loss, Output
 from pipeinfer.supervisor.kept_input import KeptInput
 from pipeinfer.supervisor.launcher import Launcher
@@ -31,6 +34,9 @@ N_DEATHS = 2
 
 PROBE_S = 20.0
 """How long a launcher may take to start nothing on a host."""
+
+SECOND_S = 5.0
+"""How long a job may take to end after a second signal."""
 
 LONGEST_DELAY_S = 30.0
 LOOK_S = 0.05
@@ -54,7 +60,9 @@ class Supervisor:
         self._output = Output("--json" in launcher.command)
         self._links = Links(not launcher.hosts, self._output)
         self._job: Job | None = None
-        self._stopped_by = 0  # a signal
+        self._stopped_by, self._stopped_s = 0, math.inf  # a signal, and when it came
+        self._ends_s = math.inf  # when a job that was told so twice is killed
+        self._kept_s = -math.inf  # when an interrupt ended no chat
         self._starts_s = deque[float]()  # of restarts
         self._deaths: dict[str, deque[float]] = {}  # by host
         self._n_fruitless = 0  # attempts in a row that got nowhere
@@ -65,16 +73,21 @@ class Supervisor:
         with tempfile.TemporaryDirectory(prefix="pipeinfer-") as folder, contextlib.ExitStack() as files:
             stdin, number = None, 0
             if self.launcher.is_chat or "-" in self.launcher.command:
-                stdin = KeptInput(files.enter_context((Path(folder) / "input").open("w+b")))
+                stdin = KeptInput(files.enter_context(tempfile.TemporaryFile()))
             while True:
                 number += 1
                 code, loss = self._attempt(number, Path(folder) / "hosts", stdin)
                 in_order = (*IN_ORDER, LEFT) if self.launcher.is_chat else IN_ORDER
-                if self._stopped_by or self._output.is_lost or (code in in_order and not loss):
+                cut = stdin.error if stdin else ""
+                if self._stopped_by or self._output.error or cut or (code in in_order and not loss):
                     self._output.end()
                     self._links.http.close()
-                    if self._output.is_lost:
-                        return READER_LEFT
+                    if self._output.error:
+                        return said_of_output(self._output.error)
+                    if cut:
+                        complain(f"standard input cannot be kept in {tempfile.gettempdir()}: {cut}; set TMPDIR to a "
+                                 "folder with more room")  # fmt: skip
+                        return 2
                     return 128 + self._stopped_by if self._stopped_by and (loss or code not in IN_ORDER) else code
                 try:
                     self._note(loss or Loss(f"the job ended with exit code {code}"))
@@ -92,10 +105,16 @@ class Supervisor:
             self._job = Job(attempt, words, self.environ, stdin)
         except OSError as error:
             raise UserError(f"{words[0]}: {error.strerror}; check PATH, or give its path") from None
-        # nothing is there to be kept before rank 0 is heard, and a launcher that only starts may lose a signal
-        code = self._job.wait(lambda: self._output.is_lost or bool(self._stopped_by and not self._links.is_heard))
+        code = self._job.wait(lambda: self._is_over(stdin))
         self._links.end()
         return code, self._job.loss
+
+    def _is_over(self, stdin: KeptInput | None) -> bool:
+        """Whether the job is to be ended now, in order or not."""
+        # nothing is there to be kept before rank 0 is heard, and a launcher that only starts may lose a signal
+        is_stopped = self._stopped_by and not self._links.is_heard
+        is_late = time.monotonic() > self._ends_s
+        return bool(self._output.error or (stdin and stdin.error) or is_stopped or is_late)
 
     def _note(self, loss: Loss) -> None:
         """Decide with which hosts and when the job starts again. Raises UserError where it shall not."""
@@ -103,8 +122,9 @@ class Supervisor:
         now_s = time.monotonic()
         self._forget(now_s)
         if len(self._starts_s) >= self.restarts:
-            raise UserError(f"{loss.why}; the job was started again {self.restarts} times within {WINDOW_S:g} s "
-                            "(--restarts), and is not any more")  # fmt: skip
+            times = count_text(self.restarts, "time")
+            raise UserError(f"{loss.why}; the job was started again {times} within {WINDOW_S:g} s (--restarts), and is "
+                            "not any more")  # fmt: skip
         self._starts_s.append(now_s)
         self._n_fruitless = 0 if self._links.has_news else self._n_fruitless + 1
         host = self.launcher.host_of(loss.rank, loss.host) if loss.rank >= 0 else ""
@@ -154,10 +174,22 @@ class Supervisor:
                 if code:
                     self._leave_out(host, "nothing can be started there")
 
+    def _keeps_chat(self) -> bool:
+        """One that starts again cannot be told to stop its answer, and ends with the second of two."""
+        now_s, before_s = time.monotonic(), self._kept_s
+        if not self._starts_s or now_s < before_s + SECOND_S:
+            return False
+        self._kept_s = now_s
+        complain("the chat starts again; press Ctrl-C again to end it")
+        return True
+
     def _on_signal(self, number: int) -> None:
         """Handed on: the job ends in order, and is not started again. A chat's user may stop an answer with one."""
-        if number == signal.SIGINT and self.launcher.is_chat and self._links.interrupt():
+        if number == signal.SIGINT and self.launcher.is_chat and (self._links.interrupt() or self._keeps_chat()):
             return
-        self._stopped_by = number
+        now_s = time.monotonic()
+        if now_s > self._stopped_s + ONE_PRESS_S:
+            self._ends_s = min(self._ends_s, now_s + SECOND_S)
+        self._stopped_by, self._stopped_s = number, min(self._stopped_s, now_s)
         if self._job:
             self._job.signal(number)

@@ -12,7 +12,7 @@ from pipeinfer.cli.bench import bench
 from pipeinfer.cli.chat import chat_command
 from pipeinfer.cli.commands import cli
 from pipeinfer.cli.options.environment import arguments, ignored_variables
-from pipeinfer.cli.options.llama_flags import HARMLESS, INSTEAD
+from pipeinfer.cli.options.llama_flags import HARMLESS, INSTEAD, OF_RUN
 from pipeinfer.cli.run import run, run_options
 from pipeinfer.cli.serve import serve_command
 from pipeinfer.cli.simulate import simulate_command
@@ -49,6 +49,7 @@ def test_variables_give_options_and_the_command_line_comes_first(monkeypatch: py
         found = parsed(command, ["-p", "x", "-md", "e.gguf"], monkeypatch).params
         assert list(map(str, found["drafts"])) == ["e.gguf"]
     assert parsed(bench, [], monkeypatch).params["ctx_size"] == 0, "a benchmark is what its command line says"
+    assert parsed(run, ["-p", "x"], monkeypatch, THREADS="-1").params["threads"] == ()
     with pytest.raises(click.BadParameter, match=r"'many' is not a whole number") as error:
         parsed(run, ["-p", "x"], monkeypatch, CTX_SIZE="many")
     assert "LLAMA_ARG_CTX_SIZE" in error.value.format_message()
@@ -102,6 +103,14 @@ def test_who_batches_anyway_may_be_asked_to(command: click.Command, monkeypatch:
         parsed(run, ["-p", "x", "-cb"], monkeypatch)
 
 
+def test_a_chat_takes_or_answers_what_run_has_for_chats(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parsed(chat_command, ["-cnv", "-p", "-cnv"], monkeypatch).params["prompt"] == "-cnv"
+    for flag, says in (("-st", "run --chat` asks"), ("--chat", "run --chat` asks"), ("--trace", "`pipeinfer run` has")):
+        with pytest.raises(click.UsageError, match=f"{flag}: .*{says}"):
+            parsed(chat_command, [flag], monkeypatch)
+    assert OF_RUN.keys() <= {name for param in run.params for name in param.opts}
+
+
 def test_what_counts_nodes_is_named_to_who_counts_ranks() -> None:
     for number in ("1", "4"):
         with pytest.raises(click.UsageError, match="-np: here --nodes N says how many nodes there are"):
@@ -113,7 +122,7 @@ def test_variables_without_effect_are_named() -> None:
         return "\n".join(ignored_variables(run, {f"LLAMA_ARG_{name}": value for name, value in variables.items()}))
 
     assert said(CTX_SIZE="5", PORT="8080", FLASH_ATTN="on", CPU_MOE="0", NO_CONTEXT_SHIFT="1", JINJA="1") == ""
-    assert said(UBATCH="64") == ""
+    assert said(UBATCH="64") == said(MLOCK="1") == said(NO_MMAP="1") == "", "as the flags"
     assert said(MAIN_GPU="1") == f"LLAMA_ARG_MAIN_GPU is set and not read: {INSTEAD['-mg']}"
     assert said(FLASH_ATTN="off").endswith(INSTEAD["-fa"])
     assert "--policy" in said(DRAFT_MAX="4") and "give --draft" in said(DRAFT_MAX="4")

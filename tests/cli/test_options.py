@@ -82,7 +82,7 @@ def test_every_option_has_a_type_that_checks(name: str, param: click.Parameter) 
 
 @pytest.mark.parametrize(("name", "param"), [each for each in PARAMETERS if takes_value(each.values[1])])
 def test_odd_values_are_refused_in_one_line_or_legal(name: str, param: click.Parameter) -> None:
-    for value in (each for each in ODD if (param.name, each) != ("threads", "-1")):  # llama.cpp's default
+    for value in (each for each in ODD if (param.name, each) != ("threads", "-1")):  # as if it was left out
         words = [param.opts[0], value] if isinstance(param, click.Option) else ["--", value]
         try:
             found = parse(name, words, param)[str(param.name)]
@@ -289,6 +289,7 @@ def test_what_llama_cpp_has_and_we_lack_is_named() -> None:
         ),
         (["--mirostat", "2"], "no such sampler"),
         (["--lora", "x"], "merge"),
+        (["-t", "-2"], "'-2' is not a whole number from 1 to 512, or -1 alone"),
         (["-zz"], "-zz"),
         (["-nlg", "3"], "-nlg"),
         (["--n-gpu-layer", "3"], "--n-gpu-layers"),
@@ -321,6 +322,7 @@ def test_only_near_misses_are_suggested(word: str, near: list[str]) -> None:
         (["--n_predict", "7"], "predict", 7),
         (["-n7"], "predict", 7),
         (["-t4,2"], "threads", (4, 2)),
+        (["--threads=-1"], "threads", ()),
         (["--predict=7"], "predict", 7),
         (["-n", "-2"], "predict", -2),
         (["-b", "4096"], "batch_size", 4096),

@@ -120,13 +120,13 @@ def test_batches_survive_cut_links(tmp_path: Path, seed: int) -> None:
     """Some are mended before anyone notices, some while the job ends or starts again."""
     if why := missing():
         pytest.skip(why)
-    rng, cut = random.Random(200 + seed), list[str]()
+    rng, cut, said = random.Random(200 + seed), list[str](), list[str]()
     words = batch_of(tmp_path, rng)
     with hosts(4, tmp_path) as made:
         job = made.start([*words, str(tmp_path / "out")], supervised=True)
         ended = threading.Timer(300, job.kill)
         ended.start()
-        reading = threading.Thread(target=lambda: cut.append(job.communicate()[1]))
+        reading = threading.Thread(target=lambda: said.append(job.communicate()[1]))
         reading.start()
         for _ in range(rng.randint(1, 3)):
             time.sleep(rng.uniform(0, 5))
@@ -137,7 +137,8 @@ def test_batches_survive_cut_links(tmp_path: Path, seed: int) -> None:
             made.mend(name)
         reading.join()
         ended.cancel()
-        assert job.returncode == 0, cut
+        print(f"{', '.join(cut)}; {said[0].count('the job starts again')} restarts", flush=True)
+        assert job.returncode == 0, (cut, said)
     check_results(tmp_path, words, cut)
 
 

@@ -113,6 +113,10 @@ def test_trust_follows_what_was_right() -> None:
         trust.judged(2, False)
         trust.judged(7, True)
     assert trust.of(2) < 0.1 and trust.of(6) > 0.95 and trust.of(3) == PRIOR[1]
+    drafter = LookupDrafter()
+    drafter.trust = trust
+    drafter.unlearn()
+    assert drafter.trust.of(2) == PRIOR[0]
 
 
 def test_settling_judges_the_matches_on_the_path() -> None:

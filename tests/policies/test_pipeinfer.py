@@ -10,8 +10,9 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from experiments.cells import Setting, run
+from experiments.cells import Setting, lengths, run
 from pipeinfer.policies import Iterative, PipeInfer, Speculative
+from pipeinfer.policies.calibration import Calibration
 from pipeinfer.virtual.choices import ranks_for, synthetic_team
 from pipeinfer.virtual.pipeline import SimPipeline
 from pipeinfer.virtual.profile import load_profile
@@ -104,3 +105,11 @@ def test_the_published_settings_give_what_the_paper_reports_over_its_baseline(
     setting = Setting("pipeinfer-c", pair, 8)
     ratio = run(setting, PipeInfer.from_paper()).speed / run(setting, Speculative.from_paper()).speed
     assert least < ratio < most
+
+
+def test_a_cell_of_an_experiment_begins_with_nothing_learned() -> None:
+    """One instance serves the cells of a table in turns."""
+    policy, settings = PipeInfer(), [Setting("pipeinfer-c", nodes=4, acceptance=share) for share in (0.1, 0.6)]
+    found = [lengths(setting, policy) for setting in settings]
+    assert found == [lengths(setting, PipeInfer()) for setting in settings]
+    assert policy.calibration == Calibration()

@@ -45,6 +45,18 @@ def test_a_preset_has_the_papers_settings_and_none_of_our_additions(name: str) -
     assert make_policy(name) == POLICIES[name](), "ours is the default"
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_fresh_policy_has_the_settings_and_shares_nothing(name: str) -> None:
+    given = {"preset": PAPER, "width": 2, "asynchronous": False}
+    policy = make_policy(name, {each: given[each] for each in given if hasattr(POLICIES[name], each)})
+    fresh = policy.fresh()
+    assert fresh == policy and type(fresh) is type(policy)
+    shared = [
+        each for each, own in vars(policy).items() if own is vars(fresh)[each] and vars(type(own)).get("__dict__")
+    ]
+    assert not shared
+
+
 def test_a_setting_that_is_given_counts_before_the_preset() -> None:
     policy = make_policy("pipeinfer", {"preset": PAPER, "recovery": 0.0, "asynchronous": False})
     assert settings_text(policy) == "preset paper, microbatch 4, inflight 1000, width 3, recovery 0"

@@ -83,7 +83,8 @@ def test_long_contents_are_not_tokenised(served: Served) -> None:
     [
         (b'{"prompt": ' + b"[" * 5000 + b"]" * 5000 + b"}", "nested too deeply"),
         (b'{"seed": ' + b"1" * 5000 + b"}", "too many digits"),
-        (b'{"prompt": "x", "json_schema": {"$ref": "#"}}', "refers to itself"),
+        (b'{"prompt": "x", "json_schema": {"$ref": "#"}}', "the JSON schema refers to itself"),
+        (b'{"prompt": "x", "grammar": "root ::= root"}', "a rule of the grammar refers to itself"),
     ],
 )
 def test_an_error_says_what_to_do(served: Served, body: bytes, words: str) -> None:

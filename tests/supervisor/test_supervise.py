@@ -2,14 +2,17 @@
 
 import json
 import os
+import shutil
 import signal
+import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import finish
-from tests.support.supervised import Supervised, until
+from pipeinfer.models.demo import DRAFT, TARGET
+from tests.support.jobs import COMMAND, environment, finish
+from tests.support.supervised import COMMAND_FILE, Supervised, until
 
 TEXT = ["run", "-p", "def read_lines(path):\n", "-n", "300", "-c", "400", "--ignore-eos", "-t", "1", "--temp", "0.8",
         "--seed", "3"]  # fmt: skip
@@ -76,7 +79,7 @@ def test_what_dies_again_and_again_is_given_up() -> None:
         job.strike(1)
         time.sleep(0.3)
     code, _, errors = job.finish()
-    assert code != 0 and "the job was started again 1 times within 600 s (--restarts), and is not any more" in errors
+    assert code != 0 and "the job was started again 1 time within 600 s (--restarts), and is not any more" in errors
 
 
 def test_a_signal_is_handed_on_and_ends_it(text: str) -> None:
@@ -122,3 +125,38 @@ def test_a_rank_that_stands_still_is_a_lost_one(text: str) -> None:
     job.strike(1, signal.SIGSTOP)
     code, rest, errors = job.finish()
     assert (code, begun + rest) == (0, text), errors
+
+
+def test_another_model_in_its_place_ends_it(tmp_path: Path) -> None:
+    """The text would go on with the other one's."""
+    model = tmp_path / "model.gguf"
+    shutil.copy(TARGET, model)
+    job = Supervised(2, [*TEXT, "-m", str(model), "-md", "none"])
+    job.read(20)
+    shutil.copy(DRAFT, tmp_path / "other")
+    (tmp_path / "other").rename(model)
+    job.strike(1)
+    code, _, errors = job.finish()
+    assert code == 2 and "not those with which this job began" in errors, errors
+
+
+def test_a_full_disk_is_named() -> None:
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [*COMMAND, "supervise", COMMAND_FILE, *TEXT],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env=environment(),
+            text=True,
+        )
+    assert done.returncode == 2 and "No space left on device; what was written there is not complete" in done.stderr
+    assert "complete" not in done.stderr.replace("is not complete", "")
+
+
+def test_a_launcher_that_stands_still_hears_signals() -> None:
+    job = Supervised(3, TEXT)
+    job.read(20)
+    (launcher,) = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
+    os.kill(int(launcher), signal.SIGSTOP)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish(timeout_s=20)[0] == 143

@@ -3,7 +3,7 @@
 import os
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from difflib import get_close_matches
 from functools import partial
 
@@ -12,12 +12,11 @@ from click.core import ParameterSource
 
 from pipeinfer.cli.options.llama_flags import (
     ANY,
-    BATCHED,
-    BATCHING,
-    DEFAULTS,
+    ANYWAY,
     HARMLESS,
     INSTEAD,
     NODES,
+    OF_RUN,
     OPTIONAL,
     RANKS,
 )
@@ -52,11 +51,10 @@ class Command(click.Command):
                 formatter.write_dl(records)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if self.name in BATCHED and not ctx.resilient_parsing:
-            args = [word for word in args if word not in BATCHING]
-        words = (
-            args if ctx.resilient_parsing else list(read_words(args, self.get_params(ctx), ctx.allow_interspersed_args))
-        )
+        words = args
+        if not ctx.resilient_parsing:
+            anyway = ANYWAY.get(str(self.name), frozenset())
+            words = list(read_words(args, self.get_params(ctx), anyway, ctx.allow_interspersed_args))
         try:
             rest = super().parse_args(ctx, words)
             _prefer_command_line(ctx)
@@ -112,16 +110,19 @@ class Group(click.Group):
         return super().resolve_command(ctx, args)
 
 
-def read_words(args: list[str], params: list[click.Parameter], interspersed: bool = True) -> Iterator[str]:
-    """The words that click parses. Unless `interspersed`, all words from the first argument on are left as they are."""
+def read_words(
+    args: list[str], params: list[click.Parameter], anyway: Set[str], interspersed: bool
+) -> Iterator[str]:  # fmt: skip
+    """The words that click parses. `anyway`: flags of no effect. Unless `interspersed`, all words from the first
+    argument on are left as they are."""
     known = {name: param for param in params for name in (*param.opts, *param.secondary_opts)}
     words = deque(args)
     while words:
         word = words.popleft()
         name = _name(word, known)
-        if word in DEFAULTS and words and words[0] == DEFAULTS[word]:
-            words.popleft()
-        elif name in known:
+        if word in anyway:
+            continue
+        if name in known:
             yield name + word[len(name) :]
             if word == name and _takes_value(known[name]):
                 yield from _next(words)
@@ -140,6 +141,8 @@ def read_words(args: list[str], params: list[click.Parameter], interspersed: boo
             _check_harmless(name, HARMLESS[name], words)
         elif name in INSTEAD:
             raise click.UsageError(f"{name}: {INSTEAD[name]}")
+        elif name in OF_RUN:
+            raise click.UsageError(f"{name}: {OF_RUN[name]}")
         else:
             raise click.NoSuchOption(name, possibilities=_near_misses(name, known))
 

@@ -22,7 +22,8 @@ def arguments() -> Iterator[tuple[str, list[str]]]:
 
 
 VARIABLES: Mapping[str, str] = {
-    f"{PREFIX}MODEL_DRAFT": "-md", **{name: flags[0] for name, flags in arguments() if name.startswith(PREFIX)}
+    f"{PREFIX}MODEL_DRAFT": "-md", f"{PREFIX}MLOCK": "--mlock", f"{PREFIX}MMAP": "--mmap",
+    **{name: flags[0] for name, flags in arguments() if name.startswith(PREFIX)},
 }  # fmt: skip
 """Variable -> the flag that it stands for."""
 

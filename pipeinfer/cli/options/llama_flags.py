@@ -1,6 +1,6 @@
-"""llama.cpp's flags that no command here has: what to use instead, and those without effect. Knows no click."""
+"""llama.cpp's flags that a command here lacks: what to use instead, and those without effect. Knows no click."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 
 OFF = ("off", "0", "false", "disabled", "auto", "-1")
 
@@ -27,11 +27,11 @@ HARMLESS: Mapping[str, tuple[str, ...] | None] = {
 }  # fmt: skip
 """Flag -> the values that change nothing here; None: it takes none. They are accepted and do nothing."""
 
-DEFAULTS = {"-t": "-1", "--threads": "-1"}
-"""Options and the values that leave them as they are by default."""
-
-BATCHED, BATCHING = ("serve", "batch"), ("-cb", "--cont-batching")
-"""Commands that do in any case what these flags ask for."""
+_BATCHING = frozenset(("-cb", "--cont-batching"))
+ANYWAY: Mapping[str, Set[str]] = {
+    "serve": _BATCHING, "batch": _BATCHING, "chat": frozenset(("-cnv", "--conversation")),
+}  # fmt: skip
+"""Command -> flags that ask for what it does in any case."""
 
 _CHAT = "`pipeinfer chat`, or -cnv, talks with the model; `run --chat` asks it once"
 _REASONING = "reasoning is printed as the model writes it; --chat-template-kwargs sets what its template looks at"
@@ -151,6 +151,13 @@ _INSTEAD = {
 
 INSTEAD: Mapping[str, str] = {name: says for names, says in _INSTEAD.items() for name in names.split()}
 """Flag -> why there is none, and the nearest that there is."""
+
+OF_RUN: Mapping[str, str] = {
+    **dict.fromkeys(("-st", "--single-turn", "--chat"), "`pipeinfer run --chat` asks a model once"),
+    **dict.fromkeys(("-cnv", "--conversation"), "`pipeinfer chat` talks with a model"),
+    **dict.fromkeys(("--trace", "--results"), "it is of one text: `pipeinfer run` has this option"),
+}
+"""The same of flags that `run` has, for other commands."""
 
 RANKS = "-np"
 """The launcher's, where nothing is launched; to llama.cpp it is how many texts there are at a time."""

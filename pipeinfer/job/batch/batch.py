@@ -157,7 +157,8 @@ class Batch:
         if self.options.json:
             print(json_text(result), flush=True)
         if flag.reason:
-            complain(f"{flag.reason}; {self.work.output.path} has what is complete, the same command goes on from it")
+            kept = f"{self.work.output.path} has what is complete" if self._n_written else "no result is complete yet"
+            complain(f"{flag.reason}; {kept}, the same command goes on from there")
         return flag.exit_code
 
     def _figures(self) -> dict[str, Any]:

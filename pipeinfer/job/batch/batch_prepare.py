@@ -107,7 +107,8 @@ def prepare_batch(asked: BatchOptions, hosts: Sequence[Host]) -> tuple[Deploymen
     options = constrained(options, tokenizer)
     file = BatchFile(asked.source, _defaults(replace(asked, run=options), info))
     output, prompts = BatchOutput(asked.output), BodyPrompts(options, info, tokenizer)
-    work = BatchWork(file, output, prompts, bytearray(), open_journal(options.resume))
+    journal = open_journal(options.resume, (info.fingerprint, options.rounding))
+    work = BatchWork(file, output, prompts, bytearray(), journal)
     try:
         _check_lines(work)
         if not work.n_left:

@@ -112,12 +112,14 @@ class Bench(SweepHead[Case]):
     def _measure(self, session: Session, case: Case) -> None:
         """One turn after another; each one's prompt needs the answers before it."""
         said: Sequence[int] = ()
+        session.unlearn()  # no case gains by those before it
+        policy = case.options.policy.fresh()
         for turn in case.conversation.turns:
             if self.crew.flag.reason:
                 return
             self.progress.update(self.task, description=describe(case.options, case.repetition, *_about(case, turn)))
             request = replace(case.request, prompt=case.conversation.prompt(said, turn))
-            generation = session.generate(request, case.options, case.options.policy.begin(), lambda tokens: None)
+            generation = session.generate(request, case.options, policy.begin(), lambda tokens: None)
             said = generation.request.tokens
             if case.repetition and not turn.measured and not self.crew.flag.reason:
                 self._keep(session.deployment, case, turn, generation)

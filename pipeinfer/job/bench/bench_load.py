@@ -173,6 +173,8 @@ class LoadBench(SweepHead[LoadCase]):
             if self.crew.flag.reason:
                 return
             self.progress.update(self.task, description=_describe(case))
+            session.unlearn()  # no load gains by those before it
+            case = replace(case, options=replace(case.options, policy=case.options.policy.fresh()))
             context = replace(session.context, options=case.options)
             self._requests = requests = OpenRequests(context, session, tokenizer, group.n_ctx, self._news.extend)
             requests.engine.forget()  # what the load before it has left would spare this one some prompts

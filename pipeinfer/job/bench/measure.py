@@ -50,7 +50,7 @@ def _measure(crew: Crew, options: RunOptions, output: Path, tolerance: float) ->
         nonlocal request
         check_separate({"--output": output}, inputs_of(options))
         check_writable(output, "--output")
-        deployment, (request, _) = prepare(options, hosts)
+        deployment, (request, _) = prepare(options, hosts, given=False)
         return deployment
 
     deployment = link.agree(plan)

@@ -75,7 +75,7 @@ def _serve(crew: Crew, loads: list[tuple[RunOptions, Deployment]]) -> int:
     """A stage's part: one group after another, as long as rank 0 says so."""
     code = 0
     for options, deployment in loads:
-        if code or not crew.link.broadcast(None):
+        if not crew.link.broadcast(None):  # rank 0 has every rank's errors, and every rank must hear it
             break
         forget_peak()
         code = run_stage(crew.context(options, deployment), deployment)
@@ -123,7 +123,8 @@ class SweepHead(Generic[M]):
                 if not go_on:
                     break
                 code = self._measure_group(group)
-        show(self.rows, self.sweep.output)
+        if self.rows:
+            show(self.rows, self.sweep.output)
         if flag.reason:
             complain(f"{flag.reason}; {self._kept()}")
         return code or flag.exit_code

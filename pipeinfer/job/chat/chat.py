@@ -60,8 +60,9 @@ def run_chat(options: RunOptions) -> int:
 def _prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, tuple[ChatSetup, ChatNotes]]:
     deployment, setup = prepare_chat(options, hosts)
     asked = replace(setup.request, sampling=replace(setup.request.sampling, seed=options.sampling.seed))
-    about = digest((asked, options.chat, deployment.model.fingerprint, options.rounding))
-    return deployment, (setup, ChatNotes(open_journal(options.resume), about))
+    model = deployment.model.fingerprint, options.rounding
+    about = digest((asked, options.chat, *model))
+    return deployment, (setup, ChatNotes(open_journal(options.resume, model), about))
 
 
 def _run_head(context: Context, deployment: Deployment, work: tuple[ChatSetup, ChatNotes]) -> int:
@@ -117,8 +118,7 @@ class Chat:
             with self.interrupts.reading():
                 return self._read_lines()
         except UserError as error:
-            self.n_refused += 1
-            complain(str(error))
+            self.context.flag.note(str(error), 2)
         except KeyboardInterrupt:
             self.console.print()  # the shell's prompt begins on a line of its own
             self.interrupts.left = True

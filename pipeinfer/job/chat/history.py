@@ -50,7 +50,7 @@ class History:
         segments = self._segments_of(self.format.render(messages))
         tokens = tuple(token for segment in segments for token in segment.tokens)
         if not tokens:
-            raise UserError("the template makes no tokens of this, there is nothing to answer; give some text")
+            raise self.format.makes_nothing
         if len(tokens) >= n_ctx:
             raise UserError(f"the conversation has {len(tokens)} tokens with this, the context holds {n_ctx} with the "
                             "answer; say less, begin anew with /clear, or start with a larger -c")  # fmt: skip

@@ -130,10 +130,11 @@ class PipedLines:
             return None
         if self._joins and not self._data.startswith(b"/"):
             self._fill(PASTE_S)
-            lines, self._data = self._data, b""
-            return lines.decode("utf-8", "replace").replace("\r\n", "\n").rstrip("\n")
+            end = len(self._data) if self._ended else self._data.rfind(b"\n") + 1  # the rest may be half a character
+            lines, self._data = self._data[:end], self._data[end:]
+            return _text_of(lines).replace("\r\n", "\n").rstrip("\n")
         line, _, self._data = self._data.partition(b"\n")
-        return line.decode("utf-8", "replace").removesuffix("\r")
+        return _text_of(line).removesuffix("\r")
 
     def next_is(self, word: str) -> bool:
         now_s = time.monotonic()
@@ -156,3 +157,12 @@ class PipedLines:
         self._ended = not data
         self._data += data[max(0, self._n_taken - self._n_come) :]
         self._n_come += len(data)
+
+
+def _text_of(line: bytes) -> str:
+    """Raises UserError for bytes that are no text."""
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        found = f"byte {error.start} is 0x{line[error.start]:02x}"
+        raise UserError(f"a line of standard input is not UTF-8 text ({found}); write it in UTF-8") from None

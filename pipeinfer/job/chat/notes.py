@@ -82,6 +82,6 @@ class ChatNotes:
         except ValueError:
             about, under, n_read, said = "", "", 0, ""
         if about != self._about:
-            raise UserError(f"{WHAT}: the notes are not of this chat: model, context, template or sampling differ; "
+            raise UserError(f"{WHAT}: the notes are not of this chat: model, -c, -n, template, -r or sampling differ; "
                             "give the same options, or name another file")  # fmt: skip
         return under, n_read, said

@@ -21,12 +21,12 @@ from pipeinfer.job.options.values import (
     GPU_LAYERS,
     REPO,
     SPLIT,
-    THREADS,
     File,
     Folder,
     Listed,
     Number,
     Text,
+    Threads,
     Whole,
     WireName,
 )
@@ -114,7 +114,7 @@ class Placement(Watching):
 
     heading = "Ranks"
     threads: tuple[int, ...] = setting(
-        (), "--threads", "-t", type=Listed(THREADS), first=True,
+        (), "--threads", "-t", type=Threads(), first=True,
         help="Threads: one value, or one a rank, as in 6,32,20. [default: the host's cores, shared]",
     )  # fmt: skip
     samplers: int | None = setting(

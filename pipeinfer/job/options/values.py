@@ -153,6 +153,18 @@ class Listed(click.ParamType):
         return [] if "," in incomplete else self.item.shell_complete(ctx, param, incomplete)
 
 
+class Threads(Listed):
+    """Of each rank; empty, as if none were given, for llama.cpp's -1."""
+
+    def __init__(self) -> None:
+        each = Whole(1, MAX_THREADS)
+        each.wanted += ", or -1 alone"
+        super().__init__(each)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
+        return () if value == "-1" else super().convert(value, param, ctx)
+
+
 class Parsed(Text):
     """A text that `parse` turns into a value; it raises ValueError or UserError for a wrong one."""
 

@@ -31,15 +31,20 @@ class ChatSetup:
     first: str | None
 
 
-def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, tuple[GenerationRequest, Tokenizer]]:
-    """Raises UserError for whatever is wrong with the options, the files and how they fit together."""
+def prepare(
+    options: RunOptions, hosts: Sequence[Host], given: bool = True
+) -> tuple[Deployment, tuple[GenerationRequest, Tokenizer]]:
+    """`given`: whether the prompt is the user's. Raises UserError for whatever is wrong with the options, the files and
+    how they fit together."""
     check_outputs(options)
     info, tokenizer = open_models(options)
     options = constrained(options, tokenizer)
     text, format = read_prompt(options), open_format(options, info, tokenizer)
-    if not format and template_of(info.metadata):
+    if given and not format and template_of(info.metadata):
         complain(f"{info.path.name} has a chat template, and -p is continued as plain text; --chat asks it")
     prompt = format.first_prompt(text) if format else tokenizer.encode(text)
+    if not prompt and format:
+        raise format.makes_nothing
     if not prompt:
         raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")
     request = make_request(options, info, tokenizer, prompt)

@@ -65,14 +65,20 @@ def exit_code(error: OSError) -> int:
     return READER_LEFT if error.errno == errno.EPIPE else 2
 
 
+def said_of_output(error: OSError) -> int:
+    """Say why standard output is not complete, unless its reader left. Returns the exit code."""
+    if exit_code(error) == 2:
+        print(f"pipeinfer: standard output: {error.strerror}; what was written there is not complete",
+              file=sys.stderr)  # fmt: skip
+    return exit_code(error)
+
+
 def settle(code: int) -> int:
     """The exit code of a command that would have ended with `code`; says what was lost, where that can be said."""
     sys.stdout.flush()
     if error := lost(sys.stdout):
-        if exit_code(error) == 2:
-            print(f"pipeinfer: standard output: {error.strerror}; what was written there is not complete",
-                  file=sys.stderr)  # fmt: skip
-        code = code or exit_code(error)
+        said = said_of_output(error)
+        code = code or said
     sys.stderr.flush()
     error = lost(sys.stderr)
     # who closed the pipe did not want to read on: that is no loss
@@ -87,7 +93,9 @@ def _fill_descriptors() -> None:
 
 
 def _stream(descriptor: int, before: TextIO) -> Stream:
+    # a character that the encoding lacks ends no job
+    errors = "replace" if before.errors == "strict" else before.errors
     return Stream(
-        open(descriptor, "wb", closefd=False), before.encoding, before.errors,
+        open(descriptor, "wb", closefd=False), before.encoding, errors,
         line_buffering=descriptor == 2 or bool(before.line_buffering),
     )  # fmt: skip

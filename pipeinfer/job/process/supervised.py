@@ -17,6 +17,12 @@ too, or leads to who speaks with a service's clients."""
 INTERRUPT = b"interrupt"
 """What the supervisor says where notes go: a chat's user has pressed Ctrl-C. Launchers end a job with the second."""
 
+SAME_MODEL, OTHER_MODEL = b"same", b"other"
+"""What the supervisor answers to rank 0, which says what model it has."""
+
+OTHER_MODEL_TEXT = ("the model or its numerics are not those with which this job began, so what it began cannot go on; "
+                    "start the job anew")  # fmt: skip
+
 N_PROOF = 32
 
 

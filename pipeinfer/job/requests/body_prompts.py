@@ -94,6 +94,8 @@ class BodyPrompts:
                 raise UserError("ignore_eos goes on behind the end of the text, and tool_choice says what it is; leave "
                                 "one of them out")  # fmt: skip
             sampling = replace(sampling, grammar=calls)
+        if not prompt and rendered:
+            raise self.format.makes_nothing
         if not prompt:
             raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")
         n_predict = body.n_predict if body.n_predict >= 0 else max(1, min(self.share, self.n_ctx - len(prompt)))

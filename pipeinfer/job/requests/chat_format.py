@@ -32,6 +32,12 @@ class ChatFormat:
     system: str | None
     stops: tuple[str, ...]
 
+    @property
+    def makes_nothing(self) -> UserError:
+        """Of a chat whose text has no tokens."""
+        return UserError(f"{self.template.name} makes no tokens of this; say something else, or give another with "
+                         "--chat-template-file FILE")  # fmt: skip
+
     def render(self, messages: Sequence[Message]) -> str:
         """The text up to the next answer of the assistant. Raises UserError as ChatTemplate does."""
         return self.template.render(self._with_system(messages), self.tokenizer)

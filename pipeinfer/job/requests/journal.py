@@ -19,7 +19,14 @@ from typing import Any, TypeAlias
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.process.limited import MAX_LENGTH
-from pipeinfer.job.process.supervised import INTERRUPT, NOTES, connect_supervisor, send_output
+from pipeinfer.job.process.supervised import (
+    INTERRUPT,
+    NOTES,
+    OTHER_MODEL,
+    OTHER_MODEL_TEXT,
+    connect_supervisor,
+    send_output,
+)
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.outputs import write_error
 
@@ -28,6 +35,7 @@ NOTE = b'["'
 """What each note begins with: what begins otherwise is not this job's to cut off."""
 
 Part: TypeAlias = str | int | Sequence[int]
+ModelId: TypeAlias = tuple[str, str]  # fingerprint and numerics: what texts depend on but requests
 
 
 class Journal:
@@ -92,11 +100,12 @@ def note_of(*what: Part) -> bytes:
     return json.dumps(what, separators=(",", ":")).encode()
 
 
-def open_journal(path: Path | None) -> Journal:
-    """The supervisor's, where there is one and no file is named. Raises UserError, as `JournalFile` does."""
+def open_journal(path: Path | None, model: ModelId) -> Journal:
+    """The supervisor's, where there is one and no file is named: of texts of this model. Raises UserError, as
+    `JournalFile` and `LinkJournal` do."""
     send_output()
     link = None if path else connect_supervisor(NOTES)
-    return JournalFile(path) if path else LinkJournal(link) if link else Journal()
+    return JournalFile(path) if path else LinkJournal(link, model) if link else Journal()
 
 
 class JournalFile(Journal):
@@ -147,9 +156,13 @@ class JournalFile(Journal):
 class LinkJournal(Journal):
     """Notes that the supervisor keeps. Where it is lost the job ends: it starts another one elsewhere."""
 
-    def __init__(self, link: Connection) -> None:
+    def __init__(self, link: Connection, model: ModelId) -> None:
+        """Raises UserError where the texts are of another model."""
         super().__init__()
         self._link = link
+        link.send_bytes("-".join(model).encode())
+        if link.recv_bytes() == OTHER_MODEL:
+            raise UserError(OTHER_MODEL_TEXT)
         while note := link.recv_bytes():
             self.take(note)
         threading.Thread(target=self._await_end, daemon=True).start()

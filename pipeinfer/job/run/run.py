@@ -34,8 +34,8 @@ def run_job(options: RunOptions) -> int:
 def _prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, RunWork]:
     deployment, (request, tokenizer) = prepare(options, hosts)
     asked = replace(request, sampling=replace(request.sampling, seed=options.sampling.seed))
-    key = digest((asked, deployment.model.fingerprint, options.rounding))
-    return deployment, RunWork(request, tokenizer, key, open_journal(options.resume))
+    model = deployment.model.fingerprint, options.rounding
+    return deployment, RunWork(request, tokenizer, digest((asked, *model)), open_journal(options.resume, model))
 
 
 def _run_head(context: Context, deployment: Deployment, work: RunWork) -> int:

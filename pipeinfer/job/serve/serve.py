@@ -46,8 +46,9 @@ GRACE_S = 0.3
 """How long clients have to take what there is for them when the service ends."""
 
 
-def run_serve(asked: ServeOptions, open_front: Callable[[Any], Front]) -> int:
-    """`pipeinfer serve`, on every rank; returns the exit code. `open_front`: makes the front on rank 0 of its settings;
+def run_serve(asked: ServeOptions, open_front: Callable[[Any, str], Front]) -> int:
+    """`pipeinfer serve`, on every rank; returns the exit code. `open_front`: makes the front on rank 0 of its settings
+    and a version, as `Setup` has it;
     raises UserError for what is wrong with them."""
 
     def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, ServeWork]:

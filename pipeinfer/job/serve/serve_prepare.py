@@ -41,24 +41,22 @@ class ServeWork:
 
 
 def prepare_serve(
-    asked: ServeOptions, hosts: Sequence[Host], open_front: Callable[[Any], Front]
+    asked: ServeOptions, hosts: Sequence[Host], open_front: Callable[[Any, str], Front]
 ) -> tuple[Deployment, ServeWork]:
     """Raises UserError for whatever is wrong with options and files."""
     options = asked.run
     check_outputs(options)
     info, tokenizer = open_models(options)
     options = constrained(options, tokenizer)
-    front = open_front(asked.front)
+    version = f"{info.fingerprint[:12]}-{options.rounding}"
+    front = open_front(asked.front, version)
     try:
         _check_format(options, info, tokenizer)
         deployment, n_ctx = deploy_shares(options, hosts, info)
     except BaseException:
         front.close()
         raise
-    setup = Setup(
-        options, n_ctx, min(n_ctx, info.n_ctx_train), max(1, n_ctx // options.parallel),
-        f"{info.fingerprint[:12]}-{options.rounding}",
-    )  # fmt: skip
+    setup = Setup(options, n_ctx, min(n_ctx, info.n_ctx_train), max(1, n_ctx // options.parallel), version)
     return deployment, ServeWork(front, setup, tokenizer, end_tokens(options, tokenizer), asked.drain_s)
 
 

@@ -230,6 +230,11 @@ class Session:
                 pool.resize(n_seq)
         return self._engine
 
+    def unlearn(self) -> None:
+        """Forget what texts have taught, but for what policies know; what is known of times stays."""
+        if self._lookup:
+            self._lookup.unlearn()
+
     def next_id(self) -> int:
         """Of a further request."""
         return next(self._request_ids)

@@ -169,7 +169,7 @@ def _opened(path: Path) -> Iterator[_Cursor]:
                 raise UserError(f"{path} is not a GGUF file (it does not start with 'GGUF'); give a .gguf model")
             yield _Cursor(file.fileno(), path)
     except FileNotFoundError:
-        raise UserError(f"model file {path} does not exist; check the path (it must exist on every host)") from None
+        raise UserError(f"model file {path} does not exist on this host; check the path") from None
     except IsADirectoryError:
         raise UserError(f"{path} is a directory; give the .gguf file in it") from None
     except OSError as error:

@@ -46,10 +46,12 @@ def fault_of(text: str, error: str) -> str:
     """The message for llguidance's error."""
     if IS_LIMIT.search(error):
         return TOO_MUCH
-    if "NoExtensionBias" in error:  # all that llguidance says of it
-        return "the JSON schema refers to itself with nothing between ($ref); give a value between the two"
-    said = re.sub(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?", "", error.split("\n   1 |")[0].strip())
     what = "JSON schema" if text.startswith("{") else "tools' JSON schema" if "%json" in text else "grammar"
+    if "NoExtensionBias" in error:  # all that llguidance says of it
+        if what == "grammar":
+            return "a rule of the grammar refers to itself alone, as in root ::= root; give it a text"
+        return f"the {what} refers to itself with nothing between ($ref); give a value between the two"
+    said = re.sub(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?", "", error.split("\n   1 |")[0].strip())
     return f"the {what} cannot be used: {' '.join(said.split())[:300]}; leave that out, or write it in another way"
 
 

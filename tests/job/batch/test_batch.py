@@ -276,6 +276,17 @@ def wait_for_lines(path: Path, n: int, job: subprocess.Popen[str]) -> None:
         time.sleep(0.005)
 
 
+def test_a_batch_interrupted_before_its_first_result_says_so(pair: list[str], tmp_path: Path) -> None:
+    asked, output, notes = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "notes"
+    asked.write_text('{"prompt": "the", "max_tokens": 8000}\n')
+    job = start(1, ["batch", str(asked), "-o", str(output), "--resume", str(notes), "--ignore-eos", *COMMON, *pair])
+    wait_for_lines(notes, 2, job)
+    job.send_signal(signal.SIGINT)
+    _, errors = job.communicate(timeout=30)
+    assert job.returncode == 130 and "interrupted; no result is complete yet, the same command" in errors, errors
+    assert not output.exists()
+
+
 def test_an_interrupted_batch_goes_on_and_nothing_is_lost_or_repeated(
     pair: list[str], asked: Path, alone: Path, tmp_path: Path
 ) -> None:
@@ -285,7 +296,7 @@ def test_an_interrupted_batch_goes_on_and_nothing_is_lost_or_repeated(
     wait_for_lines(output, 5, job)
     job.send_signal(signal.SIGINT)
     _, errors = job.communicate(timeout=30)
-    assert job.returncode == 130 and "interrupted" in errors and "goes on from it" in errors, errors
+    assert job.returncode == 130 and "interrupted" in errors and "goes on from there" in errors, errors
     n_first = len(results_of(output))
     assert 5 <= n_first < N_REQUESTS
     job = start(2, words, start_new_session=True)

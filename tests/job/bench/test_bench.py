@@ -11,7 +11,9 @@ import subprocess
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from click.testing import CliRunner
@@ -22,16 +24,17 @@ from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
-from pipeinfer.job.bench.bench import Case, group_of
-from pipeinfer.job.bench.sweep import Sweep, plan_groups
+from pipeinfer.job.bench.bench import Bench, Case, group_of
+from pipeinfer.job.bench.sweep import Group, Sweep, plan_groups
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.planning import prepare as prepare_module
 from pipeinfer.job.requests.conversation import Conversation, Prompt, Turn, conversation_of, read_prompts
 from pipeinfer.job.requests.prompts import TEXTS
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.observe.results import as_read, key_of, read_results
+from pipeinfer.observe.results import RESULTS, as_read, key_of, read_results
 from pipeinfer.observe.summary import markdown, summarise
 from pipeinfer.observe.texts.markdown import markdown_table
 from pipeinfer.policies import PipeInfer, Speculative
@@ -256,6 +259,28 @@ def test_cases_do_not_touch_each_other(pair: list[str], tmp_path: Path) -> None:
     fresh = run_json(2, [*pair, "-f", tale, *common, "--ignore-eos"])["speculation"]
     found = [(row["runs"], row["draft_n"]) for row in read_results(results) if row["prompt"] == "tale"]
     assert found == [(fresh["runs"], fresh["draft_n"])] * 3
+
+
+def test_no_case_begins_with_what_another_one_learned() -> None:
+    """Variants, prompts and repetitions; turns of one conversation share it."""
+    deployment, case = plan_of()
+    case = replace(case, conversation=replace(case.conversation, turns=2 * case.conversation.turns))
+    variant = replace(case, options=replace(case.options, policy=replace(PipeInfer(), pacing=False)))
+    again = replace(case, repetition=2)
+    began: list[tuple[bool, float]] = []
+
+    def generate(request: Any, options: RunOptions, policy: PipeInfer, on_tokens: Any) -> Any:
+        began.append((policy.pacing, policy.calibration.hit_rate))
+        policy.calibration.hit_rate = 0.9
+        return SimpleNamespace(request=SimpleNamespace(tokens=request.prompt))
+
+    head: Any = Bench(SimpleNamespace(flag=SimpleNamespace(reason="")), SimpleNamespace(warm_up=1), [], RESULTS)  # type: ignore[arg-type]
+    head.task, head._keep = head.progress.add_task(""), lambda *kept: None
+    group = Group(case.options, deployment, (case, variant, again), 99)
+    session = MagicMock(deployment=deployment, generate=generate)
+    head.measure(session, group)
+    assert session.unlearn.call_count == 4
+    assert began == [(True, 0.5), *((pacing, rate) for pacing in (True, False, True) for rate in (0.5, 0.9))]
 
 
 def test_resuming_measures_only_what_is_missing(pair: list[str], tmp_path: Path) -> None:
@@ -520,3 +545,14 @@ def test_weights_are_repacked_as_run_has_them() -> None:
     words = ["bench", "-md", "none", "-n", "2", "-r", "1", "--warm-up", "0", "-p", "4"]
     done = subprocess.run([sys.executable, "-c", TELLS, *words], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "as run" in done.stderr, done.stderr
+
+
+def test_only_who_gave_a_prompt_hears_how_it_is_taken(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`measure` continues a prompt of its own."""
+    monkeypatch.setattr(prepare_module, "template_of", lambda metadata: "{{ messages }}")
+    options = RunOptions(model=TARGET, policy=Speculative(), drafts=(DRAFT,), prompt="one", predict=4, sampling=GREEDY)
+    for given in (True, False):
+        prepare_module.prepare(options, [Host("a", frozenset({0}), 1)] * 2, given)
+        assert ("continued as plain text; --chat asks it" in capsys.readouterr().err) is given

@@ -9,9 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -21,7 +22,8 @@ from matplotlib import pyplot as plt
 from pipeinfer.cli.bench import bench
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.bench.bench_load import Coming, LoadCase, n_requests
+from pipeinfer.job.bench import bench_load
+from pipeinfer.job.bench.bench_load import Coming, LoadBench, LoadCase, n_requests
 from pipeinfer.job.options.loads import Loads
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.requests.conversation import Prompt, first_turns, read_prompts
@@ -32,6 +34,7 @@ from pipeinfer.observe.columns import LOAD_COLUMNS
 from pipeinfer.observe.results import LOADS, append_result
 from pipeinfer.observe.table import Record
 from pipeinfer.observe.traffic import print_loads, summarise
+from pipeinfer.policies import PipeInfer
 from pipeinfer.virtual.traffic import arrivals_s
 from plot import draw
 from plots.frames import frame_of
@@ -66,6 +69,13 @@ def case_of(n: int, concurrency: int, rate: float = math.nan, seed: int = 3) -> 
     return LoadCase(RunOptions(model=Path("m"), predict=4), (request,) * n, "x", concurrency, rate, 1)
 
 
+@dataclass(frozen=True)
+class Made:
+    """In place of a context."""
+
+    options: RunOptions
+
+
 def test_a_client_asks_again_when_it_has_its_text() -> None:
     coming = Coming(case_of(5, 2), 10.0)
     assert list(coming.due_s) == [10.0, 10.0]
@@ -89,6 +99,30 @@ def test_requests_come_at_random_as_in_a_simulation() -> None:
     assert not coming.has_come(99.9) and coming.has_come(100.0)
     coming.ended(101.0)
     assert len(coming.due_s) == 400, "nobody comes because somebody has ended"
+
+
+def test_no_load_begins_with_what_another_one_learned(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of(2, 1)
+    case = replace(case, options=replace(case.options, policy=PipeInfer()))
+    began: list[tuple[bool, float]] = []
+
+    def carry(head: LoadBench, session: Any, case: LoadCase, requests: Any) -> Record:
+        policy = case.options.policy.begin()
+        assert isinstance(policy, PipeInfer)
+        began.append((policy.pacing, policy.calibration.hit_rate))
+        policy.calibration.hit_rate = 0.9
+        return {}
+
+    for name in ("OpenRequests", "Tokenizer"):
+        monkeypatch.setattr(bench_load, name, MagicMock())
+    monkeypatch.setattr(LoadBench, "_carry", carry)
+    monkeypatch.setattr(LoadBench, "_keep", MagicMock())
+    head: Any = LoadBench(MagicMock(flag=MagicMock(reason="")), MagicMock(warm_up=1), [], LOADS)
+    head.task = head.progress.add_task("")
+    variant = replace(case, options=replace(case.options, policy=replace(PipeInfer(), pacing=False)))
+    session = MagicMock(context=Made(case.options))
+    head.measure(session, MagicMock(options=case.options, cases=(case, variant, case)))
+    assert began == [(True, 0.5), (True, 0.5), (False, 0.5), (True, 0.5)] and session.unlearn.call_count == 4
 
 
 # -- real jobs

@@ -213,8 +213,8 @@ def test_lines_of_a_pipe_come_whole_whatever_their_pieces() -> None:
     os.write(writing, b"one\r\n\ntw")
     assert [lines.read("> "), lines.read("> ")] == ["one", ""]
     assert not lines.next_is("/stop")
-    threading.Timer(0.2, lambda: os.write(writing, b"o \xff\n/stop\nthree")).start()
-    assert lines.read("> ") == "two �"
+    threading.Timer(0.2, lambda: os.write(writing, b"o \xc3\xa9\n/stop\nthree")).start()
+    assert lines.read("> ") == "two é"
     assert lines.next_is("/stop") and not lines.next_is("/stop")
     leaves = True
     assert lines.read("> ") is None
@@ -229,8 +229,10 @@ def test_a_paste_that_a_launcher_hands_on_is_one_text() -> None:
     reading, writing = os.pipe()
     lines = PipedLines(reading, lambda: False, joins=True)
     os.write(writing, b"one\r\n\ntw")
-    threading.Timer(0.02, lambda: os.write(writing, b"o\n")).start()
+    threading.Timer(0.02, lambda: os.write(writing, b"o\n\xc3")).start()
     assert lines.read("> ") == "one\n\ntwo"
+    os.write(writing, b"\xa9\n")
+    assert lines.read("> ") == "é"
     os.write(writing, b"/clear\nthree\n")
     assert [lines.read("> "), lines.read("> ")] == ["/clear", "three"]
     os.close(writing)
@@ -245,6 +247,13 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="standard input cannot be read: Is a directory"):
         lines.read("> ")
     os.close(descriptor)
+
+
+def test_a_template_that_makes_nothing_is_named(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tokenizer, "adds_bos", False)
+    format = ChatFormat(ChatTemplate("", "--chat-template-file empty.txt"), tokenizer, None, ())
+    with pytest.raises(UserError, match=r"--chat-template-file empty.txt makes no tokens of this"):
+        History(format).ask("the", N_CTX)
 
 
 def test_a_first_interrupt_ends_the_answer_a_second_one_the_job() -> None:
@@ -305,6 +314,13 @@ def test_run_cnv_is_a_chat_and_p_is_said_first() -> None:
     assert done.returncode == 0 and done.stderr.count("prompt tokens read") == 1, done.stderr
     done = subprocess.run([*COMMAND, "run", "-cnv", "--results", "x.csv"], capture_output=True, text=True)
     assert done.returncode == 2 and "--results" in done.stderr
+
+
+def test_a_line_that_is_no_text_ends_a_chat() -> None:
+    command = [*launcher(2), *COMMAND, "chat", "-md", "none", "-n", "4", "-t", "1"]
+    done = subprocess.run(command, input=b"x\nof \xff\nno\n", capture_output=True, env=environment(), timeout=60)
+    assert done.returncode == 2 and done.stderr.count(b"prompt tokens read") == 1, done.stderr
+    assert b"pipeinfer: a line of standard input is not UTF-8 text (byte 3 is 0xff)" in done.stderr
 
 
 def test_the_answer_is_stopped_and_the_chat_goes_on_under_mpirun() -> None:

@@ -36,6 +36,12 @@ def test_full_output_is_one_line(arguments: str) -> None:
     assert (done.returncode, done.stderr.splitlines()) == (2, [LOST])
 
 
+def test_a_character_that_the_output_cannot_have_ends_no_job() -> None:
+    words = [*COMMAND, "run", "-p", "x", "-n", "20", "--grammar", 'root ::= "é→"']
+    done = subprocess.run(words, capture_output=True, env=environment() | {"PYTHONIOENCODING": "latin-1"}, timeout=60)
+    assert (done.returncode, done.stdout) == (0, b"\xe9?"), done.stderr
+
+
 @pytest.mark.parametrize("form", ["", "--json"])
 def test_full_output_keeps_the_files(tmp_path: Path, form: str) -> None:
     outputs = ["--results", tmp_path / "results.csv", "--trace", tmp_path / "trace.json"]
