@@ -35,11 +35,10 @@ def flowspec() -> Iterator[str]:
         "and that more than 90% of the speed is left at 125 Mbit/s (the last column). `ages`: the draft reads the\n"
         f"target's features, as EAGLE's does: its best guess is right {TOP1} of the time after a token that the\n"
         f"target has judged, and {AGEING} times as often for each token further on. Both are chosen such that\n"
-        "Chunk-PP has the tokens a round of table II, the one place on this page where a figure of a paper is\n"
-        "fitted: Chunk-PP's rounds say nothing therefore. EAGLE's authors report 0.71 to 0.75 for the first; a\n"
-        "head that was [trained here](heads.md) ages by 0.84 a token, with which no top-1 gives these rounds.\n"
-        "`plain`: the best guess is right as often as EAGLE's authors report of its first one (0.73, 0.74),\n"
-        "however far from there.\n"
+        "Chunk-PP has some five tokens a round, as in table II, the one place on this page where a figure of a\n"
+        "paper is fitted: Chunk-PP's rounds say nothing therefore. EAGLE's authors report 0.71 to 0.75 for the\n"
+        "first; a head that was [trained here](heads.md) ages by 0.84 a token. `plain`: the best guess is right\n"
+        "as often as EAGLE's authors report of its first one (0.73, 0.74), however far from there.\n"
     )
     columns = ("pair", "draft", "Mbit/s", *METHODS, "flowspec over pipedec", "ours: flowspec", "ours: pipeinfer",
                "over 1000 Mbit/s")  # fmt: skip
@@ -59,18 +58,19 @@ def flowspec() -> Iterator[str]:
     yield from markdown_table(("d_0", *(f"d_se {depth}" for depth in DEPTHS)), (_depth_row(depth) for depth in DEPTHS))
     yield (
         "\n**What does not agree.** In the paper's table III pruning brings 1.26, expansion 1.10 and score order\n"
-        "1.03. Pruning agrees. Score order brings most of what `flowspec` has more over Chunk-PP with the draft\n"
-        "that ages: the probabilities of a synthetic draft are exactly how often it is right, a real one's are\n"
-        "not, so its order says less. Expansion brings more than 1.10 with either draft, most with the plain one,\n"
-        "for which old guesses are as good as new ones. A round goes on for fewer tokens than theirs, although a\n"
-        "turn brings as many: there each expansion drafts anew from a true feature and T_se has a depth of d_se\n"
-        "from the new root; here a node is expanded once, with what the draft knew then, the old tree is kept,\n"
-        "and d_se counts the layers beyond it. PipeDec's rounds are longer here than there. So the close ratio\n"
-        "over PipeDec has other causes. A run goes out when the first stage is about to want it, not before\n"
-        "(pacing), as in the paper's pipeline of stages in step. The best depths agree. Activations travel as\n"
-        "float32, since the text has to be that of the whole model; the paper's as float16. Of figure 5's\n"
-        "bandwidths two are here. Temperature 1 is among the [real choices](#real-choices). Not compared:\n"
-        "Megatron-LM and Galaxy (tensor parallelism), and Vicuna (the same costs as Llama 2)."
+        "1.03. Pruning brings a little less here. Score order brings most of what `flowspec` has more over\n"
+        "Chunk-PP with the draft that ages: the probabilities of a synthetic draft are exactly how often it is\n"
+        "right, a real one's are not, so its order says less. Expansion brings more than 1.10 with either draft,\n"
+        "most with the plain one, for which old guesses are as good as new ones. A round goes on for fewer tokens\n"
+        "than theirs, although a turn brings as many: there each expansion drafts anew from a true feature and\n"
+        "T_se has a depth of d_se from the new root; here a node is expanded once, with what the draft knew then,\n"
+        "the old tree is kept, and d_se counts the layers beyond it. PipeDec's rounds are longer here than there.\n"
+        "So the close ratio over PipeDec has other causes. A run goes out when the first stage is about to want\n"
+        "it, not before (pacing), as in the paper's pipeline of stages in step. The best depth of the first tree\n"
+        "agrees; for an expansion 2 is as good as 5. Activations travel as float32, since the text has to be that\n"
+        "of the whole model; the paper's as float16. Of figure 5's bandwidths two are here. Temperature 1 is\n"
+        "among the [real choices](#real-choices). Not compared: Megatron-LM and Galaxy (tensor parallelism), and\n"
+        "Vicuna (the same costs as Llama 2)."
     )
 
 

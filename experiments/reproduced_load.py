@@ -77,8 +77,7 @@ def sipipe() -> Iterator[str]:
     yield from markdown_table(columns, (_stages_row(name, way) for name in SETUPS for way in (NONE, ALL)))
     yield (
         "\n**What does not agree.** With fewer requests the gain is smaller here; the paper's is alike at all sizes.\n"
-        "Sampling takes a time by the row in the profile, so that samplers have less to take away. With 1024 the\n"
-        "stages of Qwen compute longer than they are held up.\n"
+        "Sampling takes a time by the row in the profile, so that samplers have less to take away.\n"
     )
 
 

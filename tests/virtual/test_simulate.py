@@ -377,7 +377,9 @@ def test_a_row_of_the_reproduction_table() -> None:
     row = reproduced_pipeinfer._speed_row("pipeinfer-c", 8, "goliath-xwin7")
     assert row[:3] == ["pipeinfer-c", "8", "goliath-xwin7"]
     iterative, speculative, theirs = map(float, row[6:9])
-    assert float(row[9].strip("*")) == pytest.approx(theirs / speculative, abs=0.02), "over speculative"
+    assert float(row[9].partition(" ")[0].strip("*")) == pytest.approx(theirs / speculative, abs=0.02), (
+        "over speculative"
+    )
     assert float(row[14]) == pytest.approx(float(row[13]) / iterative, abs=0.02), "ours over iterative"
     page = (ROOT / "docs" / "results" / "reproduction.md").read_text()
     lines = [[cell.strip() for cell in line.split("|")[1:4]] for line in page.splitlines()]

@@ -55,7 +55,7 @@ def test_host_work_costs_what_it_is_worth_and_can_be_hidden() -> None:
 
 def test_samplers_and_early_input_weigh_as_in_sipipes_figure_16() -> None:
     """As the paper adds them, with what its section 3.1 measures. Expected messages weigh more than there."""
-    load, profile = Load(512, 2, 6, 512), load_profile("sipipe").lay_out(has_draft=False)
+    load, profile = Load(512, 2, 16, 512), load_profile("sipipe").lay_out(has_draft=False)
     host = replace(profile.host, ahead=False, posted=False)
     ways = [host, replace(host, samplers=8), replace(host, samplers=8, ahead=True)]
     speeds = [carry(replace(profile, host=way), load)["predicted_per_second"] for way in ways]
