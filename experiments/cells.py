@@ -120,8 +120,8 @@ def _figures(simulated: Simulated) -> Figures:
 
 def _means(found: Sequence[Figures]) -> Figures:
     speeds = tuple(each.speed for each in found)
-    speed, *others = (statistics.fmean(values) for values in zip(*(astuple(each)[:-1] for each in found), strict=True))
-    first_s, sent, per_turn, per_round = others
+    values = zip(*(astuple(each)[:-1] for each in found), strict=True)
+    speed, first_s, sent, per_turn, per_round = map(statistics.fmean, values)
     return Figures(speed, first_s, sent, per_turn, per_round, speeds)
 
 
