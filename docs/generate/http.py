@@ -8,7 +8,7 @@ import math
 from docs.generate.markdown import table
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
-from pipeinfer.job.requests.request_body import ALIASES, ONLY, WITHOUT_EFFECT
+from pipeinfer.job.requests.field_names import ALIASES, ONLY, WITHOUT_EFFECT
 
 
 def tables() -> str:

@@ -32,6 +32,7 @@ from pipeinfer.core.sampling import SamplingParams, choose, largest
 from pipeinfer.models.gguf.slice import read_model_info
 from pipeinfer.models.text.chat import PLAIN_TEMPLATE, ChatTemplate, Message, encode_rendered
 from pipeinfer.models.text.chat_template import template_of
+from pipeinfer.models.text.literals import Rendered
 from pipeinfer.models.text.tokenizer import Tokenizer
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -185,8 +186,8 @@ class Asker:
 
     def _around_question(self) -> tuple[list[int], list[int]]:
         """Tokens before and after a user's turn."""
-        before, after = self._template.render([Message("user", MARK)], self.tokenizer).split(MARK)
-        tokens = encode_rendered(self.tokenizer, before)
+        before, after = self._template.render([Message("user", MARK)], self.tokenizer).text.split(MARK)
+        tokens = encode_rendered(self.tokenizer, Rendered(before))
         return tokens, self.tokenizer.encode(after, add_special=False, parse_special=True)
 
 

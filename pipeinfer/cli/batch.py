@@ -46,7 +46,10 @@ HELP = {
     help="Tokens to generate where a request does not say.",
 )
 @click.option("--chat", "as_chat", is_flag=True, help="Plain prompts are asked with the model's chat template.")
-def batch_command(source: Path, output: Path, as_chat: bool, **others: Any) -> int:
+@click.option(
+    "--strict", is_flag=True, help="Refuse requests with unknown fields; else these are passed over, with a line."
+)
+def batch_command(source: Path, output: Path, as_chat: bool, strict: bool, **others: Any) -> int:
     """Answer a file of requests, a JSON object a line, and write each result when it is there.
 
     {"prompt": "…"} or {"messages": […]}, with max_tokens, temperature, top_k, top_p, min_p, seed, penalties and stop as
@@ -60,4 +63,4 @@ def batch_command(source: Path, output: Path, as_chat: bool, **others: Any) -> i
     from pipeinfer.job.batch.batch import run_batch  # initialises MPI
     from pipeinfer.job.batch.batch_prepare import BatchOptions
 
-    return run_batch(BatchOptions(run=options, source=source, output=output, as_chat=as_chat))
+    return run_batch(BatchOptions(run=options, source=source, output=output, as_chat=as_chat, strict=strict))

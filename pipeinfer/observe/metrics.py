@@ -251,6 +251,8 @@ def service_timings(metrics: RequestMetrics) -> dict[str, Any]:
         **found,
         "prompt_ms": 1e3 * prompt_s,
         "prompt_per_second": found["prompt_n"] / prompt_s if prompt_s > 0 else float("nan"),
+        "prompt_per_token_ms": 1e3 * prompt_s / found["prompt_n"] if found["prompt_n"] else float("nan"),
+        "predicted_per_token_ms": 1e3 * found["tpot_s"],
         "draft_n": metrics.n_judged,
         "draft_n_accepted": metrics.n_matched,
         "preempted_n": metrics.n_preempted,

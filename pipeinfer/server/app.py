@@ -12,9 +12,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from pipeinfer.errors import UserError
-from pipeinfer.job.requests.fields import flag, is_whole, refuse, shown
+from pipeinfer.job.requests.field_names import CHAT, COMPLETION
+from pipeinfer.job.requests.fields import PassedOver, flag, is_whole, refuse, shown
 from pipeinfer.job.requests.logprobs import speller
-from pipeinfer.job.requests.request_body import CHAT, COMPLETION, Defaults, read_json
+from pipeinfer.job.requests.request_body import Defaults, read_json
 from pipeinfer.job.serve.front import Setup
 from pipeinfer.models.text.chat import TemplateFault
 from pipeinfer.models.text.tokenizer import Tokenizer
@@ -23,7 +24,15 @@ from pipeinfer.server.asked import Asked, read_asked
 from pipeinfer.server.choices import Choice
 from pipeinfer.server.dialects import anthropic, responses
 from pipeinfer.server.dialects.anthropic import COUNT_TOKENS, MESSAGES, MessageForm
-from pipeinfer.server.dialects.llama_cpp import INFILL, NOT_SAVED, NOT_SERVED, CompletionForm, infill_of, props
+from pipeinfer.server.dialects.llama_cpp import (
+    INFILL,
+    NOT_SAVED,
+    NOT_SERVED,
+    CompletionForm,
+    infill_of,
+    props,
+    with_suffix,
+)
 from pipeinfer.server.dialects.responses import RESPONSES, ResponseForm
 from pipeinfer.server.errors import Refusal, error_body
 from pipeinfer.server.forms import Form, event
@@ -32,8 +41,8 @@ from pipeinfer.server.metrics import CONTENT_TYPE, Metrics
 from pipeinfer.server.options import HttpOptions
 from pipeinfer.server.pages import KINDS, show_page
 from pipeinfer.server.prompting import Prompting
-from pipeinfer.server.request_log import RequestLog
-from pipeinfer.server.respond import AnswerResponse, EventsResponse, JsonResponse
+from pipeinfer.server.request_log import RequestLog, say
+from pipeinfer.server.respond import AnswerResponse, EventsResponse, JsonResponse, passed_over_header
 
 T = TypeVar("T")
 
@@ -53,14 +62,14 @@ class Dialect:
 
     url: str
     form: type[Form]
-    body: Callable[[dict[str, Any], Tokenizer], dict[str, Any]] = lambda given, tokenizer: given
+    body: Callable[[dict[str, Any], Tokenizer, PassedOver], dict[str, Any]] = lambda given, tokenizer, passed: given
 
 
 DIALECTS = {
-    COMPLETION: Dialect(COMPLETION, Form),
+    COMPLETION: Dialect(COMPLETION, Form, with_suffix),
     CHAT: Dialect(CHAT, Form),
-    MESSAGES: Dialect(CHAT, MessageForm, lambda given, tokenizer: anthropic.chat_of(given)),
-    RESPONSES: Dialect(CHAT, ResponseForm, lambda given, tokenizer: responses.chat_of(given)),
+    MESSAGES: Dialect(CHAT, MessageForm, lambda given, tokenizer, passed: anthropic.chat_of(given, passed)),
+    RESPONSES: Dialect(CHAT, ResponseForm, lambda given, tokenizer, passed: responses.chat_of(given, passed)),
     "/completion": Dialect(COMPLETION, CompletionForm),
     INFILL: Dialect(COMPLETION, CompletionForm, infill_of),
 }
@@ -76,7 +85,9 @@ class Api:
         self.created, self.log = int(time.time()), RequestLog(http.log_format)
         self.spell = speller(prompting.prompts.tokenizer)
         options = setup.run
-        self.defaults = Defaults(options.sampling, options.predict, options.stops, options.ignore_eos)
+        self.defaults = Defaults(
+            options.sampling, options.predict, options.stops, options.ignore_eos, strict=http.strict
+        )
 
     def app(self, address: str) -> App:
         """`address`: where it listens."""
@@ -170,17 +181,20 @@ class Api:
     # -- texts
 
     async def _asked(self, request: Request, dialect: Dialect) -> Asked:
-        warn = self.log.warn if self.http.lenient else None
-        tokenizer = self.prompting.prompts.tokenizer
-        return await self._body(
-            request, lambda given: read_asked(dialect.body(given, tokenizer), dialect.url, self.defaults, warn)
-        )
+        tokenizer, passed = self.prompting.prompts.tokenizer, PassedOver(self.http.strict)
+
+        def read(given: dict[str, Any]) -> Asked:
+            return read_asked(dialect.body(given, tokenizer, passed), dialect.url, self.defaults, passed)
+
+        asked = await self._body(request, read)
+        self.log.passed_over(asked.passed_over)
+        return asked
 
     async def completions(self, request: Request) -> Response:
         path = request.url.path
         dialect = DIALECTS[path]
         asked = await self._asked(request, dialect)
-        if dialect.form is not Form and len(asked.bodies) > 1:
+        if dialect.form not in (Form, CompletionForm) and len(asked.bodies) > 1:
             refuse(f"{len(asked.bodies)} texts are asked for, and an answer of {path} has one")
         if asked.bodies[0].priority and not self.http.priorities:
             refuse(f"priority is {asked.bodies[0].priority}, and this server takes none; leave it out, or start the "
@@ -189,7 +203,10 @@ class Api:
         found = await self.prompting.ask(asked, _client(request))
         answer = self.head.ask(found, _client(request))
         form = dialect.form(asked, answer, self.model, self.setup.version, self.spell)
-        return AnswerResponse(self.head, answer, form, lambda: self.log.ended(str(form.common["id"]), path, answer))
+        return AnswerResponse(
+            self.head, answer, form, lambda: self.log.ended(str(form.common["id"]), path, answer),
+            passed_over_header(asked.passed_over), lambda wrong: say(f"{form.common['id']}: {wrong}"),
+        )  # fmt: skip
 
     async def count_tokens(self, request: Request) -> Response:
         """Anthropic's: of a conversation."""
@@ -210,7 +227,7 @@ class Api:
         """llama.cpp's: `content` (or `prompt`), `add_special`, `parse_special`, `with_pieces`."""
         given = await self._body(request, dict)
         known = {"content", "prompt", "add_special", "parse_special", "with_pieces", "model"}
-        if unknown := set(given) - known:
+        if self.http.strict and (unknown := set(given) - known):
             refuse(f"the field {shown(min(unknown))} is unknown; leave it out")
         text = given.get("content", given.get("prompt"))
         if not isinstance(text, str):

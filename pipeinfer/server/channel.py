@@ -38,7 +38,7 @@ STARTS_S = 30.0
 def _ask(said: dict[str, Any]) -> Ask:
     spans = said["spans"]
     return Ask(**said | {
-        "prompt": tuple(said["prompt"]), "begun": tuple(said["begun"]), "stops": tuple(said["stops"]),
+        **{name: tuple(said[name]) for name in ("prompt", "begun", "ends", "stops")},
         "sampling": SamplingParams(**said["sampling"]), "spans": spans and tuple(Span(*span) for span in spans),
     })  # fmt: skip
 

@@ -44,6 +44,7 @@ class Choice:
     again: tuple[int, int, int] = NOTHING
     """After the job was started again: tokens, characters and entries that come although they were there before."""
     finish: str | None = None
+    stop: str = ""  # the stop string that ended it
     was_left: bool = False  # by its client
     timings: dict[str, Any] = field(default_factory=dict)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any
 
+from pipeinfer.job.requests.answer_check import AnswerCheck, schemas_to_check
 from pipeinfer.job.requests.answer_form import call_of, finish_of, message_of, reader_of
 from pipeinfer.job.requests.logprobs import Spell, chat_form, completion_form
 from pipeinfer.models.text.answers import AnswerReader, Part
@@ -52,6 +53,8 @@ class Form:
         self._readers: dict[int, AnswerReader] = {}
         self._n_read: dict[int, int] = {}  # of each choice, tokens of its prompt that were told as evaluated
         self._n_told: dict[int, int] = {}  # the number of the last call that was told
+        schemas = schemas_to_check(asked.bodies[0]) if asked.passed_over else {}
+        self._checks = [AnswerCheck(schemas) for _ in asked.bodies] if schemas else []
 
     def _name(self) -> str:
         return f"{'chatcmpl' if self.asked.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
@@ -64,7 +67,7 @@ class Form:
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         is_chat = self.asked.is_chat
-        said = {"message": message_of(self._parts(index, choice))} if is_chat else {"text": choice.take()}
+        said = {"message": message_of(self._parts(index, choice))} if is_chat else {"text": self._take(index, choice)}
         finish, seed = self._finish(index, choice), choice.asked.sampling.seed
         return {"index": index, **said, "logprobs": self._logprobs(choice), "finish_reason": finish, "seed": seed}
 
@@ -72,7 +75,26 @@ class Form:
         """What a chat's answer has had since the last time."""
         reader = self._reader(index)
         found = reader.push(choice.take())
-        return found + reader.finish() if choice.finish else found
+        found += reader.finish(choice.finish == "length") if choice.finish else []
+        if self._checks:
+            self._checks[index].push(found)
+        return found
+
+    def _take(self, index: int, choice: Choice) -> str:
+        """What a text has had since the last time."""
+        text = choice.take()
+        if self._checks:
+            self._checks[index].push([Part("content", text)])
+        return text
+
+    @property
+    def has_checks(self) -> bool:
+        """Whether the answer is to be compared with what was asked."""
+        return bool(self._checks)
+
+    def mismatches(self) -> list[str]:
+        """Of a whole answer: where it does not fit what was asked, a line each. Takes up to seconds."""
+        return [wrong for check in self._checks for wrong in check.mismatches()]
 
     def _reader(self, index: int) -> AnswerReader:
         if index not in self._readers:
@@ -132,7 +154,9 @@ class Form:
                 continue
             if progress := self._progress(index, choice):
                 yield self._piece(index, self._said("") | self._logged(choice), more=progress)
-            for part in self._parts(index, choice) if self.asked.is_chat else [Part("content", choice.take())]:
+            for part in (
+                self._parts(index, choice) if self.asked.is_chat else [Part("content", self._take(index, choice))]
+            ):
                 if part.kind == "content" and part.text:
                     yield self._text(index, part.text, choice)
                 elif part.text:

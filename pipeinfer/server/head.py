@@ -254,7 +254,7 @@ class Head:
                 choice.begun_s = time.monotonic()
                 self.heard.begun(choice)
         else:
-            choice.finish, choice.timings = message.finish, message.timings
+            choice.finish, choice.stop, choice.timings = message.finish, message.stop, message.timings
             del self.choices[choice.id]
             self.heard.ended(choice, message.n_runs)
         choice.changed.set()
@@ -270,7 +270,6 @@ class Head:
 def _ask(choice: Choice, begun: tuple[int, ...] = ()) -> Ask:
     asked = choice.asked
     return Ask(
-        choice.id, asked.prompt, asked.n_predict, asked.sampling, bool(asked.end_tokens), asked.stops, asked.markers,
-        asked.spans, asked.keep, asked.priority, choice.client,
-        begun,
+        choice.id, asked.prompt, asked.n_predict, asked.sampling, tuple(sorted(asked.end_tokens)), asked.stops,
+        asked.markers, asked.spans, asked.keep, asked.priority, choice.client, begun,
     )  # fmt: skip

@@ -54,9 +54,11 @@ class HttpOptions:
         (), "--allow-origin", "--cors-origins", type=Listed(Text()),
         help="Pages of these origins may ask too, such as https://chat.example.org; *: all pages.",
     )  # fmt: skip
-    lenient: bool = setting(
-        False, "--lenient", help="Pass over fields of requests that cannot be served, with a warning once for each."
-    )
+    strict: bool = setting(
+        False, "--strict/--lenient",
+        help="Refuse requests with fields or parts that are unknown; else these are passed over, named once in the log "
+        "and in the header X-Pipeinfer-Passed-Over of the answer.",
+    )  # fmt: skip
     log_format: str = setting(
         "text", "--log-format", type=click.Choice(["text", "json", "none"]), help="A line a request on standard error."
     )

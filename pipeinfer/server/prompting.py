@@ -81,11 +81,7 @@ class Prompting:
 
     async def rendered(self, body: Body, client: str) -> str:
         """The text of a chat. Raises UserError."""
-        chats = [(body.messages, body.tools, body.variables)]
-        (found,) = await self._rendering.take(client, lambda: self.prompts.format.render_all(chats))
-        if isinstance(found, Exception):
-            raise found
-        return found
+        return (await self._rendering.take(client, lambda: self.prompts.rendered(body))).text
 
     async def tokenise(self, client: str, work: Callable[[], T]) -> T:
         """Do something with the vocabulary, where nobody else waits for it."""

@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from pipeinfer.observe.report import number
@@ -32,12 +33,17 @@ class RequestLog:
             else:
                 _say(f"pipeinfer: {name} {path}: {_figures(choice)}{why}")
 
-    def warn(self, why: str) -> None:
-        """Once for each field."""
-        field = why.partition(" ")[0]
-        if field not in self._warned and len(self._warned) < 1000:
-            self._warned.add(field)
-            _say(f"pipeinfer: a request was served without a field: {why}")
+    def passed_over(self, reasons: Mapping[str, str]) -> None:
+        """Once for each field or part."""
+        for name, reason in reasons.items():
+            if name not in self._warned and len(self._warned) < 1000:
+                self._warned.add(name)
+                _say(f"pipeinfer: a request is served without a part of it: {reason}")
+
+
+def say(what: str) -> None:
+    """One line."""
+    _say(f"pipeinfer: {what}")
 
 
 def _figures(choice: Choice) -> str:

@@ -2,8 +2,10 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 from starlette.responses import Response
@@ -22,6 +24,9 @@ Send = Callable[[Message], Awaitable[None]]
 PING_S = 15.0
 """A stream in which nothing has come for so long gets a comment, which says what it waits for: who is between sees that
 it lives."""
+
+SAFE_NAME, MAX_NAMED = re.compile(r"[\w.\[\]-]{1,64}", re.ASCII), 32
+"""Names that a header may have, and how many."""
 
 STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache"),
@@ -70,11 +75,16 @@ async def _has_left(receive: Receive) -> None:
 
 
 class AnswerResponse(WatchedResponse):
-    """A completion, whole or as events. `on_end`: it is over."""
+    """A completion, whole or as events. `on_end`: it is over. `named`: further headers. `warn`: is told what is wrong
+    with the answer."""
 
-    def __init__(self, head: Head, answer: Answer, form: Form, on_end: Callable[[], object] = lambda: None) -> None:
+    def __init__(
+        self, head: Head, answer: Answer, form: Form, on_end: Callable[[], object] = lambda: None,
+        named: Mapping[str, str] = MappingProxyType({}), warn: Callable[[str], object] = lambda said: None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.head, self.answer, self.form, self.on_end = head, answer, form, on_end
+        self.named, self.warn = named, warn
 
     def over(self) -> None:
         self.head.drop(self.answer)
@@ -89,7 +99,17 @@ class AnswerResponse(WatchedResponse):
         if self.answer.was_given_up:
             await send_refusal(send, self._why())
         else:
-            await send_json(send, 200, self.form.whole())
+            whole = self.form.whole()
+            if wrong := await self._mismatches():
+                whole = whole | {"warnings": wrong} if isinstance(whole, dict) else whole
+            await send_json(send, 200, whole, self.named)
+
+    async def _mismatches(self) -> list[str]:
+        """Where the answer does not fit what was asked; the log has it too."""
+        found = await asyncio.to_thread(self.form.mismatches) if self.form.has_checks else []
+        for wrong in found:
+            self.warn(wrong)
+        return found
 
     async def _stream(self, send: Send) -> None:
         alarm = Alarm(PING_S, self.answer.changed.set)
@@ -98,7 +118,8 @@ class AnswerResponse(WatchedResponse):
             if self.answer.was_given_up:  # nothing has been said yet: it can be refused
                 await send_refusal(send, self._why())
                 return
-            await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+            headers = [*STREAM_HEADERS, *_encoded(self.named)]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             await self._pieces(send, alarm)
         finally:
             alarm.cancel()
@@ -119,6 +140,7 @@ class AnswerResponse(WatchedResponse):
             finally:
                 self.answer.changed.push = None
             said = b""
+        await self._mismatches()  # before the end, behind which nobody waits for this
         said += self.form.failed(self._why()) if self.answer.was_given_up else self.form.last()
         await send_part(send, said, more=False)
 
@@ -187,9 +209,19 @@ async def send_part(send: Send, data: bytes, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": data, "more_body": more})
 
 
-async def send_json(send: Send, status: int, data: Any, headers: dict[str, str] | None = None) -> None:
+def passed_over_header(reasons: Mapping[str, str]) -> dict[str, str]:
+    """Names the fields and parts of a request that are not served."""
+    names = [name for name in reasons if SAFE_NAME.fullmatch(name)][:MAX_NAMED]
+    return {"x-pipeinfer-passed-over": ", ".join(names)} if names else {}
+
+
+def _encoded(headers: Mapping[str, str]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), value.encode()) for name, value in headers.items()]
+
+
+async def send_json(send: Send, status: int, data: Any, headers: Mapping[str, str] = MappingProxyType({})) -> None:
     body = json_bytes(data)
-    given = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+    given = _encoded(headers)
     fixed = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": fixed + given})
     await send_part(send, body, more=False)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.models.text.answers import AnswerReader, Part, opened_thought
+from pipeinfer.models.text.answers import AnswerReader, Part, begun_thought, opened_thought
 
 TOOLS: dict[str, Any] = {
     "add": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
@@ -178,3 +178,43 @@ def test_arguments_come_as_they_are_written() -> None:
 def test_an_answer_that_is_cut_off_tells_what_it_has() -> None:
     parts = parts_of(['<tool_call>{"name": "add", "arguments": {"a": 1, "b'])
     assert parts == [Part("call", "add"), Part("arguments", '{"a": 1, "b')]
+
+
+MARKS_OF_CALLS = ("<tool_call", "</tool", "<function", "<parameter", "[TOOL_CALLS", "<|python_tag", "<arg_", "<｜tool",
+                  "<|channel", '{"name"', "```json")  # fmt: skip
+WITH_MARKS = [name for name, (text, (_, _, calls)) in SAMPLES.items() if calls]
+
+
+@pytest.mark.parametrize("name", WITH_MARKS)
+def test_a_call_that_is_cut_leaves_no_markup_in_the_text(name: str) -> None:
+    text, (_, whole, calls) = SAMPLES[name]
+    for at in range(1, len(text)):
+        for pieces in ([text[:at]], list(text[:at])):
+            reader = AnswerReader(TOOLS)
+            parts = [part for piece in pieces for part in reader.push(piece)] + reader.finish(is_cut=True)
+            content = "".join(part.text for part in parts if part.kind == "content")
+            said = content[:-1] if content[-1:] in ("<", "[") else content  # one character may be anything
+            assert said.rstrip() in whole, (text[:at], content)
+            assert not any(mark in content for mark in MARKS_OF_CALLS), (text[:at], content)
+            names = [part.text for part in parts if part.kind == "call"]
+            assert names == [name for name, _ in calls][: len(names)]
+
+
+def test_what_only_looks_like_a_call_stays_text_where_the_answer_is_cut() -> None:
+    for text in ("The tag <tool_call> is Hermes' own", "if a <", "[TOOL_CALLS] begins one", "a <tool_call>, or"):
+        reader = AnswerReader(TOOLS)
+        parts = [*reader.push(text), *reader.finish(is_cut=True)]
+        assert "".join(part.text for part in parts) == text and {part.kind for part in parts} == {"content"}
+
+
+def test_pairs_that_were_cut_are_arguments_without_their_end() -> None:
+    reader = AnswerReader(TOOLS)
+    text = "<tool_call>\n<function=list_files>\n<parameter=path>\nsrc\n</parameter>\n<parameter=deep>\ntr"
+    assert [*reader.push(text), *reader.finish(is_cut=True)] == [
+        Part("call", "list_files"), Part("arguments", '{"path": "src"'),
+    ]  # fmt: skip
+
+
+def test_the_beginning_of_an_answer_may_leave_its_reasoning_open() -> None:
+    assert begun_thought("<think>\nHm") == "</think>"
+    assert begun_thought("<think>Hm</think> Yes") == begun_thought("Yes") == ""

@@ -21,6 +21,7 @@ from pipeinfer.models.text.chat import (
     encode_rendered,
 )
 from pipeinfer.models.text.limited_process import LimitedProcess, Limits
+from pipeinfer.models.text.literals import Rendered
 from pipeinfer.models.text.stop_strings import StopStrings
 from pipeinfer.models.text.tokenizer import TextStream, Tokenizer
 from tests.support.gguf_factory import CHAT_TEMPLATE, MARKERS, Shape, write_model
@@ -51,7 +52,7 @@ def tokenizer(model: Path) -> Iterator[Tokenizer]:
 
 
 def render(source: str, tokenizer: Tokenizer, **variables: object) -> str:
-    return replace(little(source), variables=variables, now_s=0.0).render(TURNS, tokenizer)
+    return replace(little(source), variables=variables, now_s=0.0).render(TURNS, tokenizer).text
 
 
 @pytest.mark.parametrize(
@@ -128,7 +129,7 @@ def test_a_process_that_somebody_kills_is_started_again_once(
     template.process.start_ahead()
     template.process.ahead[0].kill()
     template.process.ahead[0].wait()
-    assert template.render(TURNS, tokenizer) == "the <b>"
+    assert template.render(TURNS, tokenizer).text == "the <b>"
     monkeypatch.setattr("pipeinfer.models.text.limited_process.START", "import os; os.kill(os.getpid(), 9)")
     with pytest.raises(TemplateFault, match="its process was killed or stopped, 2 times") as caught:
         template.render(TURNS, tokenizer)
@@ -184,31 +185,35 @@ def test_a_chat_that_takes_too_long_leaves_those_beside_it_alone(tokenizer: Toke
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     template = ChatTemplate("{% if messages[0].content == 'x' %}" + loop + "{% endif %}said", "the template")
     found = template.render_all([[Message("user", said)] for said in ("a", "x", "b")], tokenizer)
-    assert [found[0], str(found[1])[:37], found[2]] == ["said", "the template takes more than 1 s; giv", "said"]
+    said = Rendered("said")
+    assert [found[0], str(found[1])[:37], found[2]] == [said, "the template takes more than 1 s; giv", said]
 
 
 def test_markers_are_tokens_and_a_text_begins_once(tokenizer: Tokenizer) -> None:
     user, end = tokenizer.encode("<|user|>", False, True), tokenizer.encode("<|end|>", False, True)
     assert len(user) == len(end) == 1 and tokenizer.is_end(end[0])
-    with_bos, without = encode_rendered(tokenizer, "<s><|user|>\nthe"), encode_rendered(tokenizer, "<|user|>\nthe")
+    with_bos, without = (
+        encode_rendered(tokenizer, Rendered("<s><|user|>\nthe")),
+        encode_rendered(tokenizer, Rendered("<|user|>\nthe")),
+    )
     assert with_bos == without and with_bos[:2] == [tokenizer.bos, *user] and with_bos.count(tokenizer.bos) == 1
 
 
 @pytest.mark.parametrize("before", ["the", "the model<|end|>", "a\n"])
 @pytest.mark.parametrize("after", ["<|end|>\n<|user|>\nthe layer", "\n\nUser: the", " and in", "\n"])
 def test_a_continuation_is_the_text_that_follows(tokenizer: Tokenizer, before: str, after: str) -> None:
-    tokens = encode_continuation(tokenizer, after)
+    tokens = encode_continuation(tokenizer, Rendered(after))
     assert tokens is not None
-    first = encode_rendered(tokenizer, before)
+    first = encode_rendered(tokenizer, Rendered(before))
     if after.startswith("<"):
-        assert [*first, *tokens] == encode_rendered(tokenizer, before + after)
+        assert [*first, *tokens] == encode_rendered(tokenizer, Rendered(before + after))
     shown = b"".join(tokenizer.decode_piece(token, special=True) for token in tokens).decode()
     assert shown.replace("|> ", "|>") == after  # this vocabulary has a space behind every marker
 
 
 def test_what_cannot_continue_a_text_is_said(tokenizer: Tokenizer) -> None:
-    assert encode_continuation(tokenizer, "the") is None, "this vocabulary would put a space before it"
-    assert encode_continuation(tokenizer, "") == []
+    assert encode_continuation(tokenizer, Rendered("the")) is None, "this vocabulary would put a space before it"
+    assert encode_continuation(tokenizer, Rendered("")) == []
 
 
 def test_markers_of_reasoning_pass_through_and_ends_do_not(tokenizer: Tokenizer) -> None:
@@ -263,7 +268,7 @@ def test_run_chat_asks_with_the_models_template(model: Path, tokenizer: Tokenize
     ]
     result = run_json(1, asked)
     text = "<s><|system|>\nof\na<|end|>\n<|user|>\nthe model<|end|>\n<|assistant|>\n"
-    assert result["prompt_tokens"] == encode_rendered(tokenizer, text)
+    assert result["prompt_tokens"] == encode_rendered(tokenizer, Rendered(text))
     plain = run_json(1, [*asked[:-3], "--stop", result["text"][3:5], "--ignore-eos"])
     assert plain["prompt_tokens"] == tokenizer.encode("the model")
     stopped = run_json(1, [*asked, "--stop", result["text"][3:5]])
@@ -288,7 +293,7 @@ def test_templates_may_look_at_variables(model: Path, tokenizer: Tokenizer, tmp_
     words = ["run", "--json", "-m", str(model), "-md", "none", "--chat", "-f", "-", "-n", "1", "--chat-template-file",
              str(tmp_path / "file.jinja"), "--chat-template-kwargs", '{"thinking": true}']  # fmt: skip
     done = subprocess.run([*COMMAND, *words], input="x", capture_output=True, text=True, env=environment(), timeout=60)
-    assert json.loads(done.stdout)["prompt_tokens"] == encode_rendered(tokenizer, "<think>")
+    assert json.loads(done.stdout)["prompt_tokens"] == encode_rendered(tokenizer, Rendered("<think>"))
 
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": "é"}}}
@@ -305,9 +310,10 @@ CALLED = [Message("user", "x"), Message("assistant", "", {"content": None, "tool
     ],
 )
 def test_a_template_gets_the_arguments_of_calls_as_it_wants_them(source: str, tokenizer: Tokenizer) -> None:
-    assert little(source).render(CALLED, tokenizer) == '{"a": "é"}'
+    assert little(source).render(CALLED, tokenizer).text == '{"a": "é"}'
 
 
 def test_each_conversation_has_its_own_variables(tokenizer: Tokenizer) -> None:
     template = replace(little("{{ x }}{{ tools | length }}"), variables={"x": 1})
-    assert template.render_all([TURNS, TURNS], tokenizer, [{"tools": [2, 3]}, {"x": 2, "tools": []}]) == ["12", "20"]
+    found = template.render_all([TURNS, TURNS], tokenizer, [{"tools": [2, 3]}, {"x": 2, "tools": []}])
+    assert found == [Rendered("12"), Rendered("20")]

@@ -24,11 +24,8 @@ __all__ = ["tokenizer"]
     [("5", "is an object"), ("{", "not JSON"), ('{"type": "x"}', "Invalid type: x"),
      ('{"$ref": "#/no"}', "'/no' does not"),
      ('{"$ref": "https://example.org/x"}', "is not present"), ("[" * 100_000, "not JSON"),
-     ('{"items": {"uniqueItems": true}}', "uniqueItems"), ('{"if": {}, "type": "object"}', 'keys: ..if'),
-     ('{"$ref": "#/$defs/a", "$defs": {"a": {"not": {}}}}', 'keys: ..not'),
-     ('{"type": "integer", "const": "a"}', "Unsatisfiable"), ('{"type": "string", "pattern": "(?=a)b"}', "look-ahead"),
+     ('{"type": "integer", "const": "a"}', "Unsatisfiable"), ('{"type": "string", "pattern": "["}', "unclosed"),
      ('{"type": "integer", "minimum": 3, "exclusiveMaximum": 3}', "minimum .3. is equal"),
-     ('{"type": "string", "format": "x"}', "Unknown format: x"),
      ('{"type": "integer", "multipleOf": 999983}', "takes too"),
      ('{"items":' * 150 + "{}" + "}" * 150, "takes too")],
     ids=lambda text: text[:40],
@@ -37,6 +34,7 @@ def test_what_cannot_be_held_to_is_said(tokenizer: Tokenizer, schema: str, said:
     with pytest.raises(UserError, match=said) as caught:
         check_grammar(tokenizer, schema_grammar(read_schema(schema)))
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+    assert "%json" not in str(caught.value) and "llguidance" not in str(caught.value)
 
 
 def test_a_large_schema_is_quickly_looked_at(tokenizer: Tokenizer) -> None:

@@ -13,6 +13,7 @@ pytest.importorskip("anthropic", reason="the extra `dev` is not installed")
 import anthropic
 import openai
 
+from pipeinfer.job.requests.fields import PassedOver
 from pipeinfer.server.dialects.llama_cpp import infill_of
 from tests.server.test_serve_tools import TEMPLATE
 from tests.support.serving import Served
@@ -33,7 +34,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "4096",
         "--parallel",
         "4",
-        "--lenient",
         "--log-format",
         "json",
     ]
@@ -157,14 +157,23 @@ def test_llama_server_s_own_endpoints(served: Served) -> None:
         ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "text, thinking, tool_use"),
         (
             "/v1/messages",
-            {"messages": USER, "tools": [{"type": "bash_20250124", "name": "bash"}]},
-            "tools of the client",
+            {
+                "messages": USER,
+                "tools": [{"type": "bash_20250124", "name": "bash"}],
+                "tool_choice": {"type": "tool", "name": "bash"},
+            },
+            "name one of the tools",
         ),
         ("/v1/messages", {"messages": USER, "tool_choice": {"type": "some"}}, "its type is auto, any, none or tool"),
         ("/v1/messages", {"messages": 1}, "messages is 1"),
         ("/v1/responses", {"input": []}, "input is []"),
         ("/v1/responses", {"input": "a", "previous_response_id": "resp_1"}, "no answer is kept here"),
-        ("/v1/responses", {"input": "a", "tools": [{"type": "web_search"}]}, "only tools of type function"),
+        (
+            "/v1/responses",
+            {"input": "a", "tools": [{"type": "web_search"}], "tool_choice": "required"},
+            "there are no tools of type function",
+        ),
+        ("/v1/responses", {"input": "a", "include": ["message.output_text.logprobs"]}, "have no log-probabilities"),
         ("/v1/responses", {"input": [{"type": "item_reference"}]}, "input[0] is of type"),
     ],
 )
@@ -188,10 +197,15 @@ def test_fields_that_are_off_are_taken_and_others_passed_over_with_a_warning(ser
     }
     plain = served.text(prompt="def f(", max_tokens=8)
     assert served.text(prompt="def f(", max_tokens=8, **off) == plain
-    assert not any("without a field" in line for line in served.lines)
+    n_before = sum("without a part" in line for line in served.lines)
     for _ in range(2):
-        assert served.text(prompt="def f(", max_tokens=8, frobnicate=1, mirostat=2) == plain
-    served.until(lambda: sum("without a field" in line for line in served.lines) == 2)
+        asked = {"prompt": "def f(", "max_tokens": 8, "frobnicate": 1, "id_slot": 2}
+        answer = served.http.post("/v1/completions", json=asked)
+        assert answer.headers["x-pipeinfer-passed-over"] == "frobnicate, id_slot"
+        assert answer.json()["choices"][0]["text"] == plain
+    with served.http.stream("POST", "/v1/completions", json=asked | {"stream": True}) as stream:
+        assert stream.headers["x-pipeinfer-passed-over"] == "frobnicate, id_slot"
+    served.until(lambda: sum("without a part" in line for line in served.lines) == n_before + 2)
 
 
 def test_the_log_has_a_line_a_request(served: Served) -> None:
@@ -217,7 +231,7 @@ def test_a_text_with_a_hole_is_asked_as_the_vocabulary_marks_it() -> None:
         encode=lambda text, add_special: list(text.encode()),
     )  # fmt: skip
     given = {"input_prefix": "a", "prompt": "b", "input_suffix": "c", "n_predict": 4}
-    assert infill_of(given, tokenizer) == {"n_predict": 4, "prompt": [0, 1, 97, 98, 2, 99, 3]}
+    assert infill_of(given, tokenizer, PassedOver()) == {"n_predict": 4, "prompt": [0, 1, 97, 98, 2, 99, 3]}
     extra = [{"filename": "f", "text": "t"}]
-    found = infill_of({"input_prefix": "a", "input_extra": extra, "seed": 1}, tokenizer)
+    found = infill_of({"input_prefix": "a", "input_extra": extra, "seed": 1}, tokenizer, PassedOver())
     assert found == {"seed": 1, "prompt": [0, 4, *b"f\nt", 1, 97, 2, 3]}

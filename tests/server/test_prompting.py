@@ -15,7 +15,9 @@ import pytest
 
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.requests.request_body import COMPLETION, Body, Defaults
+from pipeinfer.job.requests.field_names import COMPLETION
+from pipeinfer.job.requests.fields import PassedOver
+from pipeinfer.job.requests.request_body import Body, Defaults
 from pipeinfer.server.asked import read_asked
 from pipeinfer.server.prompting import Prompting
 
@@ -39,10 +41,12 @@ def test_what_many_prompts_have_in_common_is_read_once() -> None:
     schema = {"properties": {f"p{at}": dict[str, int]() for at in range(60_000)}}
     gc.freeze()  # what other tests left costs the collector time that is not measured here
     begin_s = time.process_time()
-    found = read_asked({"prompt": [str(at) for at in range(64)], "n": 2, "json_schema": schema}, COMPLETION, defaults)
+    found = read_asked(
+        {"prompt": [str(at) for at in range(64)], "n": 2, "json_schema": schema}, COMPLETION, defaults, PassedOver()
+    )
     assert [body.prompt for body in found.bodies[::2]] == [str(at) for at in range(64)]
     with pytest.raises(UserError, match="200000 prompts with n 1 are 200000 texts; a request has up to 128"):
-        read_asked({"prompt": ["a"] * 200_000}, COMPLETION, defaults)
+        read_asked({"prompt": ["a"] * 200_000}, COMPLETION, defaults, PassedOver())
     gc.unfreeze()
     assert time.process_time() - begin_s < 0.5
 

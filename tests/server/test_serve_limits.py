@@ -23,6 +23,7 @@ from click.testing import CliRunner
 from pipeinfer.cli.serve import serve_command
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
+from pipeinfer.job.requests.fields import PassedOver
 from pipeinfer.job.requests.request_body import Defaults
 from pipeinfer.server.access import Access
 from pipeinfer.server.asked import read_asked
@@ -238,7 +239,7 @@ def test_tokens_and_back(guarded: Served) -> None:
     pieces = ask("/tokenize", content=text, with_pieces=True)["tokens"]
     assert [piece["id"] for piece in pieces] == found["tokens"]
     assert len(ask("/tokenize", content=text, add_special=True)["tokens"]) >= found["count"]
-    for wrong in ({}, {"content": 5}, {"content": "a", "with_pieces": 1}, {"content": "a", "more": 1}):
+    for wrong in ({}, {"content": 5}, {"content": "a", "with_pieces": 1}):
         assert guarded.http.post("/tokenize", json=wrong, headers=KEY).status_code == 400
     for tokens in (None, "a", [-1], [10**9], [True]):
         assert guarded.http.post("/detokenize", json={"tokens": tokens}, headers=KEY).status_code == 400
@@ -325,12 +326,14 @@ def test_a_context_of_less_than_all_requests_is_refused() -> None:
 
 def test_one_request_is_as_many_texts_as_it_asks_for() -> None:
     defaults = Defaults(SamplingParams(), -1, (), False)
-    asked = read_asked({"prompt": [[1, 2], [3]], "n": 2, "seed": 2**32 - 1, "best_of": 2}, "/v1/completions", defaults)
+    asked = read_asked(
+        {"prompt": [[1, 2], [3]], "n": 2, "seed": 2**32 - 1, "best_of": 2}, "/v1/completions", defaults, PassedOver()
+    )
     assert [(body.prompt, body.sampling.seed) for body in asked.bodies] == [
         ((1, 2), 2**32 - 1), ((1, 2), 0), ((3,), 2**32 - 1), ((3,), 0),
     ]  # fmt: skip
     assert len(asked.prompts) == 2 and not asked.keep and not asked.stream
-    chat = read_asked({"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions", defaults)
+    chat = read_asked({"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions", defaults, PassedOver())
     assert chat.keep and chat.bodies[0].n_predict == -1
     with pytest.raises(UserError, match="up to 128"):
-        read_asked({"prompt": ["a"] * 65, "n": 2}, "/v1/completions", defaults)
+        read_asked({"prompt": ["a"] * 65, "n": 2}, "/v1/completions", defaults, PassedOver())

@@ -143,10 +143,11 @@ def test_the_template_is_steered_and_reasoning_split_off(served: Served) -> None
     ("fields", "said"),
     [
         ({"tools": {}}, "tools is {}; give a list of up to 128 functions"),
-        ({"tools": [{"type": "web_search"}]}, "only tools of type function can be served"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "there are no tools of type function"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "the function calculate twice"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, 'tools[0].function.name is "a b"'),
         ({"tool_choice": "required"}, "there are no tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "give a JSON schema"),
         ({"tools": TOOLS, "tool_choice": "must"}, "it is auto, none, required, or an object"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "name one of the tools"),
         ({"tools": TOOLS, "tool_choice": "required", "grammar": 'root ::= "a"'}, "both say what the text must be"),

@@ -26,6 +26,9 @@ WORDS += ["th", "he", "in", "er", "an", "ing"]
 MARKERS = ["<|system|>", "<|user|>", "<|assistant|>", "<think>", "</think>", "<|end|>"]
 """Control tokens at the end of the vocabulary of a model with a chat template; the last of them ends a turn."""
 
+FILL_IN = ("pre", "suf", "mid", "sep")
+"""The first markers also stand around what a text has before a hole in it, after it, and instead of it."""
+
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>\n{{ message.content }}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
@@ -267,6 +270,8 @@ def add_vocabulary(writer: gguf.GGUFWriter, n_vocab: int, with_markers: bool = F
         tokens[-len(MARKERS) :] = [marker.encode() for marker in MARKERS]
         types[-len(MARKERS) :] = [CONTROL] * len(MARKERS)
         writer.add_eot_token_id(n_vocab - 1)
+        for at, name in enumerate(FILL_IN):
+            writer.add_uint32(f"tokenizer.ggml.fim_{name}_token_id", n_vocab - len(MARKERS) + at)
     writer.add_tokenizer_model("llama")
     writer.add_token_list(tokens)
     writer.add_token_scores(scores)

@@ -34,6 +34,8 @@ def run_options(given: dict[str, Any], is_chat: bool = False) -> RunOptions:
         prompt=_unescaped(given.pop("prompt", None), texts.escape, "--prompt"),
         chat=take_chat(given, is_chat, texts.escape),
         stops=_stops(texts),
+        parse_special=texts.parse_special,
+        special_in_messages=texts.special_in_messages,
         grammar=take_grammar(given),
     )
 

@@ -3,19 +3,24 @@
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.limited import MAX_LENGTH
-from pipeinfer.job.requests.fields import refuse, shown, without_null
-from pipeinfer.job.requests.request_body import CHAT, COMPLETION, Body, Defaults, read_body, read_json
+from pipeinfer.job.requests.field_names import CHAT, COMPLETION
+from pipeinfer.job.requests.fields import PassedOver, refuse, shown, without_null
+from pipeinfer.job.requests.request_body import Body, Defaults, read_body, read_json
 
 ENVELOPE = ("custom_id", "method", "url", "body")
 N_ID_DIGITS, DEFAULTS = 24, SamplingParams()
+ADDED = {"tools": None, "variables": None, "continues": False, "parse_special": None, "adds_special": True,
+         "stop_tokens": (), "text_biases": ()}  # fmt: skip
+"""Fields of a body that ids do not have at these values."""
+
 IN_EVERY_ID = {
     "seed", "temp", "top_k", "top_p", "min_p", "repeat_last_n", "repeat_penalty", "frequency_penalty",
     "presence_penalty",
@@ -25,21 +30,23 @@ IN_EVERY_ID = {
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """One line. `url`: as what it was asked; empty: plainly."""
+    """One line. `url`: as what it was asked; empty: plainly. `passed_over`: what of it is not served, and why."""
 
     index: int
     custom_id: str | None
     url: str
     body: Body
+    passed_over: Mapping[str, str] = field(default_factory=dict)
 
     def id(self, salt: str) -> str:
         """The same for the same question at the same place, or with the same custom_id."""
         asked = asdict(self)
         asked |= asked.pop("body")
-        del asked["priority"], asked["splits"]  # no text depends on them
+        for name in ("priority", "splits", "passed_over"):
+            del asked[name]  # no text depends on them
         for said in (asked, *asked["messages"]):
-            for name in {"tools", "variables", "more"} & said.keys():
-                if not said[name]:
+            for name in {*ADDED, "more"} & said.keys():
+                if not said[name] or said[name] == ADDED.get(name):
                     del said[name]
         asked["sampling"] = {
             name: value
@@ -99,7 +106,9 @@ def read_request(line: bytes, index: int, defaults: Defaults) -> BatchRequest:
     url = ""
     if "body" in given or "url" in given:
         url, given = _unwrap(given, custom_id)
-    return BatchRequest(index, custom_id, url, read_body(given, defaults, defaults.as_chat and not url))
+    passed = PassedOver(defaults.strict)
+    body = read_body(given, defaults, defaults.as_chat and not url, passed)
+    return BatchRequest(index, custom_id, url, body, passed.reasons)
 
 
 def _unwrap(given: dict[str, Any], custom_id: str | None) -> tuple[str, dict[str, Any]]:

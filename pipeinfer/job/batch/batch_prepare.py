@@ -36,12 +36,14 @@ PATIENCE_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """`run`: what holds for all requests. `as_chat`: plain prompts are what a user says."""
+    """`run`: what holds for all requests. `as_chat`: plain prompts are what a user says. `strict`: nothing of a request
+    is passed over."""
 
     run: RunOptions
     source: Path
     output: Path
     as_chat: bool = False
+    strict: bool = False
 
     @property
     def goes_on_from(self) -> Path:
@@ -125,8 +127,12 @@ def prepare_batch(asked: BatchOptions, hosts: Sequence[Host]) -> tuple[Deploymen
 def _defaults(asked: BatchOptions, info: ModelInfo) -> Defaults:
     options = asked.run
     others = "".join(f" {backend}" for backend in options.backend if backend.is_torch)
+    others += "" if options.parse_special else " no-special"
+    others += " special-in-messages" if options.special_in_messages else ""
     salt = f"{info.fingerprint} {options.rounding} {options.chat}{others}"
-    return Defaults(options.sampling, options.predict, options.stops, options.ignore_eos, asked.as_chat, salt)
+    return Defaults(
+        options.sampling, options.predict, options.stops, options.ignore_eos, asked.as_chat, salt, asked.strict
+    )
 
 
 def _tell_done(work: BatchWork) -> None:
@@ -144,7 +150,9 @@ def _check_lines(work: BatchWork) -> None:
             raise UserError(f"{WHAT} {work.output.path} line {number} is of the same request as line {first}; remove "
                             "one of them")  # fmt: skip
     custom_ids: dict[str, int] = {}
+    passed_over = dict[str, str]()
     for request in work.file.requests():
+        passed_over = {**request.passed_over, **passed_over}
         name = request.custom_id
         if name is not None and (first := custom_ids.setdefault(name, request.index)) != request.index:
             raise UserError(f"{work.file.path} line {request.index + 1}: custom_id {name!r} is that of line "
@@ -156,6 +164,8 @@ def _check_lines(work: BatchWork) -> None:
             work.journal.ended(id)
         work.n_requests += 1
         work.n_done += work.is_done[request.index]
+    for reason in passed_over.values():
+        complain(f"requests are served without a part of them: {reason}; --strict refuses them")
     if not work.n_requests:
         raise UserError(f"{work.file.path} has no requests; give a JSON object a line")
     if known:

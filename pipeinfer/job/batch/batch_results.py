@@ -6,8 +6,8 @@ from typing import Any
 
 from pipeinfer.job.batch.batch_file import BatchRequest
 from pipeinfer.job.requests.answer_form import finish_of, message_of, reader_of
+from pipeinfer.job.requests.field_names import CHAT
 from pipeinfer.job.requests.logprobs import Entry, Spell, chat_form, completion_form
-from pipeinfer.job.requests.request_body import CHAT
 from pipeinfer.job.session.open_requests import Open
 from pipeinfer.observe.metrics import timings
 
@@ -37,7 +37,7 @@ def result_of(
     said: dict[str, Any] = {"text": text}
     if asked.url == CHAT:
         reader = reader_of(asked.body, opened.asked.thought)
-        said = {"message": message_of([*reader.push(text), *reader.finish()])}
+        said = {"message": message_of([*reader.push(text), *reader.finish(finish == "length")])}
         finish = finish_of(finish, reader)
     body = {
         "id": id,

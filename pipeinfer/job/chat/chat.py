@@ -61,7 +61,7 @@ def _prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, tu
     deployment, setup = prepare_chat(options, hosts)
     asked = replace(setup.request, sampling=replace(setup.request.sampling, seed=options.sampling.seed))
     model = deployment.model.fingerprint, options.rounding
-    about = digest((asked, options.chat, *model))
+    about = digest((asked, options.chat, *model, *(["special"] if options.special_in_messages else [])))
     return deployment, (setup, ChatNotes(open_journal(options.resume, model), about))
 
 

@@ -12,6 +12,7 @@ from pipeinfer.core.scheduling.prefixes import common, spans_to_continue
 from pipeinfer.errors import UserError
 from pipeinfer.job.requests.chat_format import ChatFormat
 from pipeinfer.models.text.chat import Message, encode_continuation, encode_rendered
+from pipeinfer.models.text.literals import Rendered
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,17 +82,17 @@ class History:
         del self.messages[asked[-1] :]
         return text
 
-    def _segments_of(self, text: str) -> list[_Segment]:
+    def _segments_of(self, rendered: Rendered) -> list[_Segment]:
         """The pieces of a rendered text: those known as far as it begins with them, and what follows them."""
         known: list[_Segment] = []
-        at = 0
+        at, text = 0, rendered.text
         for segment in self._segments:
             if not text.startswith(segment.text, at):
                 break
             at += len(segment.text)
             known.append(segment)
-        tokenizer, rest = self.format.tokenizer, text[at:]
+        tokenizer, rest = self.format.tokenizer, rendered.since(at)
         continued = encode_continuation(tokenizer, rest) if known else None
         if continued is None:
-            return [_Segment(text, tuple(encode_rendered(tokenizer, text)))]
-        return [*known, _Segment(rest, tuple(continued))] if rest else known
+            return [_Segment(text, tuple(encode_rendered(tokenizer, rendered)))]
+        return [*known, _Segment(rest.text, tuple(continued))] if rest.text else known

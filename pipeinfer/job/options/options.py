@@ -63,6 +63,10 @@ class RunOptions(
     policy: Policy = field(default_factory=Iterative)
     chat: ChatOptions | None = None
     stops: tuple[str, ...] = ()
+    parse_special: bool = True
+    """Names of control tokens in a plain prompt are these tokens."""
+    special_in_messages: bool = False
+    """So are those in a message."""
     grammar: GrammarOptions = GrammarOptions()  # noqa: RUF009 (so is it)
     sampling: SamplingParams = SamplingParams()  # noqa: RUF009 (it is frozen)
     parallel: int = 1

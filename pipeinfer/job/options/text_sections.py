@@ -62,6 +62,15 @@ class Texts:
         True, "--escape/--no-escape", "-e",
         help=r"In -p, \n is a new line; so are \t, \r, \', \", \\, and \x with two digits.",
     )  # fmt: skip
+    parse_special: bool = setting(
+        True, "--no-special", "--no-parse-special",
+        help="Names of control tokens in a prompt that is continued, such as <|im_start|>, are text; by default they "
+        "are these tokens. Messages of a chat: see --special-in-messages.",
+    )  # fmt: skip
+    special_in_messages: bool = setting(
+        False, "--special-in-messages",
+        help="Names of control tokens in messages, such as <|im_end|>, are these tokens, as in llama.cpp; else text.",
+    )  # fmt: skip
     stops: tuple[str, ...] = setting(
         (), "--reverse-prompt", "--stop", "-r", type=Text(blank=True), repeated=True,
         help="End the text where this stands in it, which is not printed; may be given several times.",

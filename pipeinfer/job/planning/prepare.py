@@ -40,9 +40,10 @@ def prepare(
     info, tokenizer = open_models(options)
     options = constrained(options, tokenizer)
     text, format = read_prompt(options), open_format(options, info, tokenizer)
-    if given and not format and template_of(info.metadata):
+    names = tokenizer.control_names if options.parse_special else None
+    if given and not format and template_of(info.metadata) and not (names and names.search(text)):
         complain(f"{info.path.name} has a chat template, and -p is continued as plain text; --chat asks it")
-    prompt = format.first_prompt(text) if format else tokenizer.encode(text)
+    prompt = format.first_prompt(text) if format else tokenizer.encode(text, parse_special=options.parse_special)
     if not prompt and format:
         raise format.makes_nothing
     if not prompt:

@@ -7,6 +7,8 @@ from itertools import islice, pairwise
 from typing import Any
 
 from pipeinfer.core.kv.blocks import Span, spans_of
+from pipeinfer.core.logit_bias import bias_text, read_biases
+from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.scheduling.prefixes import common, spans_to_continue
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_CTX
@@ -19,8 +21,13 @@ from pipeinfer.job.requests.request_body import Body
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.text.answers import as_json, opened_thought
 from pipeinfer.models.text.chat import Message, encode_rendered
+from pipeinfer.models.text.literals import Rendered
 from pipeinfer.models.text.tokenizer import Tokenizer
 
+MIXED = (
+    "a message has the name of a control token, and the chat template changes messages, so that the name is this token "
+    "as in llama.cpp; --special-in-messages makes that the rule"
+)
 MAX_TURNS = 64
 """Of a conversation whose ends are looked for, from the first on: the template is rendered once for each."""
 
@@ -35,7 +42,7 @@ class BodyPrompts:
         say: Callable[[str], object] = complain,
     ) -> None:  # fmt: skip
         self.options, self.info, self.tokenizer, self.share = options, info, tokenizer, share
-        self._say = say
+        self._say, self._is_told = say, False
         self.n_ctx = n_ctx or min(options.ctx_size or MAX_CTX, info.n_ctx_train)
         self._ends = end_tokens(options, tokenizer)
 
@@ -51,7 +58,7 @@ class BodyPrompts:
         that is started for them. The grammar of calls that must be made is not checked yet. Raises UserError where all
         chats fail: for files of templates."""
         wrong = [self._too_long(body) for body in bodies]
-        conversations = [[] if why else turns_of(body.messages) for body, why in zip(bodies, wrong, strict=True)]
+        conversations = [[] if why else _turns(body) for body, why in zip(bodies, wrong, strict=True)]
         flat = [
             (messages, body.tools, body.variables)
             for body, turns in zip(bodies, conversations, strict=True)
@@ -75,20 +82,24 @@ class BodyPrompts:
             return error
         return None
 
-    def _or_error(self, body: Body, rendered: Sequence[str | UserError]) -> GenerationRequest | UserError:
+    def rendered(self, body: Body) -> Rendered:
+        """The text that a chat asks the model with. Raises UserError."""
+        (found,) = self.format.render_all([(_turns(body)[-1], body.tools, body.variables)])
+        if isinstance(found, UserError):
+            raise found
+        return self.format.continued(found, body.messages[-1])[0] if body.continues else found
+
+    def _or_error(self, body: Body, rendered: Sequence[Rendered | UserError]) -> GenerationRequest | UserError:
         try:
             return self._ask(body, rendered)
         except UserError as error:
             return error
 
-    def _ask(self, body: Body, rendered: Sequence[str | UserError]) -> GenerationRequest:
+    def _ask(self, body: Body, rendered: Sequence[Rendered | UserError]) -> GenerationRequest:
         """`rendered`: of a chat its text, after those of its earlier turns."""
-        if rendered and isinstance(rendered[-1], UserError):
-            raise rendered[-1]
-        text = self._fitting(str(rendered[-1])) if rendered else ""
-        prompt = encode_rendered(self.tokenizer, text) if rendered else self._tokens(body)
-        check_constraints(body.sampling, body.ignore_eos, self.tokenizer, "ignore_eos")
-        thought, sampling = opened_thought(text), body.sampling
+        prompt, thought = self._chat(body, rendered[-1]) if rendered else (self._tokens(body), "")
+        sampling = self._sampling(body)
+        check_constraints(sampling, body.ignore_eos, self.tokenizer, "ignore_eos")
         if rendered and (calls := self.format.constraint(body.tools, thought)):
             if body.ignore_eos:
                 raise UserError("ignore_eos goes on behind the end of the text, and tool_choice says what it is; leave "
@@ -98,20 +109,46 @@ class BodyPrompts:
             raise self.format.makes_nothing
         if not prompt:
             raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")
-        n_predict = body.n_predict if body.n_predict >= 0 else max(1, min(self.share, self.n_ctx - len(prompt)))
-        n_ctx = len(prompt) + n_predict
-        if n_ctx > self.n_ctx:
-            raise UserError(f"the prompt has {len(prompt)} tokens, with {n_predict} to come {n_ctx}; "
-                            + self._way_out(len(prompt)))  # fmt: skip
-        earlier = [encode_rendered(self.tokenizer, text) for text in rendered[:-1] if isinstance(text, str)]
+        n_left = self.n_ctx - len(prompt)
+        if n_left < 1:
+            raise UserError(f"the prompt has {len(prompt)} tokens, and {self._way_out(len(prompt))}")
+        n_predict = min(max(1, self.share) if body.n_predict < 0 else body.n_predict, n_left)
+        earlier = [encode_rendered(self.tokenizer, text) for text in rendered[:-1] if isinstance(text, Rendered)]
         stops = body.stops
         if body.messages:
             stops += self.format.stops[len(self.options.stops) :]
+        ends = frozenset() if body.ignore_eos else self._ends
         return GenerationRequest(
-            tuple(prompt), n_predict, n_ctx, sampling.settled, frozenset() if body.ignore_eos else self._ends,
+            tuple(prompt), n_predict, len(prompt) + max(1, n_predict), sampling.settled, ends | {*body.stop_tokens},
             stops, markers=bool(body.messages), spans=spans_of_turns([*earlier, prompt]) if earlier else None,
             priority=body.priority, thought=thought,
         )  # fmt: skip
+
+    def _chat(self, body: Body, rendered: Rendered | UserError) -> tuple[list[int], str]:
+        """The tokens of a chat, and what ends the reasoning that they begin. Raises UserError."""
+        if isinstance(rendered, UserError):
+            raise rendered
+        thought = opened_thought(rendered.text)
+        if body.continues:
+            rendered, thought = self.format.continued(rendered, body.messages[-1])
+        self._fitting(rendered.text)
+        if rendered.is_mixed and not self._is_told:
+            self._is_told = True
+            self._say(MIXED)
+        return encode_rendered(self.tokenizer, rendered), thought
+
+    def _sampling(self, body: Body) -> SamplingParams:
+        """With the biases of texts, of which the tokens are known here."""
+        if not body.text_biases:
+            return body.sampling
+        ids, values = read_biases(body.sampling.logit_bias)
+        found = dict(zip(map(int, ids), map(float, values), strict=True))
+        for text, bias in body.text_biases:
+            found |= dict.fromkeys(self.tokenizer.encode(text, add_special=False), bias)
+        try:
+            return replace(body.sampling, logit_bias=bias_text(found.items()))
+        except ValueError as error:
+            raise UserError(f"logit_bias {error}") from None
 
     def _way_out(self, n_prompt: int) -> str:
         """Of a request that is too long: what holds it up, and what to do."""
@@ -131,11 +168,18 @@ class BodyPrompts:
         return text
 
     def _tokens(self, body: Body) -> Sequence[int]:
+        parses = self.options.parse_special if body.parse_special is None else body.parse_special
         if isinstance(body.prompt, str):
-            return self.tokenizer.encode(self._fitting(body.prompt))
-        if max(body.prompt) >= self.tokenizer.n_vocab:
-            raise UserError(f"there is no token {max(body.prompt)}; the vocabulary has {self.tokenizer.n_vocab}")
-        return body.prompt
+            return self.tokenizer.encode(self._fitting(body.prompt), body.adds_special, parses)
+        ids = [part for part in body.prompt if isinstance(part, int)]
+        if max(ids, default=0) >= self.tokenizer.n_vocab:
+            raise UserError(f"there is no token {max(ids)}; the vocabulary has {self.tokenizer.n_vocab}")
+        self._fitting("".join(part for part in body.prompt if isinstance(part, str)))
+        tokens = list[int]()
+        for at, part in enumerate(body.prompt):
+            begins = not at and body.adds_special
+            tokens += [part] if isinstance(part, int) else self.tokenizer.encode(part, begins, parses)
+        return tokens
 
 
 def _size(more: Mapping[str, Any]) -> str:
@@ -147,6 +191,11 @@ def turns_of(messages: Sequence[Message]) -> list[Sequence[Message]]:
     """A conversation as it was when each of its answers was asked for, the first ones of many, and as it is now."""
     answered = [at for at, message in enumerate(messages) if message.role == "assistant" and at]
     return [messages[:at] for at in answered[:MAX_TURNS]] + ([messages] if messages else [])
+
+
+def _turns(body: Body) -> list[Sequence[Message]]:
+    """The same, without the beginning of the next answer."""
+    return turns_of(body.messages[:-1]) or [()] if body.continues else turns_of(body.messages)
 
 
 def spans_of_turns(prompts: Sequence[Sequence[int]]) -> tuple[Span, ...]:

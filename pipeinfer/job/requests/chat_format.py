@@ -4,7 +4,7 @@ Loads nothing and runs nothing."""
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
 from typing import Any
 
 from pipeinfer.errors import UserError
@@ -12,10 +12,16 @@ from pipeinfer.job.options.options import ChatOptions, RunOptions
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.request import read_text
 from pipeinfer.models.gguf.model_info import ModelInfo
-from pipeinfer.models.text.chat import PLAIN_STOP, PLAIN_TEMPLATE, ChatTemplate, Message, encode_rendered
+from pipeinfer.models.text.answers import THOUGHTS, begun_thought, opened_thought
+from pipeinfer.models.text.chat import PLAIN_STOP, PLAIN_TEMPLATE, ChatTemplate, Message, TemplateFault, encode_rendered
 from pipeinfer.models.text.chat_template import template_of
+from pipeinfer.models.text.literals import Rendered, answer_text
+from pipeinfer.models.text.roles import orders
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.models.text.tools import AUTO, Tools, calls_grammar, knows_tools, told_plainly
+
+Chat = tuple[Sequence[Message], Tools | None, Mapping[str, Any]]
+"""Messages, tools, further variables of the template."""
 
 PLAIN = (
     "{path} has no chat template: a plain one is used, with 'User:' and 'Assistant:'; --chat-template-file FILE gives "
@@ -38,19 +44,47 @@ class ChatFormat:
         return UserError(f"{self.template.name} makes no tokens of this; say something else, or give another with "
                          "--chat-template-file FILE")  # fmt: skip
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message]) -> Rendered:
         """The text up to the next answer of the assistant. Raises UserError as ChatTemplate does."""
-        return self.template.render(self._with_system(messages), self.tokenizer)
+        (found,) = self.render_all([(messages, None, {})])
+        if isinstance(found, UserError):
+            raise found
+        return found
 
-    def render_all(
-        self, chats: Sequence[tuple[Sequence[Message], Tools | None, Mapping[str, Any]]]
-    ) -> Sequence[str | UserError]:
-        """The same of several: messages, tools, variables of the template. Of each its text, or what is wrong."""
+    def render_all(self, chats: Sequence[Chat]) -> Sequence[Rendered | UserError]:
+        """The same of several. Of each its text, or what is wrong. Where a template refuses an order of roles, messages
+        of the system in mid conversation above all, it gets the messages in an order that it may take."""
         said = [self._with_system(messages) for messages, *_ in chats]
         if not self.knows_tools:
             said = [told_plainly(messages, tools) for messages, (_, tools, _) in zip(said, chats, strict=True)]
         variables = [{**more, **({"tools": tools.functions} if tools else {})} for _, tools, more in chats]
-        return self.template.render_all(said, self.tokenizer, variables)
+        found = list(self.template.render_all(said, self.tokenizer, variables))
+        for at, fault in enumerate(found):
+            if isinstance(fault, TemplateFault) and not fault.is_broken and (tries := orders(said[at])):
+                again = self.template.render_all(tries, self.tokenizer, [variables[at]] * len(tries))
+                found[at] = next((each for each in again if isinstance(each, Rendered)), fault)
+        return found
+
+    def continued(self, rendered: Rendered, answer: Message) -> tuple[Rendered, str]:
+        """A prompt with what an assistant's message has of its answer, as llama.cpp continues it, and what ends the
+        reasoning that this has begun. Reasoning that the prompt begins is closed before a content."""
+        source, thought = self.template.source, opened_thought(rendered.text)
+        begin = next((each for each, end in THOUGHTS.items() if each in source and end == (thought or end)), "")
+        reasoning = str(answer.more.get("reasoning_content", ""))
+        parts = [rendered]
+        if reasoning and begin:
+            parts += [Rendered("" if thought else f"{begin}\n"), self._answer_text(reasoning)]
+            thought = THOUGHTS[begin]
+        if thought and answer.content:
+            parts.append(Rendered(f"\n{thought}\n\n"))
+            thought = ""
+        if answer.content:
+            parts.append(self._answer_text(answer.content))
+            thought = begun_thought(answer.content)
+        return reduce(Rendered.followed_by, parts), thought
+
+    def _answer_text(self, text: str) -> Rendered:
+        return answer_text(text, self.tokenizer, self.template.parses_messages)
 
     @cached_property
     def knows_tools(self) -> bool:
@@ -90,7 +124,7 @@ def open_format(
     elif source is None:
         say(PLAIN.format(path=info.path))
         source, stops = PLAIN_TEMPLATE, (*stops, PLAIN_STOP)
-    template = ChatTemplate(source, name, variables)
+    template = ChatTemplate(source, name, variables, options.special_in_messages)
     if chat.template_file is not None:
         template.check()
     return ChatFormat(template, tokenizer, system, stops)

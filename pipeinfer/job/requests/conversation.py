@@ -68,7 +68,7 @@ def conversation_of(prompt: Prompt, tokenizer: Tokenizer, cut: int) -> Conversat
     """A prompt in tokens, the first `cut` of its first turn at most. Raises UserError when there are none."""
     if prompt.n_tokens:
         return Conversation((_turn(prompt.name, _of_length(prompt.n_tokens, tokenizer)),), cut=0, n_keep=0)
-    tokens = tokenizer.encode(prompt.text)
+    tokens = tokenizer.encode(prompt.text, parse_special=True)
     if not tokens:
         raise UserError(f"the prompt {prompt.name} is empty; give some text")
     first = _turn(prompt.name, tokens[:cut] if cut else tokens)
@@ -115,7 +115,7 @@ def first_turns(prompts: Sequence[Prompt], n: int, tokenizer: Tokenizer, cut: in
 
 def _continuation(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The tokens of a text that follows another: without the space that some vocabularies begin every text with."""
-    tokens = tokenizer.encode(text, add_special=False)
+    tokens = tokenizer.encode(text, add_special=False, parse_special=True)
     return tuple(tokens[1:] if tokenizer.decode_piece(tokens[0]) == b" " else tokens)
 
 

@@ -3,9 +3,24 @@
 import json
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from pipeinfer.errors import UserError
+
+
+@dataclass(slots=True)
+class PassedOver:
+    """What of a request is not served, although the request is: by field or part, the reason. `strict`: nothing is."""
+
+    strict: bool = False
+    reasons: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, reason: str) -> None:
+        """Raises UserError where nothing is passed over."""
+        if self.strict:
+            refuse(reason)
+        self.reasons.setdefault(name, reason)
 
 
 def flag(given: Mapping[str, Any], name: str, default: bool) -> bool:

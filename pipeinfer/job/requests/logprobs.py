@@ -75,13 +75,14 @@ def _by_text(entry: Entry, spell: Spell) -> dict[str, float]:
 def chat_form(entries: Sequence[Entry], spell: Spell) -> dict[str, Any]:
     """As /v1/chat/completions has it."""
     content = [
-        {**_spelled(entry.token, entry.logprob, spell), "top_logprobs": [_spelled(*each, spell) for each in entry.top]}
+        {**spelled(entry.token, entry.logprob, spell), "top_logprobs": [spelled(*each, spell) for each in entry.top]}
         for entry in entries
     ]
     return {"content": content, "refusal": None}
 
 
-def _spelled(token: int, logprob: float, spell: Spell) -> dict[str, Any]:
+def spelled(token: int, logprob: float, spell: Spell) -> dict[str, Any]:
+    """A token, its bytes and its log-probability."""
     data = spell(token)
     return {"token": _text(data), "logprob": logprob, "bytes": list(data)}
 

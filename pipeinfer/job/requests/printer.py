@@ -18,6 +18,7 @@ class Printer:
         self.flag, self.silent = flag, silent
         self.text = ""
         self.n_decoded = 0  # characters that have come, those held back and cut off too
+        self._ends = request.end_tokens
         self._stream, self._stops = TextStream(tokenizer, request.markers), StopStrings(request.stops)
 
     @property
@@ -25,9 +26,14 @@ class Printer:
         """Whether a stop string has ended the text."""
         return self._stops.hit
 
+    @property
+    def stop(self) -> str:
+        """The stop string that has ended the text; empty if none has."""
+        return self._stops.found
+
     def push(self, tokens: Sequence[int]) -> bool:
         """Whether the text ends here, with a stop string."""
-        text = "".join(self._stream.push(token) for token in tokens)
+        text = "".join(self._stream.push(token) for token in tokens if token not in self._ends)
         self.n_decoded += len(text)
         self._print(self._stops.push(text))
         return self._stops.hit

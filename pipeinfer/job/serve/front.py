@@ -12,14 +12,14 @@ from pipeinfer.job.requests.logprobs import Entry
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """The front: generate this. `id`: the front's, of which it has each once. `ends`: an end-of-generation token ends
-    it. `client`: texts of different clients begin in turns. Other fields as in `GenerationRequest`."""
+    """The front: generate this. `id`: the front's, of which it has each once. `ends`: tokens
+    that end it. `client`: texts of different clients begin in turns. Other fields as in `GenerationRequest`."""
 
     id: int
     prompt: tuple[int, ...]
     n_predict: int
     sampling: SamplingParams
-    ends: bool
+    ends: tuple[int, ...]
     stops: tuple[str, ...]
     markers: bool
     spans: tuple[Span, ...] | None
@@ -95,12 +95,14 @@ class Came:
 @dataclass(frozen=True, slots=True)
 class Ended:
     """The head: all has come. `finish`: why, in OpenAI's words; empty: it was given up; "error": its grammar took too
-    much. `timings`: llama.cpp's names. `n_runs`: of the target since the start, of all requests."""
+    much. `stop`: the stop string that ended it.
+    `timings`: llama.cpp's names. `n_runs`: of the target since the start, of all requests."""
 
     id: int
     finish: str
     timings: dict[str, Any] = field(default_factory=dict)
     n_runs: int = 0
+    stop: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,8 +150,8 @@ class Service:
 
     def _generation(self, ask: Ask) -> GenerationRequest:
         return GenerationRequest(
-            ask.prompt, ask.n_predict, len(ask.prompt) + ask.n_predict, ask.sampling,
-            self.work.ends if ask.ends else frozenset(), ask.stops, ask.markers, ask.spans, ask.keep,
+            ask.prompt, ask.n_predict, len(ask.prompt) + max(1, ask.n_predict), ask.sampling,
+            frozenset(ask.ends), ask.stops, ask.markers, ask.spans, ask.keep,
             ask.priority, ask.begun,
         )  # fmt: skip
 
@@ -200,4 +200,6 @@ class Service:
                 id = self._ids.pop(each.opened)
                 del self._open[id], self._clients[id]
                 timings = without_nan(service_timings(each.opened.metrics))
-                self.front.tell(Ended(id, each.opened.finish, timings, self.session.n_runs))
+                if not each.opened.asked.n_predict:
+                    timings["predicted_n"] = 0
+                self.front.tell(Ended(id, each.opened.finish, timings, self.session.n_runs, each.opened.printer.stop))

@@ -12,7 +12,7 @@ from pipeinfer.job.planning.prepare import check_outputs, deploy_largest
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.chat_format import open_format
 from pipeinfer.job.requests.constraints import constrained
-from pipeinfer.job.requests.request import DEFAULT_CTX, end_tokens
+from pipeinfer.job.requests.request import DEFAULT_CTX
 from pipeinfer.job.serve.front import Front, Setup
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.text.chat import TemplateFault
@@ -31,12 +31,9 @@ class ServeOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServeWork:
-    """`ends`: tokens that end a text."""
-
     front: Front
     setup: Setup
     tokenizer: Tokenizer
-    ends: frozenset[int]
     drain_s: float
 
 
@@ -57,7 +54,7 @@ def prepare_serve(
         front.close()
         raise
     setup = Setup(options, n_ctx, min(n_ctx, info.n_ctx_train), max(1, n_ctx // options.parallel), version)
-    return deployment, ServeWork(front, setup, tokenizer, end_tokens(options, tokenizer), asked.drain_s)
+    return deployment, ServeWork(front, setup, tokenizer, asked.drain_s)
 
 
 def _check_format(options: RunOptions, info: ModelInfo, tokenizer: Tokenizer) -> None:

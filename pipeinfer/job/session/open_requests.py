@@ -42,6 +42,8 @@ class Open:
         """Why its text ends, in OpenAI's words; "error" where its grammar took too much."""
         if self.request.finish is Finish.FAILED:
             return "error"
+        if not self.asked.n_predict:
+            return "length"
         return "stop" if self.printer.was_cut or self.request.finish is Finish.END else "length"
 
 
@@ -124,6 +126,8 @@ class OpenRequests:
             self.take(news)
 
     def _news(self, opened: Open, tokens: list[int]) -> News:
+        if not opened.asked.n_predict:  # the token that follows the prompt is nobody's
+            return self._read_only(opened)
         printer, n_before, n_told = opened.printer, opened.n_heard, opened.n_told
         for token in tokens:
             opened.n_heard += 1
@@ -140,6 +144,11 @@ class OpenRequests:
             entries += opened.entries.rest()
         opened.n_told = len(printer.text)
         return News(opened, tokens[: opened.n_heard - n_before], printer.text[n_told:], entries, ended)
+
+    def _read_only(self, opened: Open) -> News:
+        """Of a request whose prompt was to be read: the news without a token."""
+        del self._open[opened.request.id]
+        return News(opened, [], "", [], ended=True)
 
     def stop(self, opened: Open) -> None:
         """Give one up: nothing more comes of it."""

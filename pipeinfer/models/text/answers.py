@@ -50,6 +50,7 @@ BARE_BEGINNINGS = tuple(
 """Of a call without a mark, without white space: it is one at the beginning of an answer alone, of a known function."""
 
 DEEPSEEK = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
+TURN_MARKS = ("<|channel|>", "<|start|>", "<|end|>")
 TO = r" to=(?:functions\.)?(?P<%s>[\w.-]+)"
 HARMONY = (
     rf"(?:<\|end\|>)?(?:<\|start\|>assistant)?(?:{TO % 'first'})?<\|channel\|>(?:commentary|analysis)"
@@ -67,7 +68,7 @@ FORMS = (
     _form("[TOOL_CALLS]", r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\][^\[]*)?\s*(?:\[ARGS\])?\s*(?=\{)"),
     *(_form(mark, rf"(?:{DEEPSEEK[0]})?\s*{DEEPSEEK[1]}(?:function<｜tool▁sep｜>)?(?P<name>[\w.-]+)"
             r"(?:<｜tool▁sep｜>|\n```json\n)\s*(?=\{)") for mark in DEEPSEEK),
-    *(_form(mark, HARMONY) for mark in ("<|channel|>", "<|start|>", "<|end|>")),  # gpt-oss
+    *(_form(mark, HARMONY) for mark in TURN_MARKS),  # gpt-oss
 )  # fmt: skip
 
 CLOSERS = (
@@ -90,6 +91,22 @@ NO_TEXT = (
 )  # fmt: skip
 """Marks before a text that are no part of it."""
 
+MARK = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")
+"""What may be a control token."""
+
+MARKS = frozenset(
+    mark
+    for text in (*THOUGHTS, *THOUGHTS.values(), *NO_TEXT, *CLOSERS, *(form.mark for form in FORMS))
+    for mark in MARK.findall(text)
+) - {"<|end|>", "<|start|>", "<|eot_id|>", "<|eom_id|>"}
+"""Control tokens that are part of answers, and end no turn."""
+
+CALL_BEGINS = re.compile(r"\s*(?:[\[{<].*|[\w.-]*>?\s*(?:[\[{<].*)?)", re.DOTALL)
+"""What may follow a mark in a call, as far as it has come."""
+
+LEAST_MARK = 2
+"""Characters of a mark at the end of an answer that was cut, from which on they are no text."""
+
 Step = list[Part] | None
 """What is read, maybe nothing to tell; None until more has come."""
 
@@ -97,6 +114,11 @@ Step = list[Part] | None
 def opened_thought(prompt: str) -> str:
     """What ends the reasoning that a prompt begins; empty if it begins none."""
     return next((end for begin, end in THOUGHTS.items() if prompt.rstrip().endswith(begin)), "")
+
+
+def begun_thought(answer: str) -> str:
+    """What ends the reasoning that the beginning of an answer leaves open; empty if it leaves none."""
+    return next((end for begin, end in THOUGHTS.items() if answer.rfind(begin) > answer.rfind(end)), "")
 
 
 class AnswerReader:
@@ -112,7 +134,7 @@ class AnswerReader:
         self._starts = (*THOUGHTS, *NO_TEXT) if thought is not None else ()
         self._thought = thought or ""
         self._state: Callable[[], Step] = self._thinking if thought else self._starting
-        self._rest, self._is_blank, self._ends = "", bool(thought), False
+        self._rest, self._is_blank, self._ends, self._is_cut = "", bool(thought), False, False
         self._depth, self._is_quoted, self._is_escaped = 0, False, False  # within arguments
 
     def push(self, text: str) -> list[Part]:
@@ -122,9 +144,10 @@ class AnswerReader:
             found += [part for part in step if part.text]
         return found
 
-    def finish(self) -> list[Part]:
-        """What was held back, at the answer's end."""
-        self._ends = True
+    def finish(self, is_cut: bool = False) -> list[Part]:
+        """What was held back, at the answer's end. `is_cut`: it was to go on, so that what would have been a call is no
+        text; of arguments in pairs those that are whole come, without the bracket that closes them."""
+        self._ends, self._is_cut = True, is_cut
         return self.push("")
 
     def _take(self, n: int) -> str:
@@ -143,8 +166,11 @@ class AnswerReader:
             return []
         if self.tools is not None and (bare := self._bare(text)) is not False:
             return bare
-        if not self._ends and (not text or any(mark.startswith(text) for mark in self._starts)):
-            return None
+        if not text or any(mark.startswith(text) for mark in self._starts):
+            if not self._ends:
+                return None
+            if self._is_cut and len(text) >= LEAST_MARK:
+                return self._dropped()
         self._rest = text if self._is_blank else self._rest
         self._state = self._content
         return []
@@ -175,9 +201,12 @@ class AnswerReader:
 
     def _certain(self, kind: Kind, marks: Sequence[str]) -> Step:
         """What no mark can begin in, nor white space before one."""
-        n = len(self._rest)
+        n, n_mark = len(self._rest), n_begun(self._rest, marks) if marks else 0
+        if self._is_cut and n_mark >= LEAST_MARK:
+            self._rest = self._rest[: n - n_mark]
+            n = len(self._rest)
         if marks and not self._ends:
-            n = len(self._rest[: n - n_begun(self._rest, marks)].rstrip())
+            n = len(self._rest[: n - n_mark].rstrip())
         if not n:
             return None
         self._is_blank = False
@@ -201,7 +230,25 @@ class AnswerReader:
         close = forms[0].close
         if not self._ends and not (close and close in text):
             return None
+        if self._is_cut and not (close and close in text) and (cut := self._cut_call(text, forms)) is not None:
+            return cut
         return self._whole(at + len(forms[0].mark))
+
+    def _cut_call(self, text: str, forms: Sequence[Form]) -> Step:
+        """Of a call that was cut before its arguments, or within those in pairs; None if it is none."""
+        for form in forms:
+            if form.pairs and (match := form.head.match(text)):
+                given = self._paired(form.pairs, match["name"], text[match.end() :])
+                self._rest = ""
+                return self._called([Part("call", match["name"]), Part("arguments", given.removesuffix("}"))])
+        mark = forms[0].mark
+        is_call = mark in TURN_MARKS or CALL_BEGINS.fullmatch(text[len(mark) :])
+        return self._dropped() if is_call else None
+
+    def _dropped(self) -> Step:
+        """Of the beginning of a call, which is no text."""
+        self._rest = ""
+        return []
 
     def _begin(self, match: re.Match[str], before: int) -> Step:
         """`before`: characters before the match."""
@@ -241,6 +288,8 @@ class AnswerReader:
             return self._begin(match, len(self._rest) - len(text))
         if not self._may_be_bare(text):
             return False
+        if self._is_cut:
+            return self._whole(self._rest.find("{")) or self._dropped()
         return self._whole(self._rest.find("{")) if self._ends else None
 
     def _may_be_bare(self, text: str) -> bool:
@@ -277,8 +326,11 @@ class AnswerReader:
             return []
         if (bare := self._bare(text)) is not False:
             return bare
-        if not self._ends and (not text or any(each.startswith(text) for each in CLOSERS)):
-            return None
+        if not text or any(each.startswith(text) for each in CLOSERS):
+            if not self._ends:
+                return None
+            if self._is_cut:
+                return self._dropped()
         self._rest, self._state = text, self._content
         return []
 

@@ -1,4 +1,7 @@
-"""Render messages by a chat template to text and tokens. Knows no MPI and runs no model."""
+"""Render messages by a chat template to text and tokens. Names of control tokens in messages are text.
+
+Knows no MPI and runs no model.
+"""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -7,6 +10,7 @@ from typing import Any, Literal
 
 from pipeinfer.errors import UserError
 from pipeinfer.models.text.limited_process import LimitedProcess
+from pipeinfer.models.text.literals import Mask, Rendered, masks_of
 from pipeinfer.models.text.tokenizer import Tokenizer
 
 PLAIN_TEMPLATE = (
@@ -49,6 +53,8 @@ class ChatTemplate:
     source: str
     name: str
     variables: Mapping[str, Any] = field(default_factory=dict)
+    parses_messages: bool = False
+    """Names of control tokens in messages are these tokens, as in llama.cpp."""
     n_characters: int = 1 << 26
     """The largest rendered text."""
     now_s: float = field(default_factory=time.time)
@@ -60,7 +66,7 @@ class ChatTemplate:
         if "answers" not in found:
             raise self._fault(found)
 
-    def render(self, messages: Sequence[Message], tokenizer: Tokenizer) -> str:
+    def render(self, messages: Sequence[Message], tokenizer: Tokenizer) -> Rendered:
         """The text up to the assistant's next answer. Raises TemplateFault when the template fails, exceeds the limits
         or refuses the messages."""
         (found,) = self.render_all([messages], tokenizer)
@@ -73,7 +79,7 @@ class ChatTemplate:
         conversations: Sequence[Sequence[Message]],
         tokenizer: Tokenizer,
         variables: Sequence[Mapping[str, Any]] = (),
-    ) -> Sequence[str | TemplateFault]:
+    ) -> Sequence[Rendered | TemplateFault]:
         """The text, or the fault, of each of several conversations, in about the time of one. `variables`: further
         ones of each, if there are some."""
         common = {
@@ -89,10 +95,28 @@ class ChatTemplate:
             for messages in conversations
         ]
         own = variables or [{}] * len(said)
-        answers = self._answers([
-            {**common, **more, "messages": messages} for messages, more in zip(said, own, strict=True)
-        ])  # fmt: skip
-        return [str(answer["text"]) if "text" in answer else self._fault(answer) for answer in answers]
+        masks = [masks_of(messages, more, tokenizer, self.parses_messages)
+                 for messages, more in zip(said, own, strict=True)]  # fmt: skip
+        contexts = [
+            [{**common, **more, "messages": messages}]
+            + [{**common, **mask.hide(more), "messages": mask.hide(messages)} for mask in masks]
+            for messages, more, masks in zip(said, own, masks, strict=True)
+        ]
+        answers = iter(self._answers([context for group in contexts for context in group]))
+        return [
+            self._rendered([next(answers) for _ in group], masks) for group, masks in zip(contexts, masks, strict=True)
+        ]
+
+    def _rendered(self, answers: Sequence[Mapping[str, Any]], masks: Sequence[Mask]) -> Rendered | TemplateFault:
+        """`answers`: of the conversation as it is, then with each of the masks."""
+        plain, *hidden = answers
+        if "text" not in plain:
+            return self._fault(plain)
+        text = str(plain["text"])
+        for answer, mask in zip(hidden, masks, strict=True):
+            if "text" in answer and (found := mask.reveal(str(answer["text"]))).text == text:
+                return found
+        return Rendered(text, is_mixed=bool(masks))
 
     def _fault(self, answer: Mapping[str, Any]) -> TemplateFault:
         said = str(answer.get("broken") or answer.get("error", "says nothing"))
@@ -113,22 +137,28 @@ class ChatTemplate:
         })  # fmt: skip
 
 
-def encode_rendered(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Tokens of a rendered text; its markers are tokens. It begins with one bos, if the model adds one."""
-    tokens = tokenizer.encode(text, add_special=False, parse_special=True)
+def encode_rendered(tokenizer: Tokenizer, rendered: Rendered) -> list[int]:
+    """Tokens of a rendered text; the template's markers are tokens. It begins with one bos, if the model adds one."""
+    tokens = _encode(tokenizer, rendered)
     if tokenizer.adds_bos and tokens[:1] != [tokenizer.bos]:
         tokens.insert(0, tokenizer.bos)
     return tokens
 
 
-def encode_continuation(tokenizer: Tokenizer, text: str) -> list[int] | None:
+def encode_continuation(tokenizer: Tokenizer, rendered: Rendered) -> list[int] | None:
     """Tokens of a text that continues another; None if the vocabulary adds a space to it."""
-    tokens = tokenizer.encode(text, add_special=False, parse_special=True)
+    tokens, text = _encode(tokenizer, rendered), rendered.text
     shown = b"".join(tokenizer.decode_piece(token, special=True) for token in tokens)
     if len(shown) - len(shown.lstrip(b" ")) == len(text) - len(text.lstrip(" ")):
         return tokens
     # some vocabularies add a space before every text
     return tokens[1:] if tokenizer.decode_piece(tokens[0]) == b" " else None
+
+
+def _encode(tokenizer: Tokenizer, rendered: Rendered) -> list[int]:
+    if rendered.literals:
+        return tokenizer.encode_with_literals(rendered.text, rendered.literals)
+    return tokenizer.encode(rendered.text, add_special=False, parse_special=True)
 
 
 def _text_of(tokenizer: Tokenizer, token: int) -> str:

@@ -18,6 +18,9 @@ TOO_MUCH = (
     "the grammar or JSON schema takes too much time or memory: it is too large, or can read the same text in too many "
     "ways; give a smaller one, without parts that may be empty or repeated within repeated parts"
 )
+EXCERPT = re.compile(r"\n *\d+ \| ")
+"""In llguidance's errors: lines of its grammar, which no client has written."""
+
 IS_LIMIT = re.compile("panic|too (large|big|many items)|items; max|limit", re.IGNORECASE)
 
 
@@ -51,7 +54,7 @@ def fault_of(text: str, error: str) -> str:
         if what == "grammar":
             return "a rule of the grammar refers to itself alone, as in root ::= root; give it a text"
         return f"the {what} refers to itself with nothing between ($ref); give a value between the two"
-    said = re.sub(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?", "", error.split("\n   1 |")[0].strip())
+    said = re.sub(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?", "", EXCERPT.split(error)[0].strip())
     return f"the {what} cannot be used: {' '.join(said.split())[:300]}; leave that out, or write it in another way"
 
 

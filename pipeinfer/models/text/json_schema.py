@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipeinfer.errors import UserError
+from pipeinfer.models.text.relaxed_schema import relaxed
 
 WHITESPACE = r"\x20|\n{1,2}[\x20\t]{0,20}"
 """llama.cpp's whitespace between the parts of a JSON text: small models would write spaces without end."""
@@ -39,12 +40,13 @@ def lark_of_schema(text: str) -> str:
 
 def json_rule(schema: Any) -> str:
     """What a rule in Lark is that a schema describes. As in llama.cpp, objects with given properties have no others,
-    unless the schema allows them or is a part of another one.
+    unless the schema allows them or is a part of another one; `oneOf` is `anyOf`.
 
     Raises RecursionError for a schema that is too deep.
     """
-    closed = _closed(schema, {*_parts(schema)}, "#")
-    return "%json " + json.dumps({**closed, "x-guidance": {"whitespace_pattern": WHITESPACE}})
+    held, _ = relaxed(schema)
+    closed = _closed(held, {*_parts(held)}, "#")
+    return "%json " + json.dumps({**closed, "x-guidance": {"whitespace_pattern": WHITESPACE, "coerce_one_of": True}})
 
 
 def _parts(schema: Any, is_part: bool = False) -> Iterator[str]:

@@ -25,22 +25,25 @@ def check_stops(name: str, stops: Sequence[str]) -> None:
 class StopStrings:
     """Filters a text piece by piece; holds back what may be the beginning of a stop string.
 
-    `hit`: a stop string has occurred. It and all after it are dropped.
+    `hit`: a stop string has occurred, `found`. It and all after it are dropped.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops), "an empty stop string ends every text"
         self.stops = tuple(stops)
-        self.hit = False
+        self.hit, self.found = False, ""
         self._held = ""
 
     def push(self, text: str) -> str:
         if self.hit or not self.stops:
             return "" if self.hit else text
         self._held += text
-        found = [at for stop in self.stops if (at := self._held.find(stop)) >= 0]
+        found = [(at, stop) for stop in self.stops if (at := self._held.find(stop)) >= 0]
         self.hit = bool(found)
-        return self._let_go(min(found)) if found else self._let_go(len(self._held) - n_begun(self._held, self.stops))
+        if found:
+            at, self.found = min(found, key=lambda each: each[0])
+            return self._let_go(at)
+        return self._let_go(len(self._held) - n_begun(self._held, self.stops))
 
     def flush(self) -> str:
         """The text held back, at the end of the text."""

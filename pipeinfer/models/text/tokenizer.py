@@ -3,7 +3,8 @@
 import codecs
 import ctypes
 import re
-from collections.abc import Iterator
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from pipeinfer.models.gguf.header import read_header
 from pipeinfer.models.gguf.vocabulary import VocabularyCheck
 from pipeinfer.models.llama import ggml
 
-ATTR_UNKNOWN, ATTR_CONTROL, ATTR_USER_DEFINED, ATTR_BYTE, ATTR_LSTRIP = 1, 8, 16, 32, 128
+ATTR_UNKNOWN, ATTR_CONTROL, ATTR_USER_DEFINED, ATTR_BYTE, ATTR_LSTRIP, ATTR_RSTRIP = 1, 8, 16, 32, 128, 256
 NO_TOKEN_ID = -1
 NO_VOCABULARY, SENTENCE_PIECE = 0, 1
 
@@ -21,6 +22,11 @@ PART = 1 << 14
 from each one to the end of the text."""
 
 MARKER = re.compile(r"<[^<>]+>")
+
+SPACE = " \t\n\v\f\r"
+
+Span = tuple[int, int]
+"""Of a text: the first character, and the one behind the last."""
 
 Piece = tuple[bytes, bool]
 """A token's spelling, and whether it is a byte token, whose spelling is not its text."""
@@ -59,9 +65,62 @@ class Tokenizer:
         """
         if self._check:
             self._check.check_encodable(text, self._missing)
-        if parse_special and not add_special and len(text) > PART:
-            return [token for part in self._parts(text) for token in self._encode(part, False, True)]
+        if parse_special and len(text) > PART:
+            tokens = [token for part in self._parts(text) for token in self._encode(part, False, True)]
+            return self._with_ends(tokens) if add_special else tokens
         return self._encode(text, add_special, parse_special)
+
+    def encode_with_literals(self, text: str, literals: Sequence[Span]) -> list[int]:
+        """The same with `parse_special`, without bos and eos. `literals`: where names of control tokens are text, in
+        order. The text is cut where llama.cpp cuts it: at longer tokens first."""
+        if self._check:
+            self._check.check_encodable(text, self._missing)
+        fragments: list[Span | int] = [(0, len(text))]
+        for token, name in self.controls:
+            if name in text:
+                cut = ([each] if isinstance(each, int) else self._cut(text, each, token, name, literals)
+                       for each in fragments)  # fmt: skip
+                fragments = [part for parts in cut for part in parts]
+        found = ([each] if isinstance(each, int) else self._encode(text[slice(*each)], False, False)
+                 for each in fragments)  # fmt: skip
+        return [token for tokens in found for token in tokens]
+
+    def _cut(self, text: str, fragment: Span, token: int, name: str, literals: Sequence[Span]) -> Iterator[Span | int]:
+        """A fragment, cut at each name of a control token that overlaps no literal."""
+        start, end = fragment
+        kind, at = self.attributes_of(token), start
+        while (at := text.find(name, at, end)) >= 0:
+            behind = at + len(name)
+            following = bisect_right(literals, at, key=lambda literal: literal[1])
+            if following < len(literals) and literals[following][0] < behind:
+                at += 1
+                continue
+            left = start + len(text[start:at].rstrip(SPACE)) if kind & ATTR_LSTRIP else at
+            if left > start:
+                yield start, left
+            yield token
+            start = at = end - len(text[behind:end].lstrip(SPACE)) if kind & ATTR_RSTRIP else behind
+        if start < end:
+            yield start, end
+
+    def _with_ends(self, tokens: list[int]) -> list[int]:
+        """With bos and eos as the model expects."""
+        return [*([self.bos] if self.adds_bos else []), *tokens, *([self.eos] if self.adds_eos else [])]
+
+    @cached_property
+    def controls(self) -> tuple[tuple[int, str], ...]:
+        """(token, name) of the tokens that a text has only where special ones are parsed, the longest name first."""
+        found = [
+            (token, self.text_of(token).decode("utf-8", "replace"))
+            for token in range(self.n_vocab)
+            if self.attributes_of(token) & (ATTR_CONTROL | ATTR_UNKNOWN)
+        ]
+        return tuple(sorted(((token, text) for token, text in found if text), key=lambda each: -len(each[1].encode())))
+
+    @cached_property
+    def control_names(self) -> re.Pattern[str] | None:
+        """Matches the names of those tokens; None where there are none."""
+        return re.compile("|".join(re.escape(name) for _, name in self.controls)) if self.controls else None
 
     def _parts(self, text: str) -> Iterator[str]:
         """The text, cut before markers: what is on their two sides is tokenised apart anyway."""

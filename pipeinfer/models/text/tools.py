@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeinfer.models.text.answers import THOUGHTS, as_json
+from pipeinfer.models.text.answers import MARK, THOUGHTS, as_json
 from pipeinfer.models.text.chat import Message
 from pipeinfer.models.text.grammar_text import ANY_TOKENS
 from pipeinfer.models.text.json_schema import json_rule
@@ -60,9 +60,6 @@ STYLES = (
 )  # fmt: skip
 HARMONY = "<|channel|>analysis<|message|>"
 HERMES = STYLES[-1]
-
-MARK = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")
-"""What may be a control token."""
 
 TOLD = """# Tools
 

@@ -4,7 +4,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipeinfer.job.requests.fields import refuse, shown, text_of
+from pipeinfer.job.requests.chat_fields import content_of
+from pipeinfer.job.requests.fields import PassedOver, refuse, shown, text_of
 from pipeinfer.server.dialects.blocks import Block, BlockForm, named_event, renamed
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
@@ -14,29 +15,48 @@ PASSED_OVER = ("container", "context_management", "mcp_servers", "inference_geo"
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
+BILLING = "x-anthropic-billing-header:"
+"""Claude Code begins its system text with a line of this name, which differs in each request: with it nothing of the
+prompt would be found in the cache."""
 
 
-def chat_of(given: Mapping[str, Any]) -> dict[str, Any]:
+def chat_of(given: Mapping[str, Any], passed: PassedOver) -> dict[str, Any]:
     """The body of a chat. Raises UserError for what cannot be served."""
     fields = renamed({name: value for name, value in given.items() if name not in PASSED_OVER}, NAMES)
     messages = fields.get("messages")
     if not isinstance(messages, list) or not messages:
         refuse(f"messages is {shown(messages)}; give a list of objects with role and content")
-    said = [each for at, message in enumerate(messages) for each in _messages(f"messages[{at}]", message)]
-    if (system := fields.pop("system", None)) is not None:
+    said = [each for at, message in enumerate(messages) for each in _messages(f"messages[{at}]", message, passed)]
+    if (system := _system(fields.pop("system", None))) is not None:
         said.insert(0, {"role": "system", "content": text_of("system", system, ("text",))})
+    config = given.get("output_config")
+    if isinstance(config, dict) and isinstance(form := config.get("format"), dict):
+        fields["response_format"] = form
     thinking = fields.pop("thinking", None)
     if thinking is not None:
         thinks = isinstance(thinking, dict) and thinking.get("type") != "disabled"
         fields["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
     if "tools" in fields:
-        fields["tools"] = _tools(fields["tools"])
+        fields["tools"] = _tools(fields["tools"], passed)
     if isinstance(choice := fields.get("tool_choice"), dict):
         fields |= _choice(choice)
     return {**fields, "messages": said}
 
 
-def _messages(name: str, message: Any) -> Iterator[dict[str, Any]]:
+def _system(value: Any) -> Any:
+    """Without the header of bills; None where nothing is left."""
+    if isinstance(value, str) and value.startswith(BILLING):
+        return value.partition("\n")[2].lstrip("\n") or None
+    if isinstance(value, list):
+        return [each for each in value if not _is_billing(each)] or None
+    return value
+
+
+def _is_billing(block: Any) -> bool:
+    return isinstance(block, dict) and str(block.get("text", "")).startswith(BILLING)
+
+
+def _messages(name: str, message: Any, passed: PassedOver) -> Iterator[dict[str, Any]]:
     """One for the text of a message and its calls, one for each result of a tool."""
     role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
     if role not in ("user", "assistant", "system"):
@@ -57,8 +77,10 @@ def _messages(name: str, message: Any) -> Iterator[dict[str, Any]]:
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
-            said = text_of(f"{name}.content[{at}].content", block.get("content", ""), ("text",))
+            said = content_of(f"{name}.content[{at}].content", block.get("content") or "", "tool", passed)
             yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": said}
+        elif role == "assistant" and kind != "redacted_thinking":
+            passed.add(f"messages.{kind}", f"{name}.content[{at}] is of type {shown(kind)}; it is left out")
         elif kind != "redacted_thinking":
             refuse(
                 f"{name}.content[{at}] is of type {shown(kind)}; text, thinking, tool_use and tool_result are served"
@@ -70,13 +92,14 @@ def _messages(name: str, message: Any) -> Iterator[dict[str, Any]]:
         yield {"role": role, "content": content, **more}
 
 
-def _tools(value: Any) -> list[Any]:
+def _tools(value: Any, passed: PassedOver) -> list[Any]:
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         refuse(f"tools is {shown(value)}; give a list of objects with name and input_schema")
     found = []
     for at, tool in enumerate(value):
-        if tool.get("type", "custom") != "custom":
-            refuse(f"tools[{at}] is of type {shown(tool['type'])}; only tools of the client can be served")
+        if (kind := tool.get("type") or "custom") != "custom":
+            passed.add(f"tools.{kind}", f"tools[{at}] is of type {shown(kind)}; only tools of the client can be served")
+            continue
         schema = {"parameters": tool["input_schema"]} if "input_schema" in tool else {}
         said = {name: tool[name] for name in ("name", "description") if name in tool}
         found.append({"type": "function", "function": said | schema})
@@ -98,9 +121,14 @@ def _choice(choice: Mapping[str, Any]) -> dict[str, Any]:
 class MessageForm(BlockForm):
     prefix = "msg"
 
+    @property
+    def _reason(self) -> str:
+        return "stop_sequence" if self.finish == "stop" and self.choice.stop else REASONS[self.finish]
+
     def _message(self, content: list[Any], reason: str | None) -> dict[str, Any]:
+        stop = self.choice.stop if reason == "stop_sequence" else None
         return {"id": self.common["id"], "type": "message", "role": "assistant", "model": self.common["model"],
-                "content": content, "stop_reason": reason, "stop_sequence": None, "usage": self._counts()}  # fmt: skip
+                "content": content, "stop_reason": reason, "stop_sequence": stop, "usage": self._counts()}  # fmt: skip
 
     def _counts(self) -> dict[str, int]:
         usage = self.usage()
@@ -110,7 +138,7 @@ class MessageForm(BlockForm):
 
     def whole(self) -> dict[str, Any]:
         content = [_block(block, block.text) for block in self.all_blocks()]
-        return self._message(content, REASONS[self.finish]) | {"timings": self._timings()}
+        return self._message(content, self._reason) | {"timings": self._timings()}
 
     def first(self) -> bytes:
         return named_event("message_start", {"message": self._message([], None)})
@@ -127,7 +155,8 @@ class MessageForm(BlockForm):
         return named_event("content_block_stop", {"index": block.index})
 
     def last(self) -> bytes:
-        ended = {"delta": {"stop_reason": REASONS[self.finish], "stop_sequence": None}, "usage": self._counts()}
+        stop = self.choice.stop if self._reason == "stop_sequence" else None
+        ended = {"delta": {"stop_reason": self._reason, "stop_sequence": stop}, "usage": self._counts()}
         return named_event("message_delta", ended) + named_event("message_stop", {})
 
 

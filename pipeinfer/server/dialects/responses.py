@@ -3,32 +3,42 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipeinfer.job.requests.fields import refuse, shown, text_of
+from pipeinfer.job.requests.chat_fields import content_of
+from pipeinfer.job.requests.fields import PassedOver, refuse, shown, text_of
 from pipeinfer.server.dialects.blocks import Block, BlockForm, named_event, renamed
 from pipeinfer.server.forms import DONE
 
 RESPONSES = "/v1/responses"
 NAMES = {"max_output_tokens": "max_tokens"}
 PASSED_OVER = ("include", "truncation", "prompt", "background", "conversation", "max_tool_calls", "text", "reasoning",
-               "store", "input", "instructions")  # fmt: skip
+               "store", "input", "instructions", "stream_options")  # fmt: skip
 STORED = ("previous_response_id", "conversation", "prompt")
 """Fields that need what an earlier request has left."""
 
+STORED_ITEMS = ("item_reference",)
+"""Items that need the same."""
+
+LOGPROBS = "message.output_text.logprobs"
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 
 
-def chat_of(given: Mapping[str, Any]) -> dict[str, Any]:
+def chat_of(given: Mapping[str, Any], passed: PassedOver) -> dict[str, Any]:
     """The body of a chat. Raises UserError for what cannot be served."""
     if stored := next((name for name in STORED if name in given), ""):
         refuse(f"{stored} is {shown(given[stored])}, and no answer is kept here; give the whole conversation as input")
     if given.get("background"):
         refuse("background is true, and no answer is kept here; leave it out, or give stream true")
+    if LOGPROBS in (given.get("include") or ()):
+        refuse(f"include has {LOGPROBS}, and answers of this API have no log-probabilities here; ask "
+               "/v1/chat/completions for them")  # fmt: skip
     fields = renamed({name: value for name, value in given.items() if name not in PASSED_OVER}, NAMES)
     value = given.get("input")
     items = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if not isinstance(items, list) or not items:
         refuse(f"input is {shown(value)}; give a text, or a list of items")
-    messages = _joined(each for at, item in enumerate(items) for each in _messages(f"input[{at}]", item))
+    messages = _joined(each for at, item in enumerate(items) for each in _messages(f"input[{at}]", item, passed))
+    if not messages:
+        refuse(f"input is {shown(value)}; give a text, or a list with a message")
     if "instructions" in given:
         text = text_of("instructions", given["instructions"], TEXTS)
         messages.insert(0, {"role": "system", "content": text})
@@ -40,30 +50,35 @@ def chat_of(given: Mapping[str, Any]) -> dict[str, Any]:
         fields["response_format"] = schema if form.get("type") == "json_schema" else form
     if "tools" in fields:
         fields["tools"] = _tools(fields["tools"])
-    if isinstance(choice := fields.get("tool_choice"), dict):
+    if isinstance(choice := fields.get("tool_choice"), dict) and choice.get("type") == "allowed_tools":
+        fields["tool_choice"] = choice.get("mode", "auto")
+    elif isinstance(choice, dict):
         fields["tool_choice"] = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
     return {**fields, "messages": messages}
 
 
-def _messages(name: str, item: Any) -> Iterator[dict[str, Any]]:
+def _messages(name: str, item: Any, passed: PassedOver) -> Iterator[dict[str, Any]]:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
         text = text_of(f"{name}.content", item.get("content"), TEXTS)
         yield {"role": item.get("role"), "content": text}
-    elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+    elif kind in ("function_call", "custom_tool_call"):
+        given = item.get("arguments") if kind == "function_call" else {"input": item.get("input")}
+        function = {"name": item.get("name"), "arguments": given}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
         yield {"role": "assistant", "content": None, "tool_calls": [call]}
-    elif kind == "function_call_output":
-        text = text_of(f"{name}.output", item.get("output"), TEXTS)
+    elif kind in ("function_call_output", "custom_tool_call_output"):
+        text = content_of(f"{name}.output", item.get("output"), "tool", passed, TEXTS)
         yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": text}
     elif kind == "reasoning":
         text = text_of(f"{name}.content", item.get("content") or item.get("summary") or [], TEXTS)
         yield {"role": "assistant", "reasoning_content": text}
-    else:
+    elif not isinstance(kind, str) or kind in STORED_ITEMS:
         refuse(
             f"{name} is of type {shown(kind)}; message, function_call, function_call_output and reasoning are served"
         )
+    else:
+        passed.add(f"input.{kind}", f"{name} is of type {shown(kind)}; it is left out")
 
 
 def _joined(messages: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -83,9 +98,16 @@ def _tools(value: Any) -> list[Any]:
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         refuse(f"tools is {shown(value)}; give a list of functions")
     return [
-        {"type": tool.get("type"), "function": {name: each for name, each in tool.items() if name != "type"}}
+        {
+            "type": tool.get("type", "function"),
+            "function": {name: each for name, each in tool.items() if name != "type"},
+        }
         for tool in value
     ]
+
+
+def without(given: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in given.items() if key != name}
 
 
 class ResponseForm(BlockForm):

@@ -38,6 +38,7 @@ from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.models.text.chat import ChatTemplate, Message, encode_rendered
+from pipeinfer.models.text.literals import Rendered
 from pipeinfer.models.text.tokenizer import TextStream, Tokenizer
 from pipeinfer.policies.registry import POLICIES, make_policy
 from tests.core.test_engine import toy_engine
@@ -58,9 +59,9 @@ class QuickFormat(ChatFormat):
 
     forgets: bool = False
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message]) -> Rendered:
         said = "".join(f"<|{each.role}|>\n{self._content(each)}<|end|>\n" for each in messages)
-        return f"<s>{said}<|assistant|>\n"
+        return Rendered(f"<s>{said}<|assistant|>\n")
 
     def _content(self, message: Message) -> str:
         return message.content.rpartition("</think>")[2] if self.forgets else message.content
@@ -159,7 +160,7 @@ def tokens_of(tokenizer: Tokenizer, text: str) -> list[int]:
 def test_a_prompt_goes_on_from_the_tokens_that_were_said(tokenizer: Tokenizer) -> None:
     history, end = quick(tokenizer), tokens_of(tokenizer, "<|end|>")
     first = history.ask("the", N_CTX)
-    assert list(first.tokens) == encode_rendered(tokenizer, "<s><|user|>\nthe<|end|>\n<|assistant|>\n")
+    assert list(first.tokens) == encode_rendered(tokenizer, Rendered("<s><|user|>\nthe<|end|>\n<|assistant|>\n"))
     odd = [tokens_of(tokenizer, letter)[-1] for letter in "ing"]  # the vocabulary would write it otherwise
     history.answered([*first.tokens, *odd, *end], "ing", whole=True)
     second = history.ask("a", N_CTX)

@@ -94,7 +94,7 @@ class Clients:
         )  # fmt: skip
         stops = ("ab", "c") if rng.random() < 0.2 else ()
         keep, priority = rng.random() < 0.5, rng.choice((0, 0, 1))
-        return Ask(id, prompt, rng.randint(1, 16), sampling, False, stops, False, None, keep, priority)
+        return Ask(id, prompt, rng.randint(1, 16), sampling, (), stops, False, None, keep, priority)
 
     def tell(self, message: FromHead) -> None:
         if isinstance(message, Came):
@@ -123,7 +123,7 @@ def toy_service(front: Clients) -> Service:
     stages = [SimpleNamespace(rank=0)]
     plan = SimpleNamespace(stages=stages, computing={0}, drafts={}, n_ranks=1, describe=lambda rank: "all")
     deployment = cast(Deployment, SimpleNamespace(plan=plan, model=SimpleNamespace(rewinds=True)))
-    work = ServeWork(cast(Any, front), cast(Any, None), cast(Tokenizer, Words()), frozenset(), 1.0)
+    work = ServeWork(cast(Any, front), cast(Any, None), cast(Tokenizer, Words()), 1.0)
     service = Service(context, deployment, work)
     session = service.session = Session(context, deployment, service._is_called)
     service.pictures = pictures.Pictures(session, deployment)

@@ -1,0 +1,47 @@
+"""Orders of roles for templates that refuse the order as it is."""
+
+import pytest
+
+from pipeinfer.models.text.chat import Message
+from pipeinfer.models.text.roles import orders
+
+
+def said(*pairs: tuple[str, str]) -> list[Message]:
+    return [Message(role, content) for role, content in pairs]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("messages", "expected"),
+    [
+        (said(("user", "a")), []),
+        (said(("user", "a"), ("assistant", "b"), ("user", "c")), []),
+        (said(("system", "s"), ("user", "a")), [said(("user", "s\n\na"))]),
+        (
+            said(("user", "a"), ("system", "s"), ("assistant", "b"), ("user", "c")),
+            [
+                said(("system", "s"), ("user", "a"), ("assistant", "b"), ("user", "c")),
+                said(("user", "s\n\na"), ("assistant", "b"), ("user", "c")),
+            ],
+        ),
+        (
+            said(("system", "s"), ("user", "a"), ("user", "b"), ("system", "t")),
+            [
+                said(("system", "s\n\nt"), ("user", "a"), ("user", "b")),
+                said(("user", "s\n\nt\n\na"), ("user", "b")),
+                said(("user", "s\n\nt\n\na\n\nb")),
+            ],
+        ),
+        (said(("user", "a"), ("user", "b")), [said(("user", "a\n\nb"))]),
+    ],
+)
+def test_orders_come_from_the_least_change_to_the_largest(
+    messages: list[Message], expected: list[list[Message]]
+) -> None:
+    assert [list(each) for each in orders(messages)] == expected
+
+
+def test_calls_of_neighbours_stay() -> None:
+    calls = [{"function": {"name": name, "arguments": {}}} for name in "fg"]
+    first, second = (Message("assistant", "", {"tool_calls": [call]}) for call in calls)
+    (found,) = orders([Message("user", "a"), first, second])
+    assert found[1].more["tool_calls"] == calls
