@@ -8,7 +8,7 @@ import math
 from docs.generate.markdown import table
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
-from pipeinfer.job.requests.field_names import ALIASES, ONLY, WITHOUT_EFFECT
+from pipeinfer.job.requests.field_names import ALIASES, IN_EFFECT, ONLY, WITHOUT_EFFECT
 
 
 def tables() -> str:
@@ -18,9 +18,13 @@ def tables() -> str:
         "### Sampling\n",
         table(["field", "default", "from", "to", "option"], _sampling()),
         "### With these values alone\n",
+        "Other values would change the text, and are refused.",
         "The server also takes other values of `n`, `best_of` and `stream`; a batch does not.\n",
         table(["field", "values"], only),
         "### Accepted without effect\n",
+        "Other values of these are passed over:\n",
+        table(["field", "values"], [[f"`{name}`", " or ".join(f"`{json.dumps(value)}`" for value in values)]
+                                    for name, values in IN_EFFECT.items()]),
         f"{ignored}. The server reads `cache_prompt` and `stream_options`.\n",
     ])  # fmt: skip
 

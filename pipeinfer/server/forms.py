@@ -53,7 +53,7 @@ class Form:
         self._readers: dict[int, AnswerReader] = {}
         self._n_read: dict[int, int] = {}  # of each choice, tokens of its prompt that were told as evaluated
         self._n_told: dict[int, int] = {}  # the number of the last call that was told
-        schemas = schemas_to_check(asked.bodies[0]) if asked.passed_over else {}
+        schemas = schemas_to_check(asked.bodies[0])
         self._checks = [AnswerCheck(schemas) for _ in asked.bodies] if schemas else []
 
     def _name(self) -> str:

@@ -13,6 +13,7 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.models.text.grammar_check import check_grammar
 from pipeinfer.models.text.json_schema import read_schema, schema_grammar
+from pipeinfer.models.text.relaxed_schema import mismatch, relaxations, relaxed
 from pipeinfer.models.text.tokenizer import Tokenizer
 from tests.models.test_grammar import grammar_of, tokenizer, written
 
@@ -131,3 +132,42 @@ def test_what_is_held_to(tokenizer: Tokenizer, schema: dict[str, Any], texts: li
         return all(grammar.after(tokens[:at]).has(token) for at, token in enumerate([*tokens, end]))
 
     assert all(map(may_be, texts)) and not any(map(may_be, others))
+
+
+RELAXED = [
+    ('{"items": {"uniqueItems": true}}', "uniqueItems", "[[1, 1]]", "[[1]]"),
+    ('{"if": {"type": "object"}, "then": {"required": ["a"]}}', "if", "{}", "[]"),
+    ('{"$ref": "#/$defs/a", "$defs": {"a": {"not": {"type": "null"}}}}', "not", "null", "1"),
+    ('{"type": "string", "pattern": "^(?=a)"}', "a pattern that looks around", '"b"', '"a"'),
+    ('{"patternProperties": {"^(?!x)": {"type": "null"}}}', "a pattern that looks around", '{"a": 1}', '{"a": null}'),
+    ('{"propertyNames": {"maxLength": 1}}', "propertyNames", '{"ab": 1}', '{"a": 1}'),
+    ('{"dependentRequired": {"a": ["b"]}}', "dependentRequired", '{"a": 1}', '{"a": 1, "b": 1}'),
+    ('{"contains": {"type": "null"}}', "contains", "[1]", "[null]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "keyword", "wrong", "right"), RELAXED, ids=lambda text: text[:40])
+def test_what_no_grammar_holds_a_text_to_is_left_out_and_checked(
+    tokenizer: Tokenizer, text: str, keyword: str, wrong: str, right: str
+) -> None:
+    schema = read_schema(text)
+    check_grammar(tokenizer, schema_grammar(schema))
+    assert f"no grammar holds a text to {keyword}" in relaxations(schema)
+    assert mismatch(schema, wrong) and not mismatch(schema, right)
+
+
+def test_annotations_and_names_of_properties_are_no_keywords(tokenizer: Tokenizer) -> None:
+    names = {name: {"type": "string"} for name in ("not", "if", "format", "uniqueItems")}
+    schema = {"type": "object", "properties": names, "$comment": "x", "title": "y", "deprecated": True,
+              "examples": [{"not": 1}], "description": "z"}  # fmt: skip
+    assert relaxed(schema) == (schema, ())
+    for extra in ({"type": "string", "format": "new"}, {"type": "integer", "format": "int64"}, {"uniqueItems": False}):
+        check_grammar(tokenizer, schema_grammar(extra))
+        assert not relaxations(extra)
+    check_grammar(tokenizer, schema_grammar({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}))
+
+
+def test_what_cannot_be_compared_is_no_mismatch() -> None:
+    assert mismatch({"pattern": "(a+)+$"}, json.dumps("a" * 40 + "b")) == ""
+    assert mismatch({"$ref": "https://example.org/x"}, "1") == ""
+    assert mismatch({}, "{") == "it is not JSON"

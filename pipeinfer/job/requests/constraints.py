@@ -6,10 +6,12 @@ from pipeinfer.core.logit_bias import read_biases
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.request import read_text
 from pipeinfer.models.text.grammar_check import check_grammar
 from pipeinfer.models.text.grammar_text import ANY_TOKENS
 from pipeinfer.models.text.json_schema import read_schema, schema_grammar
+from pipeinfer.models.text.relaxed_schema import as_schema, mismatch, relaxations
 from pipeinfer.models.text.tokenizer import Tokenizer
 
 
@@ -35,11 +37,26 @@ def check_constraints(
         check_grammar(tokenizer, sampling.grammar)
 
 
+def _schema(option: str, text: str) -> str:
+    """What no grammar holds a text to is said."""
+    schema = read_schema(text)
+    for reason in relaxations(schema):
+        complain(f"{option}: {reason}")
+    return schema_grammar(schema)
+
+
+def complain_of_mismatch(sampling: SamplingParams, text: str) -> None:
+    """Compare a whole text with the schema that it was to fit, where no grammar could hold it to all of that."""
+    schema = as_schema(sampling.grammar)
+    if schema is not None and relaxations(schema) and (wrong := mismatch(schema, text)):
+        complain(f"the text does not fit the JSON schema: {wrong}")
+
+
 def _grammar(options: RunOptions) -> str:
     given = options.grammar
     if given.schema is not None:
-        return schema_grammar(read_schema(given.schema))
+        return _schema("--json-schema", given.schema)
     if given.schema_file is not None:
-        return schema_grammar(read_schema(read_text("--json-schema-file", given.schema_file)))
+        return _schema("--json-schema-file", read_text("--json-schema-file", given.schema_file))
     text = read_text("--grammar-file", given.grammar_file) if given.grammar_file is not None else given.grammar or ""
     return text.removeprefix(ANY_TOKENS)  # in GBNF it means nothing

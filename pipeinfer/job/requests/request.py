@@ -54,7 +54,7 @@ class GenerationRequest:
     def open(self, id: int) -> Request:
         """Its state in an engine."""
         return Request(
-            id, self.prompt, max(1, self.n_predict), self.sampling, self.n_ctx, self.end_tokens, self.spans, self.keep,
+            id, self.prompt, self.n_predict, self.sampling, self.n_ctx, self.end_tokens, self.spans, self.keep,
             self.priority, self.begun,
         )  # fmt: skip
 

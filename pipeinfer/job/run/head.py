@@ -12,6 +12,7 @@ from pipeinfer.job.planning.plan_table import show_start
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.process.streams import lost
 from pipeinfer.job.requests.asked import asked_of
+from pipeinfer.job.requests.constraints import complain_of_mismatch
 from pipeinfer.job.requests.printer import Printer
 from pipeinfer.job.run.run import RunWork
 from pipeinfer.job.session.open_session import open_session
@@ -49,6 +50,8 @@ class Head:
             if generation.request.finish is not Finish.STOPPED:
                 self.journal.ended(self.key)
         code = self._report(generation)
+        if generation.request.finish is Finish.END:
+            complain_of_mismatch(self.request.sampling, self.printer.text)
         if generation.request.finish is Finish.FAILED:
             complain(TOO_MUCH)
             code = 2

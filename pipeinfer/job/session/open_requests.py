@@ -4,7 +4,7 @@ Knows no file and no client.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipeinfer.cluster.messages.wire import text_bytes
 from pipeinfer.cluster.stages.serve import N_TEXT_MAX
@@ -108,7 +108,8 @@ class OpenRequests:
         printer = Printer(self.context.flag, self.tokenizer, asked, silent=True)
         printer.push(asked.begun)
         entries, metrics = Entries(asked.end_tokens), RequestMetrics(on_prompt=on_prompt, on_turn=on_turn)
-        opened = Open(asked, asked.open(self.session.next_id()), printer, metrics, entries, len(asked.begun))
+        request = replace(asked, n_predict=max(1, asked.n_predict)).open(self.session.next_id())
+        opened = Open(asked, request, printer, metrics, entries, len(asked.begun))
         self._open[opened.request.id] = opened
         self.engine.add(opened.request, policy, metrics)
         if came_s is not None:
