@@ -45,6 +45,11 @@ class Http:
         socket.send_fds(self._control, [b"head"], [link.fileno()])
         link.close()  # or rank 0 would not see when the process ends
 
+    @property
+    def numerics(self) -> str:
+        """The name of those of the first job; empty before it."""
+        return self._setup.version.partition("-")[2] if self._setup else ""
+
     def _begin(self) -> None:
         assert self._http and self._setup
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

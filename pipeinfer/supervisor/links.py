@@ -56,6 +56,11 @@ class Links:
                 link.close()
 
     @property
+    def numerics(self) -> str:
+        """The name of those of the first attempt; empty before it has said so."""
+        return self._model.decode().partition("-")[2] or self.http.numerics
+
+    @property
     def is_heard(self) -> bool:
         """Whether rank 0 of the attempt has come."""
         return bool(self._links)

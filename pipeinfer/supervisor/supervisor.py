@@ -100,7 +100,7 @@ class Supervisor:
         self._links.begin(number)
         words = self.launcher.without(self.lost, hosts_file)
         words[1:1] = self._hands_on
-        attempt = Attempt(self._name, number, self._links.rendezvous, is_typed=os.isatty(0))
+        attempt = Attempt(self._name, number, self._links.rendezvous, os.isatty(0), self._links.numerics)
         try:
             self._job = Job(attempt, words, self.environ, stdin)
         except OSError as error:

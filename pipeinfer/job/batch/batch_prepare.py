@@ -17,7 +17,7 @@ from pipeinfer.job.planning.prepare import check_outputs, deploy_largest, inputs
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.body_prompts import BodyPrompts
 from pipeinfer.job.requests.constraints import constrained
-from pipeinfer.job.requests.journal import Journal, open_journal
+from pipeinfer.job.requests.journal import Journal, ModelId, open_journal
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.requests.request_body import Defaults
 from pipeinfer.models.gguf.model_info import ModelInfo
@@ -109,16 +109,18 @@ def prepare_batch(asked: BatchOptions, hosts: Sequence[Host]) -> tuple[Deploymen
     options = constrained(options, tokenizer)
     file = BatchFile(asked.source, _defaults(replace(asked, run=options), info))
     output, prompts = BatchOutput(asked.output), BodyPrompts(options, info, tokenizer)
-    journal = open_journal(options.resume, (info.fingerprint, options.rounding))
-    work = BatchWork(file, output, prompts, bytearray(), journal)
+    work = BatchWork(file, output, prompts, bytearray(), Journal())
     try:
         _check_lines(work)
-        if not work.n_left:
+        deployment = _deploy(options, hosts, info, work) if work.n_left else None
+        numerics = deployment.numerics if deployment else options.rounding
+        _open_journal(work, options, (info.fingerprint, options.kept_numerics or numerics))
+        if not deployment:
             work.output.go_on()
             _tell_done(work)
             work.close()
             return None
-        return _deploy(options, hosts, info, work), work
+        return deployment, work
     except BaseException:
         work.close()
         raise
@@ -142,6 +144,14 @@ def _tell_done(work: BatchWork) -> None:
         print(json_text({"requests": n, "done_before": n, "completed": 0, "failed": 0, "left": 0}), flush=True)
 
 
+def _open_journal(work: BatchWork, options: RunOptions, model: ModelId) -> None:
+    """With the texts that are not complete: an interruption may have left notes of one whose result is there."""
+    work.journal = open_journal(options.resume, model)
+    for _, id in work.output.ids():
+        if id in work.journal.texts:
+            work.journal.ended(id)
+
+
 def _check_lines(work: BatchWork) -> None:
     """Every line of what is asked and of what is done. Raises UserError for the first that is wrong."""
     known: dict[str, int] = {}
@@ -160,8 +170,6 @@ def _check_lines(work: BatchWork) -> None:
         work.is_done.extend(bytes(request.index + 1 - len(work.is_done)))
         id = work.id(request)
         work.is_done[request.index] = known.pop(id, 0) > 0
-        if work.is_done[request.index] and id in work.journal.texts:
-            work.journal.ended(id)
         work.n_requests += 1
         work.n_done += work.is_done[request.index]
     for reason in passed_over.values():

@@ -20,7 +20,7 @@ from pipeinfer.job.planning.prepare import ChatSetup, prepare_chat
 from pipeinfer.job.planning.prepared import start_prepared
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.asked import asked_of
-from pipeinfer.job.requests.journal import open_journal
+from pipeinfer.job.requests.journal import model_id, open_journal
 from pipeinfer.job.requests.printer import Printer
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.session.open_session import open_session
@@ -60,7 +60,7 @@ def run_chat(options: RunOptions) -> int:
 def _prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, tuple[ChatSetup, ChatNotes]]:
     deployment, setup = prepare_chat(options, hosts)
     asked = replace(setup.request, sampling=replace(setup.request.sampling, seed=options.sampling.seed))
-    model = deployment.model.fingerprint, options.rounding
+    model = model_id(options, deployment)
     about = digest((asked, options.chat, *model, *(["special"] if options.special_in_messages else [])))
     return deployment, (setup, ChatNotes(open_journal(options.resume, model), about))
 

@@ -69,6 +69,8 @@ class RunOptions(
     """So are those in a message."""
     grammar: GrammarOptions = GrammarOptions()  # noqa: RUF009 (so is it)
     sampling: SamplingParams = SamplingParams()  # noqa: RUF009 (it is frozen)
+    kept_numerics: str = ""
+    """The name of those with which what goes on was begun; empty: nothing goes on."""
     parallel: int = 1
     also: tuple[Policy, ...] = ()
     """Policies that are measured with the same loaded models."""

@@ -176,6 +176,11 @@ class Numerics:
         "exact", "--numerics", type=click.Choice(["exact", "fast"]),
         help="exact: every policy and rank count gives the same bits; fast: llama.cpp's default kernels.",
     )  # fmt: skip
+    allow_other_numerics: bool = setting(
+        False, "--allow-other-numerics",
+        help="Where a text goes on (--resume, supervise) and the numerics with which it was begun cannot be had, go on "
+        "with others.",
+    )  # fmt: skip
     repack: bool = setting(
         True, "--repack/--no-repack", column=True,
         help="Copy weights into the layout of faster kernels; with --numerics exact where these give a row the same "

@@ -1,6 +1,6 @@
 """What every rank needs to load its part of the models: the plan, and what follows from it. Knows no request."""
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -33,6 +33,7 @@ from pipeinfer.job.placement.exactness import in_blocks, repacked_alike
 from pipeinfer.job.placement.heads import check_features, check_head, head_of
 from pipeinfer.job.placement.memory import CELLS_PADDING, MemoryNeeds, gpu_layers
 from pipeinfer.job.placement.model_files import draft_translation, translation_note
+from pipeinfer.job.placement.numerics import numerics_name, other_numerics_text
 from pipeinfer.job.placement.pace_profile import pace_profile
 from pipeinfer.models.gguf.contents import FileState
 from pipeinfer.models.gguf.head import Head, layers_read
@@ -43,8 +44,11 @@ from pipeinfer.models.torch.hyperparameters import check_known
 
 MAX_BATCH = 2048  # prompt tokens a run: every rank has buffers for so many rows
 NOT_REPACKED = (
-    "there is no memory to repack the weights: tokens that are all but tied may differ from those of ranks where there "
-    "is; with --no-repack they are the same"
+    "there is no memory to repack the weights, so that numerics are not {} but {}: tokens that are all but tied may "
+    "differ from those of ranks where there is; with --no-repack they are the same"
+)
+OTHER_NUMERICS = (
+    "what goes on was begun with numerics {}, and goes on with {}: the text may be another one from here on"
 )
 N_CELLS_SPARE = 512  # cells above the context, for guesses and, with exact numerics, for parked cells
 
@@ -87,6 +91,7 @@ class Deployment:
     on_gpus   of each rank, the bytes of libllama's on its GPUs
     blocks    a prompt is evaluated in blocks that follow from its length; see pipeinfer.core.kv.blocks
     repacked  types of the target's weights that are repacked with exact numerics, and rows of each at once
+    numerics  the name of all that decides bits; see pipeinfer.job.placement.numerics
     parked    rejected cells of the target stay taken until all are packed
     translations  of each draft, between the target's token ids and its own, where they differ
     backends  of each rank
@@ -108,6 +113,7 @@ class Deployment:
     on_gpus: tuple[int, ...]
     blocks: bool = False
     repacked: tuple[tuple[int, int], ...] = ()
+    numerics: str = ""
     parked: bool = False
     pace: Profile | None = None
     backends: tuple[Backend, ...] = ()
@@ -148,6 +154,15 @@ class Deployment:
         return [host.name for host in self.hosts]
 
     @property
+    def fits(self) -> bool:
+        """Whether every host, and every GPU there, has the memory for what its ranks shall hold."""
+        try:
+            check_memory(self, "")
+        except UserError:
+            return False
+        return True
+
+    @property
     def crowding(self) -> float:
         """Threads that compute on each core, where they are the most; 1 at least."""
         return crowding(self.hosts, self.plan.computing, self.threads)
@@ -177,16 +192,49 @@ class DoesNotFit(UserError):
 def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: int, n_prompt: int) -> Deployment:
     """The plan for contexts of `n_ctx` tokens. Raises UserError for a wrong option, DoesNotFit for too little
     memory."""
-    deployment = lay_out(options, hosts, info, read_drafts(options.drafts_in_use, info), n_ctx, n_prompt)
+    drafts = read_drafts(options.drafts_in_use, info)
+    deployment = choose_layout(partial(lay_out, options), hosts, info, drafts, n_ctx, n_prompt)
+    kept, goes_on = options.kept_numerics, options.allow_other_numerics
+    if kept and deployment.numerics != kept:
+        same = _kept_layout(options, hosts, info, drafts, n_ctx, n_prompt)
+        deployment = same if same and (not goes_on or same.fits) else deployment
     try:
         check_memory(deployment, _way_out(deployment.plan, options.layer_split is not None))
     except UserError as error:
-        if deployment.repacked:  # mapped weights need less memory
-            mapped = deploy(options, [replace(host, repacked=()) for host in hosts], info, n_ctx, n_prompt)
-            return replace(mapped, notes=(*mapped.notes, NOT_REPACKED))
-        raise DoesNotFit(str(error), deployment) from None
+        began = f"; what is to go on was begun with numerics {kept}, --allow-other-numerics goes on with others" if (
+            kept and not goes_on) else ""  # fmt: skip
+        raise DoesNotFit(f"{error}{began}", deployment) from None
+    if kept and deployment.numerics != kept:
+        if not goes_on:
+            raise UserError(other_numerics_text(kept, deployment.numerics))
+        deployment = replace(deployment, notes=(*deployment.notes, OTHER_NUMERICS.format(kept, deployment.numerics)))
     translations = [None if draft.head else draft_translation(info.path, draft.path) for draft in deployment.drafts]
     return replace(deployment, translations=tuple(translations))
+
+
+def choose_layout(
+    lay_out_on: Callable[[Sequence[Host], ModelInfo, Sequence[ModelInfo], int, int], Deployment],
+    hosts: Sequence[Host], info: ModelInfo, drafts: Sequence[ModelInfo], n_ctx: int, n_prompt: int,
+) -> Deployment:  # fmt: skip
+    """With weights repacked where that is worth it and fits, else as they are in the file, which needs less memory: the
+    layout is chosen here, and nowhere later."""
+    deployment = lay_out_on(hosts, info, drafts, n_ctx, n_prompt)
+    if not deployment.repacked or deployment.fits:
+        return deployment
+    mapped = lay_out_on(_without_repacking(hosts), info, drafts, n_ctx, n_prompt)
+    return replace(mapped, notes=(*mapped.notes, NOT_REPACKED.format(deployment.numerics, mapped.numerics)))
+
+
+def _kept_layout(
+    options: RunOptions, hosts: Sequence[Host], info: ModelInfo, drafts: Sequence[ModelInfo], n_ctx: int, n_prompt: int
+) -> Deployment | None:
+    """That with the numerics which a job began with, whether it fits or not; None where there is none."""
+    both = [lay_out(options, each, info, drafts, n_ctx, n_prompt) for each in (hosts, _without_repacking(hosts))]
+    return next((each for each in both if each.numerics == options.kept_numerics), None)
+
+
+def _without_repacking(hosts: Sequence[Host]) -> list[Host]:
+    return [replace(host, repacked=()) for host in hosts]
 
 
 def check_memory(deployment: Deployment, way_out: str) -> None:
@@ -238,6 +286,7 @@ def lay_out(
         on_gpus=needs.on_gpus(plan),
         blocks=in_blocks(options, info, len(hosts), len(drafts)),
         repacked=needs.repacked,
+        numerics=numerics_name(options, hosts, plan, needs.repacked),
         parked=_parks(options, plan),
         notes=tuple(_notes(options, info, n_ctx)),
         backends=tuple(backend_of(own, rank) for rank, own in enumerate(computed_by)),

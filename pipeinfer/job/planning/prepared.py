@@ -13,6 +13,7 @@ from pipeinfer.job.options.options import RunOptions, check_by_rank
 from pipeinfer.job.placement.deployment import Deployment, DoesNotFit
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.profiling.hosts import find_hosts
+from pipeinfer.job.requests.journal import kept_numerics
 from pipeinfer.models.llama.ggml import load_library
 
 T = TypeVar("T")
@@ -62,7 +63,7 @@ def _run(crew: Crew, options: RunOptions, prepare: Prepare[T], run_head: RunHead
     def plan() -> Deployment | None:
         nonlocal prepared
         try:
-            prepared = prepare(options, hosts)
+            prepared = prepare(replace(options, kept_numerics=kept_numerics(options.resume)), hosts)
         except DoesNotFit as error:
             from pipeinfer.job.planning.plan_table import show_plan
             from pipeinfer.observe.report import stderr_console

@@ -1,7 +1,7 @@
 """What has come of texts that are not complete, noted so that a later job goes on with them. Knows no engine.
 
 A note is a line of JSON: `[key, seed]` begins a text anew, `[key, [token, …]]` is what came, `[key]` ends it. The key
-names what was asked.
+names what was asked. `["numerics", name]` says with which numerics all of them were begun.
 """
 
 import contextlib
@@ -16,7 +16,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from pipeinfer.cluster.watch.attempts import own_attempt
 from pipeinfer.errors import UserError
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.process.limited import MAX_LENGTH
 from pipeinfer.job.process.supervised import (
@@ -38,11 +41,30 @@ Part: TypeAlias = str | int | Sequence[int]
 ModelId: TypeAlias = tuple[str, str]  # fingerprint and numerics: what texts depend on but requests
 
 
+def model_id(options: RunOptions, deployment: Deployment) -> ModelId:
+    """Of texts that go on: with the numerics with which they were begun."""
+    return deployment.model.fingerprint, options.kept_numerics or deployment.numerics
+
+
+def kept_numerics(path: Path | None) -> str:
+    """The name of the numerics with which what goes on was begun: of this job under its supervisor, or of the notes in
+    a file; empty where nothing goes on."""
+    if path is None:
+        attempt = own_attempt()
+        return attempt.numerics if attempt else ""
+    with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
+        match json.loads(file.readline(MAX_LENGTH)):
+            case ["numerics", str(name)]:
+                return name
+    return ""
+
+
 class Journal:
     """Notes that nobody keeps. `texts`: of each that is not complete its seed and the tokens that came."""
 
     def __init__(self) -> None:
         self.texts: dict[str, tuple[int, list[int]]] = {}
+        self.numerics = ""
 
     def take(self, note: bytes) -> None:
         """Raises ValueError for what is none."""
@@ -50,6 +72,8 @@ class Journal:
 
     def _take(self, what: Any) -> None:
         match what:
+            case ["numerics", str(name)]:
+                self.numerics = name
             case [str(key)]:
                 self.texts.pop(key, None)
             case [str(key), int(seed)]:
@@ -105,14 +129,15 @@ def open_journal(path: Path | None, model: ModelId) -> Journal:
     `JournalFile` and `LinkJournal` do."""
     send_output()
     link = None if path else connect_supervisor(NOTES)
-    return JournalFile(path) if path else LinkJournal(link, model) if link else Journal()
+    return JournalFile(path, model[1]) if path else LinkJournal(link, model) if link else Journal()
 
 
 class JournalFile(Journal):
     """A file of notes that this job alone appends to. It is removed when all its texts are complete."""
 
-    def __init__(self, path: Path) -> None:
-        """Raises UserError when it cannot be written, has something else, or another job writes it."""
+    def __init__(self, path: Path, numerics: str) -> None:
+        """`numerics`: the name of those of this job. Raises UserError when it cannot be written, has something else, or
+        another job writes it."""
         super().__init__()
         self.path, self._is_full = path, False
         try:
@@ -130,6 +155,8 @@ class JournalFile(Journal):
         self._take_all([*lines, *([] if NOTE.startswith(torn[: len(NOTE)]) else [torn])])
         if torn:
             os.ftruncate(self._fd, len(notes) - len(torn))
+        if not notes:
+            self.write("numerics", numerics)
 
     def _take_all(self, lines: Iterable[bytes]) -> None:
         for number, line in enumerate(lines, start=1):

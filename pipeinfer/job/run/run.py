@@ -10,7 +10,7 @@ from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.planning.prepare import prepare
 from pipeinfer.job.planning.prepared import start_prepared
-from pipeinfer.job.requests.journal import Journal, open_journal
+from pipeinfer.job.requests.journal import Journal, model_id, open_journal
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.experiment import digest
@@ -34,7 +34,7 @@ def run_job(options: RunOptions) -> int:
 def _prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, RunWork]:
     deployment, (request, tokenizer) = prepare(options, hosts)
     asked = replace(request, sampling=replace(request.sampling, seed=options.sampling.seed))
-    model = deployment.model.fingerprint, options.rounding
+    model = model_id(options, deployment)
     return deployment, RunWork(request, tokenizer, digest((asked, *model)), open_journal(options.resume, model))
 
 

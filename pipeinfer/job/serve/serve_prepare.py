@@ -45,11 +45,11 @@ def prepare_serve(
     check_outputs(options)
     info, tokenizer = open_models(options)
     options = constrained(options, tokenizer)
-    version = f"{info.fingerprint[:12]}-{options.rounding}"
+    deployment, n_ctx = deploy_shares(options, hosts, info)
+    version = f"{info.fingerprint[:12]}-{options.kept_numerics or deployment.numerics}"
     front = open_front(asked.front, version)
     try:
         _check_format(options, info, tokenizer)
-        deployment, n_ctx = deploy_shares(options, hosts, info)
     except BaseException:
         front.close()
         raise

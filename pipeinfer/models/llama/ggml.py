@@ -154,6 +154,13 @@ def ggml() -> ctypes.CDLL:
     return base
 
 
+def type_name(type: int) -> str:
+    """Of weights, such as q4_k."""
+    name_of = ggml().ggml_type_name
+    name_of.restype, name_of.argtypes = ctypes.c_char_p, [ctypes.c_int]
+    return str(name_of(type).decode().lower())
+
+
 _ToFloat = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
 
 

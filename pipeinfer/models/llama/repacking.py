@@ -56,9 +56,7 @@ def repacked_types() -> tuple[Repacked, ...]:
 
 def repacked_rows() -> dict[str, int]:
     """By the name of the type, how many rows may be computed at once."""
-    name_of = ggml.ggml().ggml_type_name
-    name_of.restype, name_of.argtypes = ctypes.c_char_p, [ctypes.c_int]
-    return {name_of(each.type).decode().upper(): each.n_rows for each in repacked_types()}
+    return {ggml.type_name(each.type).upper(): each.n_rows for each in repacked_types()}
 
 
 class Kernels:

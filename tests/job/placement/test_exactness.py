@@ -10,8 +10,17 @@ import pytest
 
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.cluster.hosts.free_memory import FreeMemory
+from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import N_CELLS_SPARE, NOT_REPACKED, Deployment, deploy, lay_out
+from pipeinfer.job.placement.deployment import (
+    N_CELLS_SPARE,
+    NOT_REPACKED,
+    OTHER_NUMERICS,
+    Deployment,
+    DoesNotFit,
+    deploy,
+    lay_out,
+)  # fmt: skip
 from pipeinfer.job.placement.memory import CELLS_PADDING
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.llama.params import matrix_bytes
@@ -61,8 +70,30 @@ def test_weights_are_mapped_where_memory_is_short(info: ModelInfo) -> None:
     enough, short = (
         deploy(options, [replace(HERE, memory=FreeMemory(n, n))], info, 512, 100) for n in (needed, needed - 1)
     )
-    assert enough.repacked and NOT_REPACKED not in enough.notes
-    assert not short.repacked and NOT_REPACKED in short.notes
+    name = enough.numerics
+    assert enough.repacked and not enough.notes and name.startswith("exact-q4_k.")
+    assert not short.repacked and short.numerics == "exact"
+    assert short.notes == (NOT_REPACKED.format(name, "exact"),)
+
+
+def test_what_goes_on_has_the_numerics_with_which_it_was_begun(info: ModelInfo) -> None:
+    needed = plan(info, HERE).memory[0].needed
+    enough, short = (replace(HERE, memory=FreeMemory(n, n)) for n in (needed, needed - 1))
+    options = RunOptions(model=info.path, policy=Iterative())
+    name = deploy(options, [enough], info, 512, 100).numerics
+
+    def go_on(kept: str, host: Host, **more: Any) -> Deployment:
+        return deploy(replace(options, kept_numerics=kept, **more), [host], info, 512, 100)
+
+    assert go_on("exact", enough).numerics == "exact" and not go_on("exact", enough).repacked
+    assert go_on(name, enough).numerics == name
+    with pytest.raises(DoesNotFit, match=f"begun with numerics {name}, --allow-other-numerics goes on") as caught:
+        go_on(name, short)
+    assert caught.value.deployment.repacked, "its numbers are those of what is missing"
+    other = go_on(name, short, allow_other_numerics=True)
+    assert other.numerics == "exact" and OTHER_NUMERICS.format(name, "exact") in other.notes
+    with pytest.raises(UserError, match="begun with numerics fast, and here they are"):
+        go_on("fast", enough)
 
 
 def test_prompts_that_are_read_at_a_time_share_the_planned_cells(info: ModelInfo) -> None:

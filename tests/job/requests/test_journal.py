@@ -20,12 +20,12 @@ TEXT = ["-p", "def read_lines(path):\n", "-n", "300", "-c", "400", "--ignore-eos
 
 
 def test_a_text_goes_on_before_its_last_token(tmp_path: Path) -> None:
-    first = JournalFile(tmp_path / "notes")
+    first = JournalFile(tmp_path / "notes", "exact")
     assert first.begin("x", ASKED) == ASKED
     first.came("x", [7, 8])
     first.came("x", [9])
     first.close()
-    again = JournalFile(tmp_path / "notes")
+    again = JournalFile(tmp_path / "notes", "exact")
     other = GenerationRequest((1, 2), 9, 20, SamplingParams(seed=99), frozenset())
     found = again.begin("x", other)
     assert (found.begun, found.sampling.seed) == ((7, 8), 5), "its seed too"
@@ -60,20 +60,20 @@ def test_only_a_torn_note_is_cut_off(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "notes"
     path.write_bytes(content)
     if content.startswith(b"["):
-        JournalFile(path).write("z", 1)
+        JournalFile(path, "exact").write("z", 1)
         assert path.read_bytes() == content[: content.rfind(b"\n") + 1] + b'["z",1]\n'
     else:
         with pytest.raises(UserError, match=r"line 1 is no note of a job; name another file"):
-            JournalFile(path)
+            JournalFile(path, "exact")
         assert path.read_bytes() == content
 
 
 def test_one_job_writes_it(tmp_path: Path) -> None:
-    file = JournalFile(tmp_path / "notes")
+    file = JournalFile(tmp_path / "notes", "exact")
     with pytest.raises(UserError, match="another job is writing it"):
-        JournalFile(tmp_path / "notes")
+        JournalFile(tmp_path / "notes", "exact")
     file.close()
-    JournalFile(tmp_path / "notes").close()
+    JournalFile(tmp_path / "notes", "exact").close()
 
 
 def test_a_full_disk_ends_the_notes_not_the_text(capsys: pytest.CaptureFixture[str]) -> None:
