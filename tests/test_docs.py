@@ -19,12 +19,12 @@ SHOWN = re.compile(rf"(?:^|\s|/|\))(?:pipeinfer\)?) ({'|'.join(COMMANDS)})\b(.*)
 
 
 def shown(path: Path) -> list[tuple[str, str]]:
-    """(command, its words) of each indented line, without what follows # or a pipe."""
+    """(command, its words) of each indented line, without what follows #, a pipe or a file in place of one."""
     found = []
     for line in path.read_text().splitlines():
         match = SHOWN.search(line) if line.startswith("    ") else None
         if match and "--help" not in line:
-            found.append((match[1], re.split(r" #|\s\||`", match[2])[0]))
+            found.append((match[1], re.split(r" #|\s\||\s[<>]\s|`", match[2])[0]))
     return found
 
 

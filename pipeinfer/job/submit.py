@@ -40,6 +40,9 @@ def submit(job: SlurmJob, wait: bool) -> int:
         _tell(str(error))
     if not wait:
         print(f"{number} {job.folder}", flush=True)
+        if "serve" in job.command[1:2]:
+            _tell(f"once the server listens, {job.log_file} has its address, and how other machines get there (ssh -L "
+                  "PORT:127.0.0.1:PORT NODE)")  # fmt: skip
         return 0
     _tell(f"job {number} in {job.folder}; scancel {number} ends it")
     return follow(number, job.text_file, job.log_file)

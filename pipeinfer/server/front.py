@@ -61,15 +61,28 @@ class HttpProcess:
         _check_certificate(options)
         _check_origins(options.origins)
         self._port = _listen(options.host, options.port)
-        if not self.options.api_keys and not ip_address(self._port.getsockname()[0].partition("%")[0]).is_loopback:
+        if not self.options.api_keys and not self._is_local:
             complain(f"--host {options.host} without --api-key: whoever reaches this port can use the server")
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def address(self) -> str:
+        return f"{'https' if self.options.ssl_cert_file else 'http'}://{self._place}"
+
+    @property
+    def tunnel(self) -> str:
+        port = self._port.getsockname()[1]
+        return f"ssh -L {port}:{self._place} {socket.gethostname()}" if self._is_local else ""
+
+    @property
+    def _place(self) -> str:
         host, port = self._port.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        return f"{'https' if self.options.ssl_cert_file else 'http'}://{shown}:{port}"
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    @property
+    def _is_local(self) -> bool:
+        """Whether only this host reaches it."""
+        return ip_address(self._port.getsockname()[0].partition("%")[0]).is_loopback
 
     def start(self, setup: Setup, link: socket.socket, by_links: bool = False) -> None:
         """`link`: to the head; `by_links`: links to one head after the other come by it. It is closed here."""
@@ -121,6 +134,10 @@ class HttpFront:
     @property
     def address(self) -> str:
         return self._http.address
+
+    @property
+    def tunnel(self) -> str:
+        return self._http.tunnel
 
     def start(self, setup: Setup) -> None:
         self._most_silent_s = Limits.of(setup.run.rank_timeout_s).silent_s
@@ -176,10 +193,15 @@ class SupervisedFront(HttpFront):
         if "error" in said:
             raise UserError(said["error"])
         self._address: str = said["address"]
+        self._tunnel: str = said["tunnel"]
 
     @property
     def address(self) -> str:
         return self._address
+
+    @property
+    def tunnel(self) -> str:
+        return self._tunnel
 
     def start(self, setup: Setup) -> None:
         self._most_silent_s = Limits.of(setup.run.rank_timeout_s).silent_s

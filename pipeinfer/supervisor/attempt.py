@@ -46,8 +46,8 @@ class Loss:
 
 
 def loss_in(line: str) -> Loss | None:
-    """What the watch says in a line on standard error."""
-    if not (found := DEATH.match(line)):
+    """What the watch says in a line on standard error, on which a prompt and what is typed may stand before it."""
+    if not (found := DEATH.search(line)):
         return None
     named = TITLE.match(found[1])
     return Loss(found[1], int(named[1]), named[2]) if named else Loss(found[1])

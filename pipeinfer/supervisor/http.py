@@ -37,7 +37,7 @@ class Http:
         except UserError as error:
             link.send_bytes(json.dumps({"error": str(error)}).encode())
             return
-        link.send_bytes(json.dumps({"address": self._http.address}).encode())
+        link.send_bytes(json.dumps({"address": self._http.address, "tunnel": self._http.tunnel}).encode())
         self._setup = pickle.loads(unseal(link.recv_bytes(), self._key))
         if not self._http.is_alive:
             self._begin()

@@ -4,6 +4,7 @@ beginning. Knows no command."""
 import contextlib
 import os
 import threading
+from collections.abc import Callable
 from typing import IO
 
 READ_BYTES = 1 << 16
@@ -12,9 +13,11 @@ AHEAD_BYTES = 1 << 20
 
 
 class KeptInput:
-    """Reads from creation on. `file`: which keeps it. `error`: why it cannot be kept."""
+    """Reads from creation on. `file`: which keeps it. `act`: does what some keys mean, and leaves the others. `error`:
+    why it cannot be kept."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], act: Callable[[bytes], bytes] = bytes) -> None:
+        self._act = act
         self._fd, self.error = os.dup(file.fileno()), ""  # threads use it as long as the process lives
         self._n_kept, self._n_fed, self._has_ended = 0, 0, False
         self._comes = threading.Condition()
@@ -34,6 +37,7 @@ class KeptInput:
                 data = b""
             with self._comes:
                 self._has_ended = not data
+                data = self._act(data)
                 while data and not self.error:
                     try:
                         n = os.pwrite(self._fd, data, self._n_kept)

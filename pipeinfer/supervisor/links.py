@@ -11,7 +11,7 @@ from pipeinfer.cluster.watch.limits import Limits
 from pipeinfer.cluster.watch.listener import Listener
 from pipeinfer.cluster.watch.protocol import MAX_HELLO_BYTES
 from pipeinfer.cluster.watch.rendezvous import Place, open_listener, own_place
-from pipeinfer.job.process.supervised import FRONT, INTERRUPT, NOTES, OTHER_MODEL, OUTPUT, SAME_MODEL
+from pipeinfer.job.process.supervised import ERRORS, FRONT, INTERRUPT, NOTES, OTHER_MODEL, OUTPUT, SAME_MODEL
 from pipeinfer.job.requests.journal import Journal
 from pipeinfer.supervisor.attempt import Output
 from pipeinfer.supervisor.http import Http
@@ -95,7 +95,7 @@ class Links:
 
     def _read(self, link: Connection) -> None:
         with contextlib.suppress(OSError, EOFError, ValueError):
-            while (kind := link.recv_bytes(MAX_HELLO_BYTES)) not in (FRONT, NOTES, OUTPUT):
+            while (kind := link.recv_bytes(MAX_HELLO_BYTES)) not in (FRONT, NOTES, OUTPUT, ERRORS):
                 pass  # its process id, as the watch wants it
             if kind == FRONT:
                 self.http.take(link)
@@ -104,6 +104,9 @@ class Links:
                 take = self._output.begin()
                 while data := os.read(link.fileno(), READ_BYTES):
                     take(data)
+            elif kind == ERRORS:
+                while data := os.read(link.fileno(), READ_BYTES):
+                    os.write(2, data)
             else:
                 model = link.recv_bytes(MAX_HELLO_BYTES)
                 self._model = self._model or model

@@ -16,6 +16,7 @@ from pathlib import Path
 from pipeinfer.cluster.watch.attempts import VARIABLE, Attempt
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.complain import complain
+from pipeinfer.job.process.raw_terminal import RawTerminal
 from pipeinfer.job.process.signals import on_signals
 from pipeinfer.job.process.streams import said_of_output
 from pipeinfer.job.serve.drain import ONE_PRESS_S
@@ -59,6 +60,7 @@ class Supervisor:
         self._name = secrets.token_hex(8)
         self._output = Output("--json" in launcher.command)
         self._links = Links(not launcher.hosts, self._output)
+        self._keys: RawTerminal | None = None
         self._job: Job | None = None
         self._stopped_by, self._stopped_s = 0, math.inf  # a signal, and when it came
         self._ends_s = math.inf  # when a job that was told so twice is killed
@@ -73,7 +75,9 @@ class Supervisor:
         with tempfile.TemporaryDirectory(prefix="pipeinfer-") as folder, contextlib.ExitStack() as files:
             stdin, number = None, 0
             if self.launcher.is_chat or "-" in self.launcher.command:
-                stdin = KeptInput(files.enter_context(tempfile.TemporaryFile()))
+                kept = files.enter_context(tempfile.TemporaryFile())
+                self._keys = self._take_terminal(files)
+                stdin = KeptInput(kept, self._keys.act) if self._keys else KeptInput(kept)
             while True:
                 number += 1
                 code, loss = self._attempt(number, Path(folder) / "hosts", stdin)
@@ -96,11 +100,22 @@ class Supervisor:
                     self._links.http.close()
                     return 128 + self._stopped_by if self._stopped_by else code or 1
 
+    def _take_terminal(self, files: contextlib.ExitStack) -> RawTerminal | None:
+        """Of a chat's user: rank 0, which may be on another host, edits the lines. None where there is none."""
+        if not (self.launcher.is_chat and os.isatty(0) and os.isatty(2)):
+            return None
+        size = os.get_terminal_size(0)
+        if size.columns and size.lines:
+            self.environ = {**self.environ, "COLUMNS": str(size.columns), "LINES": str(size.lines)}
+        return files.enter_context(contextlib.closing(RawTerminal(os.dup(0), os.getpid())))
+
     def _attempt(self, number: int, hosts_file: Path, stdin: KeptInput | None) -> tuple[int, Loss | None]:
         self._links.begin(number)
         words = self.launcher.without(self.lost, hosts_file)
         words[1:1] = self._hands_on
-        attempt = Attempt(self._name, number, self._links.rendezvous, os.isatty(0), self._links.numerics)
+        attempt = Attempt(
+            self._name, number, self._links.rendezvous, os.isatty(0), self._keys is not None, self._links.numerics
+        )
         try:
             self._job = Job(attempt, words, self.environ, stdin)
         except OSError as error:

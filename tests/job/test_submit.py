@@ -75,6 +75,18 @@ def test_a_server_and_a_batch_can_be_submitted(tmp_path: Path, monkeypatch: pyte
         call("--dry-run", "-n", 3, "serve", "--port", "many")
 
 
+def test_where_a_server_will_be_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeinfer.job.submit.submit_script", lambda script: "7")
+
+    def said(*words: str) -> str:
+        given = ["-o", str(tmp_path), "-n", "2", *words]
+        return CliRunner().invoke(submit_command, given, standalone_mode=False).stderr
+
+    assert f"{tmp_path / 'pipeinfer-1' / 'log'} has its address" in (line := said("serve", "--port", "8123"))
+    assert line.count("\n") == 1 and "ssh -L PORT:127.0.0.1:PORT NODE" in line
+    assert not said("run", "-p", "x")
+
+
 def test_files_that_are_not_here_are_named() -> None:
     def complaints(*words: object) -> list[str]:
         result = CliRunner().invoke(submit_command, ["--dry-run", "-n", "2", *map(str, words)], standalone_mode=False)

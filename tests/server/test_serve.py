@@ -26,7 +26,7 @@ from tests.models.test_grammar import LATE
 from tests.support.jobs import command_of, descendants, finish, run_json
 from tests.support.server_fuzz import KINDS, faults_of, run_case
 from tests.support.server_hostile import abuse
-from tests.support.serving import Served, lines_of
+from tests.support.serving import LISTENS, Served, lines_of
 
 PROMPT = "def read_lines(path):\n"
 ASKED: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "seed": 7, "temperature": 0.9}
@@ -43,6 +43,11 @@ def served() -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def client(served: Served) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
+
+
+def test_the_way_there_from_another_machine_is_said(served: Served) -> None:
+    said = f"pipeinfer: from another machine: ssh -L {served.port}:127.0.0.1:{served.port} "
+    assert served.lines[[line.startswith(LISTENS) for line in served.lines].index(True) - 1].startswith(said)
 
 
 # -- curl

@@ -302,6 +302,14 @@ def test_a_port_that_others_reach_without_a_key_is_said(capsys: pytest.CaptureFi
         assert ("--host 0.0.0.0 without --api-key" in capsys.readouterr().err) == is_said, (host, keys)
 
 
+def test_the_way_to_a_port_that_only_this_host_reaches_is_said() -> None:
+    for host, there in (("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"), ("0.0.0.0", "")):
+        front = HttpFront(HttpOptions(port=0, host=host, api_keys=("one",)))
+        port = front.address.rpartition(":")[2]
+        assert front.tunnel == (f"ssh -L {port}:{there}:{port} {socket.gethostname()}" if there else ""), host
+        front.close()
+
+
 def test_a_key_of_nothing_opens_no_server() -> None:
     for words, variables in ((["--api-key", " ,"], {}), ([], {"LLAMA_API_KEY": ","})):
         done = CliRunner(env=variables).invoke(serve_command, words, standalone_mode=False)

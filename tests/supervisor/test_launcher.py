@@ -59,6 +59,7 @@ def test_what_cannot_be_supervised(words: list[str]) -> None:
 def test_what_the_watch_says() -> None:
     died = "rank 2 (host b, stage 1, layers 8-15) died of SIGKILL"
     assert loss_in(f"pipeinfer: {died}; ending the job; the same command goes on from x\n") == Loss(died, 2, "b")
+    assert loss_in(f"> what is typed pipeinfer: {died}; ending the job\n") == Loss(died, 2, "b")
     assert loss_in("pipeinfer: nothing comes from rank 1 (host a); ending the job") == Loss(
         "nothing comes from rank 1 (host a)"
     )

@@ -96,6 +96,7 @@ def test_it_says_that_it_recovers() -> None:
             assert "rank 2" in found["reason"] and "died of SIGKILL" in found["reason"], found
         text = ask(served.http, *random_request(1))  # it waits for the next job
         assert served.http.get("/health").json() == {"status": "ok"} and text
+        assert "from another machine: ssh -L " in served.errors
 
 
 def test_health_is_known_while_nobody_asks() -> None:

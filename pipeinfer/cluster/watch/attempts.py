@@ -18,13 +18,14 @@ LOOK_EVERY_S, ENDS_S = 0.01, 5.0
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """`job`: the same for all attempts of a supervisor. `number`: which of them, which rank 0 tells it as its rank.
-    `is_typed`: standard input is what a user types. `numerics`: the name of those of the first one; empty where none
-    has come so far."""
+    `is_typed`: standard input is what a user types; `sends_keys`: key by key. `numerics`: the name of those of the
+    first one; empty where none has come so far."""
 
     job: str
     number: int
     rendezvous: Rendezvous
     is_typed: bool = False
+    sends_keys: bool = False
     numerics: str = ""
 
     def text(self) -> str:

@@ -10,8 +10,9 @@ from pipeinfer.core.requests import Finish
 from pipeinfer.errors import UserError
 from pipeinfer.job.chat.history import History
 from pipeinfer.job.chat.interrupts import Interrupts
-from pipeinfer.job.chat.line_input import PipedLines, open_lines
+from pipeinfer.job.chat.line_input import Lines, PipedLines
 from pipeinfer.job.chat.notes import ChatNotes, Turn
+from pipeinfer.job.chat.open_lines import open_lines
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deployment import Deployment
@@ -82,7 +83,6 @@ class Chat:
             self.sampling = replace(self.sampling, seed=notes.past[0].seed)
         self.n_asked = self.n_refused = 0  # turns
         self.interrupts = Interrupts(lambda: self.lines.next_is(STOP))
-        self.lines = open_lines(lambda: self.interrupts.left or bool(context.flag.reason), notes.n_read)
 
     def run(self) -> int:
         """Returns the exit code."""
@@ -90,12 +90,15 @@ class Chat:
         about = f"policy {self.options.policy.name}, chat, context {request.n_ctx}, seed {self.sampling.seed}"
         brief = f"context {request.n_ctx}, seed {self.sampling.seed}"
         show_start(self.console, self.deployment, brief, about, self.options.verbose)
-        with open_session(self.context, self.deployment) as self.session:
+        with open_session(self.context, self.deployment) as self.session, closing(self._open_lines()) as self.lines:
             flag.interrupts = self.interrupts
             code = self._converse()
         if flag.reason:
             complain(flag.reason)
         return flag.exit_code or code
+
+    def _open_lines(self) -> Lines:
+        return open_lines(lambda: self.interrupts.left or bool(self.context.flag.reason), self.notes.n_read)
 
     def _converse(self) -> int:
         """Until the user leaves or the job shall stop. Returns the exit code."""

@@ -9,11 +9,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from pipeinfer.cluster.watch.attempts import own_attempt
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.limited import MAX_LENGTH
 from pipeinfer.job.process.signals import SIGNALS
@@ -22,8 +20,6 @@ POLL_S = 0.1
 READ_BYTES = 1 << 16
 PASTE_S = 0.05
 """How long more of a pasted text may take to come."""
-
-LAUNCHERS = ("mpiexec", "mpirun", "prte", "orte", "hydra", "srun")
 
 
 class Lines(Protocol):
@@ -41,25 +37,9 @@ class Lines(Protocol):
         """Whether this line waits to be read; it is taken then. Does not wait."""
         ...
 
-
-def open_lines(leaves: Callable[[], bool], n_taken: int = 0) -> Lines:
-    """Of standard input. `leaves`: whether to stop waiting for a line. `n_taken`: bytes that an earlier job has
-    taken."""
-    if sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty():
-        return TerminalLines(leaves)
-    return PipedLines(0 if sys.stdin is not None else -1, leaves, is_typed(), n_taken)
-
-
-def is_typed() -> bool:
-    """Whether standard input is what a launcher hands on of its terminal: lines that come at once were pasted."""
-    if attempt := own_attempt():
-        return attempt.is_typed
-    pid, found = os.getppid(), False
-    with contextlib.suppress(OSError, ValueError):
-        while Path(f"/proc/{pid}/comm").read_text().startswith(LAUNCHERS):
-            found = os.readlink(f"/proc/{pid}/fd/0").startswith(("/dev/pts/", "/dev/tty"))
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    return found
+    def close(self) -> None:
+        """The terminal is as before."""
+        ...
 
 
 class TerminalLines:
@@ -95,6 +75,9 @@ class TerminalLines:
 
     def next_is(self, word: str) -> bool:
         return False  # what is typed ahead is readline's; a terminal has Ctrl-C
+
+    def close(self) -> None:
+        pass
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
@@ -146,6 +129,9 @@ class PipedLines:
             return False
         self._data = rest
         return True
+
+    def close(self) -> None:
+        pass
 
     def _fill(self, timeout_s: float) -> None:
         if self._ended or len(self._data) > MAX_LENGTH or not select.select([self._descriptor], [], [], timeout_s)[0]:

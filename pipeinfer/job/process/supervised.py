@@ -4,15 +4,16 @@ import hmac
 import os
 import sys
 from multiprocessing.connection import Connection
+from typing import TextIO
 
 from pipeinfer.cluster.watch.attempts import own_attempt
 from pipeinfer.cluster.watch.limits import Limits
 from pipeinfer.cluster.watch.rendezvous import connect
 from pipeinfer.errors import UserError
 
-NOTES, OUTPUT, FRONT = b"notes", b"output", b"front"
+NOTES, OUTPUT, ERRORS, FRONT = b"notes", b"output", b"errors", b"front"
 """What rank 0 says first of a link: that it has notes of what comes, or is standard output, to which launchers write
-too, or leads to who speaks with a service's clients."""
+too, or standard error, of which Open MPI's hands on whole lines, or leads to who speaks with a service's clients."""
 
 INTERRUPT = b"interrupt"
 """What the supervisor says where notes go: a chat's user has pressed Ctrl-C. Launchers end a job with the second."""
@@ -40,9 +41,18 @@ def unseal(sealed: bytes, key: str) -> bytes:
 
 def send_output() -> None:
     """To the supervisor, where there is one. Raises UserError as `connect_supervisor`."""
-    if link := connect_supervisor(OUTPUT):
-        sys.stdout.flush()
-        os.dup2(link.fileno(), 1)
+    _send(OUTPUT, sys.stdout)
+
+
+def send_errors() -> None:
+    """The same for standard error."""
+    _send(ERRORS, sys.stderr)
+
+
+def _send(kind: bytes, stream: TextIO) -> None:
+    if link := connect_supervisor(kind):
+        stream.flush()
+        os.dup2(link.fileno(), stream.fileno())
         link.close()
 
 

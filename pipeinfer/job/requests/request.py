@@ -18,6 +18,8 @@ from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.text.tokenizer import Tokenizer
 
 DEFAULT_CTX = 4096
+BYTE_ORDER_MARK = "\ufeff"
+"""What some editors begin UTF-8 with; it is no text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ def read_text(option: str, path: Path) -> str:
     """A whole file, or standard input. Raises UserError, which names the option."""
     try:
         with nullcontext(sys.stdin.buffer) if path == STDIN else path.open("rb") as file:
-            return read_limited(file, f"{option} {path}").decode()
+            return read_limited(file, f"{option} {path}").decode().removeprefix(BYTE_ORDER_MARK)
     except OSError as error:
         raise UserError(f"{option} {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:

@@ -161,6 +161,11 @@ class Front(Protocol):
         """Where clients find it."""
         ...
 
+    @property
+    def tunnel(self) -> str:
+        """The command by which a client on another machine gets there; empty where none is needed."""
+        ...
+
     def has_news(self) -> bool:
         """Whether `take` would return something. Asked in every wait."""
         ...

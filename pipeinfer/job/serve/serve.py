@@ -144,7 +144,9 @@ class Service:
             elif isinstance(message, Watch):
                 self.pictures.on = message.on
             elif isinstance(message, Listening):
-                complain(f"listening on {self.front.address}")
+                if self.front.tunnel:
+                    complain(f"from another machine: {self.front.tunnel}, then the same address")
+                complain(f"listening on {self.front.address}")  # last: who waits for it may read no further
         if lost := self.front.lost():
             raise StopRequested(lost)
 

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
-import pty
 import random
 import re
-import select
 import signal
 import subprocess
-import termios
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -325,7 +321,7 @@ def test_a_line_that_is_no_text_ends_a_chat() -> None:
 
 
 def test_the_answer_is_stopped_and_the_chat_goes_on_under_mpirun() -> None:
-    """What a launcher makes of several Ctrl-C is its own affair: what is typed reaches rank 0 in any case."""
+    """From a pipe, where there is no Ctrl-C."""
     chat = start(2, ["chat", "-md", "none", "-c", "1000", "-t", "1", "--ignore-eos"], stdin=subprocess.PIPE)
     assert chat.stdin and chat.stdout
     chat.stdin.write("def\n")
@@ -349,63 +345,6 @@ def test_an_answer_may_be_stopped_twice(n_ranks: int) -> None:
     said, errors = chat.communicate("def f(x):\n/stop\n/stop\nclass\n/stop\n/stop\n/stop\n", timeout=60)
     assert chat.returncode == 0 and errors.count("prompt tokens read") == 2, errors
     assert "StopRequested" not in errors and len(said) < 8000
-
-
-class Typist:
-    """A chat on a terminal of its own."""
-
-    def __init__(self, words: Sequence[str]) -> None:
-        self.master, slave = pty.openpty()
-
-        def own() -> None:
-            os.setsid()
-            fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-        self.process = subprocess.Popen(
-            [*COMMAND, "chat", *words], stdin=slave, stdout=slave, stderr=slave, env=environment() | {"TERM": "vt100"},
-            preexec_fn=own,
-        )  # fmt: skip
-        os.close(slave)
-        self.seen = ""
-
-    def wait_for(self, words: str, limit_s: float = 30.0) -> str:
-        """What was shown since the last time, up to these words."""
-        end_s = time.monotonic() + limit_s
-        while words not in self.seen:
-            assert time.monotonic() < end_s, self.seen
-            if select.select([self.master], [], [], 0.1)[0]:
-                self.seen += os.read(self.master, 1 << 16).decode("utf-8", "replace")
-        shown, _, self.seen = self.seen.partition(words)
-        return shown
-
-    def type(self, keys: str) -> None:
-        os.write(self.master, keys.encode())
-
-
-def test_on_a_terminal_lines_are_edited_and_ctrl_c_stops_answers() -> None:
-    typist = Typist(["-md", "none", "-c", "1000", "-t", "1", "--ignore-eos"])
-    try:
-        typist.wait_for("> ")
-        typist.type("/helx\x7fp\r")
-        assert "/regen" in typist.wait_for("/quit")
-        typist.wait_for("> ")
-        typist.type("\x1b[A\r")  # the line before, from the history
-        assert "there is no" not in typist.wait_for("/quit")
-        typist.wait_for("> ")
-        for _ in range(2):
-            typist.type("def\r")
-            typist.wait_for("\n")
-            time.sleep(0.3)
-            typist.type("\x03")
-            typist.wait_for("prompt tokens read", limit_s=5)
-            typist.wait_for("> ")
-        typist.type("\x03")
-        typist.process.wait(timeout=20)
-        assert typist.process.returncode == 130
-    finally:
-        typist.process.kill()
-        typist.process.wait()
-        os.close(typist.master)
 
 
 def test_a_pipe_s_reader_is_interrupted_at_the_prompt() -> None:

@@ -63,7 +63,7 @@ class Clients:
     """The front of a service whose clients ask all kinds of short requests, and leave some. `messages`: sent one at a
     time while no client has anything to say."""
 
-    address = "nowhere"
+    address, tunnel = "nowhere", ""
 
     def __init__(self, n_requests: int, messages: Sequence[FromFront] = ()) -> None:
         self.n_requests, self.messages, self.rng = n_requests, list(messages), random.Random(3)
