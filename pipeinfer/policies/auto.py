@@ -27,6 +27,7 @@ before the draft is asked; it rests only where it is all there is.
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar
 
 from pipeinfer.core.policy import NOTHING, Answer, AwaitDraft, Policy, PolicyContext, Send
@@ -232,7 +233,8 @@ class Auto(Policy):
         line = self._trial.settled(
             n_tokens,
             self._settled_s - last_s,
-            _least_s(context),
+            partial(_least_s, context),
+            context.tree.root.position,
             lambda: self._guessed_at < 0 or self._may_repay(context),
         )
         if self._trial.rests > rested:
@@ -300,8 +302,9 @@ def _busy(context: PolicyContext) -> Answer | None:
     return NOTHING if context.n_inflight > n_under_way else context.early(PATIENCE)
 
 
-def _least_s(context: PolicyContext) -> float:
-    """What a token takes without guesses at least: all stages without other ranks beside them, and the messages."""
-    stages_s = context.run_cost.undisturbed_s(context.tree.root.position) if context.run_cost else 0.0
+def _least_s(context: PolicyContext, n_before: int) -> float:
+    """What a token takes without guesses at least, after so many tokens: all stages without other ranks beside them,
+    and the messages."""
+    stages_s = context.run_cost.undisturbed_s(n_before) if context.run_cost else 0.0
     messages_s = max(0.0, context.on_way_s - (context.n_stages - 1) * context.run_s(1))
     return context.n_stages * stages_s + messages_s
