@@ -20,11 +20,12 @@ UNGUESSED_MIN = 32
 @dataclass
 class RequestMetrics(Observer):
     """Counts events of a request. `on_prompt`: called with rows of its prompt; `on_turn`: when it starts or stops
-    running."""
+    running; `on_notice`: with what its policy says."""
 
     tracer: Tracer | None = None
     on_prompt: Callable[[int], None] | None = None
     on_turn: Callable[[bool], None] | None = None
+    on_notice: Callable[[str], None] | None = None
     submitted_s: float = math.nan
     begun_s: float = math.nan  # when its first run was sent
     is_running: bool = False  # a run was sent, since it was preempted if it was
@@ -131,11 +132,13 @@ class RequestMetrics(Observer):
 
     def noticed(self, notice: str) -> None:
         self.notices.append(notice)
+        if self.on_notice:
+            self.on_notice(notice)
 
     def finished(self, now_s: float) -> None:
         self.finished_s = now_s
         if notice := why_no_guess(self):
-            self.noticed(notice)
+            self.notices.append(notice)  # of this text alone: others may have taken the room for its guesses
 
     @property
     def itl_s(self) -> list[float]:

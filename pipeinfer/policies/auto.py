@@ -48,6 +48,7 @@ from pipeinfer.policies.lone_stage import (
     to_expand_ahead,
 )
 from pipeinfer.policies.temperature_scaling import TemperatureScaling
+from pipeinfer.policies.told import Told
 from pipeinfer.policies.trial import SpeculationTrial, WithoutGuesses
 
 LEAST, LEAST_LOOKED_UP = 0.003, 0.06
@@ -83,7 +84,8 @@ class Auto(Policy):
     calibration: Calibration = field(default_factory=Calibration, compare=False, repr=False)
     temperature: TemperatureScaling = field(default_factory=TemperatureScaling, compare=False, repr=False)
     without: WithoutGuesses = field(default_factory=WithoutGuesses, compare=False, repr=False)
-    _backoff: SpeculationBackoff = field(default_factory=SpeculationBackoff, init=False, repr=False, compare=False)
+    told: Told = field(default_factory=Told, compare=False, repr=False)
+    _backoff: SpeculationBackoff = field(init=False, repr=False, compare=False)
     _trial: SpeculationTrial = field(init=False, repr=False, compare=False)
     # when the last tokens came; NaN before the first ones, and while other requests are open
     _settled_s: float = field(default=math.nan, init=False, repr=False, compare=False)
@@ -92,7 +94,7 @@ class Auto(Policy):
     _guessed_until: int = field(default=-1, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._trial = SpeculationTrial(self.without)
+        self._backoff, self._trial = SpeculationBackoff(self.told), SpeculationTrial(self.without, self.told)
 
     def begin(self) -> "Auto":
         return replace(self)

@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pipeinfer.policies.told import Told
+
 N_WITH, N_WITHOUT = 12, 8
 """Tokens over which the one and the other is measured at least."""
 
@@ -66,9 +68,9 @@ class SpeculationTrial:
     """Of one request. `rests`: the next tokens are made without guesses."""
 
     without: WithoutGuesses = field(default_factory=WithoutGuesses)
+    told: Told = field(default_factory=Told)
     rests: bool = False
     _tests: bool = False  # it rests only to be measured
-    _said: bool = False  # that guesses do not pay
     _n_said: int = 0
     _with_s: float = 0.0
     _rest: int = 0  # tokens of the last one
@@ -103,9 +105,10 @@ class SpeculationTrial:
         self._with_s = (self._with_s + token_s) / 2 if self._with_s else token_s
         if self.without.holds:
             return self._decide(self.without.seconds(estimate, n_before))
-        if self._with_s >= SURELY * estimate(n_before):
-            self._tests = True
-            self._turn()
+        if self._with_s < SURELY * estimate(n_before):
+            return self._said(True)
+        self._tests = True
+        self._turn()
         return ""
 
     def _decide(self, without_s: float) -> str:
@@ -119,13 +122,12 @@ class SpeculationTrial:
         self._left = self._rest
         if self.rests == pays:
             self._turn()
-        if self._said is not pays or self._n_said == MOST_LINES:
-            return ""
-        self._said, self._n_said = not pays, self._n_said + 1
-        if pays:
-            return "guesses save time again: speculation goes on"
-        return (f"guesses cost time here: {1 / self._with_s:.1f} tokens/s with them, {1 / without_s:.1f} without "
-                "them; they are tried again now and then")  # fmt: skip
+        return self._said(pays, f"{1 / self._with_s:.1f} tokens/s with them, {1 / without_s:.1f} without them")
+
+    def _said(self, pays: bool, figures: str = "") -> str:
+        line = self.told.of_time(not pays, figures) if self._n_said < MOST_LINES else ""
+        self._n_said += bool(line)
+        return line
 
     def _turn(self) -> None:
         self.rests, self._n_skipped = not self.rests, 0
