@@ -246,7 +246,7 @@ def speeds(metrics: RequestMetrics) -> dict[str, Any]:
 
 def service_timings(metrics: RequestMetrics) -> dict[str, Any]:
     """Timings in answers of a service, by llama.cpp's names. `prompt_ms` is without the time before the first run,
-    `queued_s`."""
+    `queued_s`; `contested_n` as in `speculation`."""
     queued_s = metrics.begun_s - metrics.submitted_s
     prompt_s = metrics.ttft_s - queued_s
     found = speeds(metrics)
@@ -256,6 +256,7 @@ def service_timings(metrics: RequestMetrics) -> dict[str, Any]:
         "prompt_per_second": found["prompt_n"] / prompt_s if prompt_s > 0 else float("nan"),
         "draft_n": metrics.n_judged,
         "draft_n_accepted": metrics.n_matched,
+        "contested_n": metrics.n_contested,
         "preempted_n": metrics.n_preempted,
         "queued_s": queued_s,
     }
