@@ -20,12 +20,13 @@ UNGUESSED_MIN = 32
 @dataclass
 class RequestMetrics(Observer):
     """Counts events of a request. `on_prompt`: called with rows of its prompt; `on_turn`: when it starts or stops
-    running; `on_notice`: with what its policy says."""
+    running; `on_notice`: with what its policy says. `has_draft`: guesses are not only looked up."""
 
     tracer: Tracer | None = None
     on_prompt: Callable[[int], None] | None = None
     on_turn: Callable[[bool], None] | None = None
     on_notice: Callable[[str], None] | None = None
+    has_draft: bool = True
     submitted_s: float = math.nan
     begun_s: float = math.nan  # when its first run was sent
     is_running: bool = False  # a run was sent, since it was preempted if it was
@@ -192,7 +193,7 @@ class RequestMetrics(Observer):
 def why_no_guess(metrics: RequestMetrics) -> str:
     """What the user should know of a draft that worked and of which no guess was sent to the target; else empty."""
     n = len(metrics.token_s)
-    if metrics.n_sent or not metrics.n_draft_steps or n < UNGUESSED_MIN:
+    if metrics.n_sent or not metrics.has_draft or not metrics.n_draft_steps or n < UNGUESSED_MIN:
         return ""
     said = "no guess was ever sent to the target: "
     if metrics.n_draft_steps > metrics.n_draft_lost and not metrics.n_drafted:
