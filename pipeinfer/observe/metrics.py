@@ -20,11 +20,13 @@ UNGUESSED_MIN = 32
 @dataclass
 class RequestMetrics(Observer):
     """Counts events of a request. `on_prompt`: called with rows of its prompt; `on_turn`: when it starts or stops
-    running."""
+    running; `on_notice`: with what its policy says. `has_draft`: guesses are not only looked up."""
 
     tracer: Tracer | None = None
     on_prompt: Callable[[int], None] | None = None
     on_turn: Callable[[bool], None] | None = None
+    on_notice: Callable[[str], None] | None = None
+    has_draft: bool = True
     submitted_s: float = math.nan
     begun_s: float = math.nan  # when its first run was sent
     is_running: bool = False  # a run was sent, since it was preempted if it was
@@ -131,11 +133,13 @@ class RequestMetrics(Observer):
 
     def noticed(self, notice: str) -> None:
         self.notices.append(notice)
+        if self.on_notice:
+            self.on_notice(notice)
 
     def finished(self, now_s: float) -> None:
         self.finished_s = now_s
         if notice := why_no_guess(self):
-            self.noticed(notice)
+            self.notices.append(notice)  # of this text alone: others may have taken the room for its guesses
 
     @property
     def itl_s(self) -> list[float]:
@@ -189,7 +193,7 @@ class RequestMetrics(Observer):
 def why_no_guess(metrics: RequestMetrics) -> str:
     """What the user should know of a draft that worked and of which no guess was sent to the target; else empty."""
     n = len(metrics.token_s)
-    if metrics.n_sent or not metrics.n_draft_steps or n < UNGUESSED_MIN:
+    if metrics.n_sent or not metrics.has_draft or not metrics.n_draft_steps or n < UNGUESSED_MIN:
         return ""
     said = "no guess was ever sent to the target: "
     if metrics.n_draft_steps > metrics.n_draft_lost and not metrics.n_drafted:
@@ -243,7 +247,7 @@ def speeds(metrics: RequestMetrics) -> dict[str, Any]:
 
 def service_timings(metrics: RequestMetrics) -> dict[str, Any]:
     """Timings in answers of a service, by llama.cpp's names. `prompt_ms` is without the time before the first run,
-    `queued_s`."""
+    `queued_s`; `contested_n` as in `speculation`."""
     queued_s = metrics.begun_s - metrics.submitted_s
     prompt_s = metrics.ttft_s - queued_s
     found = speeds(metrics)
@@ -255,6 +259,7 @@ def service_timings(metrics: RequestMetrics) -> dict[str, Any]:
         "predicted_per_token_ms": 1e3 * found["tpot_s"],
         "draft_n": metrics.n_judged,
         "draft_n_accepted": metrics.n_matched,
+        "contested_n": metrics.n_contested,
         "preempted_n": metrics.n_preempted,
         "queued_s": queued_s,
     }

@@ -1,7 +1,7 @@
 """What rank 0 prints on stderr: tables and statistics. Plain text when it is no terminal."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -90,10 +90,11 @@ def show_statistics(console: Console, result: dict[str, Any]) -> None:
         console.print(f"wire        {'; '.join(hops)}")
 
 
-def show_outcome(console: Console, result: dict[str, Any]) -> None:
-    """The end of a run in two lines: how fast it was, and how busy the ranks were."""
+def show_outcome(console: Console, result: dict[str, Any], has_draft: bool, is_split: bool) -> None:
+    """The end of a run in two lines: how fast it was, and how busy the ranks were. `has_draft`: there is one, used or
+    not; `is_split`: the user has split the layers."""
     lines = [speed_text(result["timings"]) + guessed_text(result["speculation"]), busy_text(result["ranks"])]
-    if not result["speculation"]["notices"] and (advice := advice_on(result)):
+    if not result["speculation"]["notices"] and (advice := advice_on(result, has_draft, is_split)):
         lines[-1] += f"; {advice}"
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
@@ -120,16 +121,26 @@ def busy_share(rank: dict[str, Any]) -> float:
     return float(rank["busy_s"] / max(rank["wall_s"], 1e-9))
 
 
-def advice_on(result: dict[str, Any]) -> str:
-    """What would make a run faster, as far as its figures tell; else empty."""
+def advice_on(result: dict[str, Any], has_draft: bool, is_split: bool) -> str:
+    """What would make a run faster, as far as its figures tell, and is not done already."""
     stages = [rank for rank in result["ranks"] if rank["layers"]]
     shares = [busy_share(rank) for rank in stages]
-    if len(stages) > 1 and not result["speculation"]["draft_n"]:
-        from_text = "--policy auto guesses what stood in the text before, " if result["policy"] == "iterative" else ""
-        return f"without guesses ranks wait for each other: {from_text}-md FILE gives a draft"
+    ways = [] if result["speculation"]["draft_n"] else [*_ways_to_guess(result["policy"], has_draft)]
+    if len(stages) > 1 and ways:
+        return f"without guesses ranks wait for each other: {', '.join(ways)}"
     if len(stages) > 1 and max(shares) > UNEVEN * max(min(shares), 0.01):
-        return f"rank {stages[shares.index(max(shares))]['rank']} has most to do: see --layer-split"
+        most = f"rank {stages[shares.index(max(shares))]['rank']} has most to do"
+        return f"{most} by this --layer-split" if is_split else f"{most}: see --layer-split"
     return "-v says more"
+
+
+def _ways_to_guess(policy: str, has_draft: bool) -> Iterator[str]:
+    if policy == "iterative":
+        yield (
+            "--policy auto lets the draft guess" if has_draft else "--policy auto guesses what stood in the text before"
+        )
+    if not has_draft:
+        yield "-md FILE gives a draft"
 
 
 def _apart(hop: dict[str, Any]) -> str:

@@ -27,6 +27,7 @@ before the draft is asked; it rests only where it is all there is.
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar
 
 from pipeinfer.core.policy import NOTHING, Answer, AwaitDraft, Policy, PolicyContext, Send
@@ -47,6 +48,7 @@ from pipeinfer.policies.lone_stage import (
     to_expand_ahead,
 )
 from pipeinfer.policies.temperature_scaling import TemperatureScaling
+from pipeinfer.policies.told import Told
 from pipeinfer.policies.trial import SpeculationTrial, WithoutGuesses
 
 LEAST, LEAST_LOOKED_UP = 0.003, 0.06
@@ -82,7 +84,8 @@ class Auto(Policy):
     calibration: Calibration = field(default_factory=Calibration, compare=False, repr=False)
     temperature: TemperatureScaling = field(default_factory=TemperatureScaling, compare=False, repr=False)
     without: WithoutGuesses = field(default_factory=WithoutGuesses, compare=False, repr=False)
-    _backoff: SpeculationBackoff = field(default_factory=SpeculationBackoff, init=False, repr=False, compare=False)
+    told: Told = field(default_factory=Told, compare=False, repr=False)
+    _backoff: SpeculationBackoff = field(init=False, repr=False, compare=False)
     _trial: SpeculationTrial = field(init=False, repr=False, compare=False)
     # when the last tokens came; NaN before the first ones, and while other requests are open
     _settled_s: float = field(default=math.nan, init=False, repr=False, compare=False)
@@ -91,7 +94,7 @@ class Auto(Policy):
     _guessed_until: int = field(default=-1, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._trial = SpeculationTrial(self.without)
+        self._backoff, self._trial = SpeculationBackoff(self.told), SpeculationTrial(self.without, self.told)
 
     def begin(self) -> "Auto":
         return replace(self)
@@ -232,7 +235,8 @@ class Auto(Policy):
         line = self._trial.settled(
             n_tokens,
             self._settled_s - last_s,
-            _least_s(context),
+            partial(_least_s, context),
+            context.tree.root.position,
             lambda: self._guessed_at < 0 or self._may_repay(context),
         )
         if self._trial.rests > rested:
@@ -300,8 +304,9 @@ def _busy(context: PolicyContext) -> Answer | None:
     return NOTHING if context.n_inflight > n_under_way else context.early(PATIENCE)
 
 
-def _least_s(context: PolicyContext) -> float:
-    """What a token takes without guesses at least: all stages without other ranks beside them, and the messages."""
-    stages_s = context.run_cost.undisturbed_s(context.tree.root.position) if context.run_cost else 0.0
+def _least_s(context: PolicyContext, n_before: int) -> float:
+    """What a token takes without guesses at least, after so many tokens: all stages without other ranks beside them,
+    and the messages."""
+    stages_s = context.run_cost.undisturbed_s(n_before) if context.run_cost else 0.0
     messages_s = max(0.0, context.on_way_s - (context.n_stages - 1) * context.run_s(1))
     return context.n_stages * stages_s + messages_s

@@ -1,8 +1,9 @@
 """When to stop guessing, and when to try again. Knows verdicts on guesses, no tree."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipeinfer.core.tree import Settled
+from pipeinfer.policies.told import Told
 
 SILENT_BELOW, RESUMED_ABOVE = 0.06, 0.15
 """Running means of the share of guessed-at tokens that had been guessed."""
@@ -19,6 +20,7 @@ class SpeculationBackoff:
     """When hardly any guess is right, roots get guesses only now and then, until one was judged; the intervals grow
     while they fail."""
 
+    told: Told = field(default_factory=Told)
     _interval: int = 0  # roots before a try; 0: guesses pay
     _n_roots: int = 0  # since the last try
 
@@ -32,10 +34,10 @@ class SpeculationBackoff:
         self._n_roots += len(settled.path) - 1
         if not self._interval and hit_rate < SILENT_BELOW:
             self._interval, self._n_roots = SHORTEST, 0
-            return "hardly any guess of the draft is right: only single tokens are sent, guesses are tried now and then"
-        if self._interval and hit_rate > RESUMED_ABOVE:
+            return self.told.of_hits(True)
+        if hit_rate > RESUMED_ABOVE:
             self._interval = 0
-            return "the draft's guesses are right again: speculation goes on"
+            return self.told.of_hits(False)
         drafted = settled.drafted
         if self._interval and (drafted or self._n_roots >= self._interval + LONGEST_TRY):
             was_right = bool(drafted) and drafted[0][1] is not None

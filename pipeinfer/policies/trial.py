@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pipeinfer.policies.told import Told
+
 N_WITH, N_WITHOUT = 12, 8
 """Tokens over which the one and the other is measured at least."""
 
@@ -29,13 +31,17 @@ TRUSTED, TRUSTED_MOST = 256, 1024
 measurement has the same answer."""
 
 
+Estimate = Callable[[int], float]
+"""Seconds of a token without guesses after so many tokens, as far as they are known now; 0: unknown."""
+
+
 @dataclass
 class WithoutGuesses:
     """What a token takes without guesses, as it was last measured. Requests of one session share it."""
 
     age: int = 0  # tokens since
     _token_s: float = 0.0
-    _estimate_s: float = 0.0  # what it would take, as far as was known then
+    _n_before: int = 0  # tokens before it then
     _paid: bool = True
     _trusted: int = TRUSTED
 
@@ -43,12 +49,13 @@ class WithoutGuesses:
     def holds(self) -> bool:
         return self._token_s > 0 and self.age < self._trusted
 
-    def seconds(self, estimate_s: float) -> float:
-        """After another context, whose estimate this is."""
-        return self._token_s * (estimate_s / self._estimate_s if estimate_s and self._estimate_s else 1.0)
+    def seconds(self, estimate: Estimate, n_before: int) -> float:
+        """After so many tokens. Both estimates are today's: earlier ones knew other costs."""
+        then_s = estimate(self._n_before)
+        return self._token_s * (estimate(n_before) / then_s if then_s else 1.0)
 
-    def measured(self, token_s: float, estimate_s: float) -> None:
-        self._token_s, self._estimate_s, self.age = token_s, estimate_s, 0
+    def measured(self, token_s: float, n_before: int) -> None:
+        self._token_s, self._n_before, self.age = token_s, n_before, 0
 
     def answered(self, pays: bool) -> None:
         """A measurement said whether guesses pay."""
@@ -61,9 +68,9 @@ class SpeculationTrial:
     """Of one request. `rests`: the next tokens are made without guesses."""
 
     without: WithoutGuesses = field(default_factory=WithoutGuesses)
+    told: Told = field(default_factory=Told)
     rests: bool = False
     _tests: bool = False  # it rests only to be measured
-    _said: bool = False  # that guesses do not pay
     _n_said: int = 0
     _with_s: float = 0.0
     _rest: int = 0  # tokens of the last one
@@ -73,11 +80,11 @@ class SpeculationTrial:
     _seconds: float = 0.0
 
     def settled(
-        self, n_tokens: int, seconds: float, estimate_s: float, may_try: Callable[[], bool] = lambda: True
-    ) -> str:
-        """So many tokens of a lone request came after so many seconds. `estimate_s`: what a token would take without
-        guesses, as far as that is known. `may_try`: asked when a rest is over, whether it may end now. Returns what the
-        user should know, usually nothing."""
+        self, n_tokens: int, seconds: float, estimate: Estimate, n_before: int,
+        may_try: Callable[[], bool] = lambda: True,
+    ) -> str:  # fmt: skip
+        """So many tokens of a lone request came after so many seconds, the next one after `n_before` tokens. `may_try`:
+        asked when a rest is over, whether it may end now. Returns what the user should know, usually nothing."""
         self.without.age += n_tokens
         self._left -= n_tokens
         if self._n_skipped < N_SKIPPED:
@@ -89,22 +96,22 @@ class SpeculationTrial:
         token_s = max(self._seconds / self._n, 1e-9)
         self._begin()
         if self.rests:
-            self.without.measured(token_s, estimate_s)
+            self.without.measured(token_s, n_before)
             if self._tests:
-                return self._decide(estimate_s)
+                return self._decide(self.without.seconds(estimate, n_before))
             if self._left <= 0 and may_try():
                 self._turn()
             return ""
         self._with_s = (self._with_s + token_s) / 2 if self._with_s else token_s
         if self.without.holds:
-            return self._decide(estimate_s)
-        if self._with_s >= SURELY * estimate_s:
-            self._tests = True
-            self._turn()
+            return self._decide(self.without.seconds(estimate, n_before))
+        if self._with_s < SURELY * estimate(n_before):
+            return self._said(True)
+        self._tests = True
+        self._turn()
         return ""
 
-    def _decide(self, estimate_s: float) -> str:
-        without_s = self.without.seconds(estimate_s)
+    def _decide(self, without_s: float) -> str:
         loss = self._with_s / without_s
         pays = loss <= LOSS
         if self._tests:
@@ -115,13 +122,12 @@ class SpeculationTrial:
         self._left = self._rest
         if self.rests == pays:
             self._turn()
-        if self._said is not pays or self._n_said == MOST_LINES:
-            return ""
-        self._said, self._n_said = not pays, self._n_said + 1
-        if pays:
-            return "guesses save time again: speculation goes on"
-        return (f"guesses cost time here: {1 / self._with_s:.1f} tokens/s with them, {1 / without_s:.1f} without "
-                "them; they are tried again now and then")  # fmt: skip
+        return self._said(pays, f"{1 / self._with_s:.1f} tokens/s with them, {1 / without_s:.1f} without them")
+
+    def _said(self, pays: bool, figures: str = "") -> str:
+        line = self.told.of_time(not pays, figures) if self._n_said < MOST_LINES else ""
+        self._n_said += bool(line)
+        return line
 
     def _turn(self) -> None:
         self.rests, self._n_skipped = not self.rests, 0

@@ -12,7 +12,7 @@ from pipeinfer.server.choices import Answer, Choice
 from pipeinfer.server.repeats import Repeats
 
 NAMES = ("prompt_n", "cache_n", "predicted_n", "ttft_s", "predicted_per_second", "draft_n", "draft_n_accepted",
-         "queued_s", "preempted_n")  # fmt: skip
+         "contested_n", "queued_s", "preempted_n")  # fmt: skip
 """Of a text's timings."""
 
 
@@ -68,7 +68,7 @@ def _figures(choice: Choice) -> str:
     t: dict[str, Any] = choice.timings
     if not t:
         return f"{choice.n_evaluated} of {len(choice.asked.prompt)} prompt tokens, {choice.n_tokens} tokens, "
-    guessed = f", {t['draft_n_accepted']} of {t['draft_n']} guesses right" if t["draft_n"] else ""
+    guessed = f", guessed ahead {t['draft_n_accepted']} of {t['contested_n']}" if t["draft_n"] else ""
     return (f"{t['prompt_n'] + t['cache_n']} prompt tokens, {t['cache_n']} from the cache, first after "
             f"{_shown(t['ttft_s'])} s, {choice.n_tokens} tokens, {_shown(t['predicted_per_second'])} tokens/s"
             f"{guessed}, ")  # fmt: skip

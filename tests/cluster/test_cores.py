@@ -47,7 +47,9 @@ def test_more_threads_than_cores_are_said() -> None:
     (line,) = crowded_hosts([TWO] * 3 + [host("b", 0)], {0, 1, 2, 3}, (1, 1, 1, 1))
     assert line.startswith("host a has 2 cores for 3 threads of 3 ranks that compute; fewer ranks there may")
     (line,) = crowded_hosts([TWO], {0}, (3,))
-    assert "2 cores for 3 threads of 1 rank " in line and "-t" in line
+    assert "2 cores for 3 threads of 1 rank " in line and line.endswith("compute; fewer threads (-t) may be faster")
+    (line,) = crowded_hosts([TWO] * 2, {0, 1}, (2, 1))
+    assert line.endswith("; fewer ranks there or fewer threads (-t) may be faster")
 
 
 def test_a_job_warns_once() -> None:

@@ -114,7 +114,9 @@ def test_a_draft_of_which_nothing_was_sent_is_explained() -> None:
     assert "as many runs were in flight as the policy allows" in why_no_guess(replace(late, draft_s=0.01))
     unsure = replace(slow, n_draft_lost=0)
     assert "never sure enough" in why_no_guess(unsure)
-    for fine in (replace(slow, n_sent=1), replace(slow, token_s=slow.token_s[:31]), replace(slow, n_draft_steps=0)):
+    looked_up = replace(unsure, has_draft=False)
+    short, idle = replace(slow, token_s=slow.token_s[:31]), replace(slow, n_draft_steps=0)
+    for fine in (replace(slow, n_sent=1), short, idle, looked_up):
         assert not why_no_guess(fine)
 
 

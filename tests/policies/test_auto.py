@@ -225,7 +225,7 @@ def test_a_draft_step_waits_for_a_verdict_that_may_make_it_vain(
     assert (not Auto().draft(View())) == waits  # type: ignore[arg-type]
 
 
-def test_requests_of_a_session_share_what_was_learned_and_nothing_else() -> None:
+def test_requests_of_a_session_share_what_was_learned_and_said_and_nothing_else() -> None:
     first = Auto()
     second = first.begin()
     assert second.calibration is first.calibration and second == first and hash(second) == hash(first)
@@ -239,7 +239,8 @@ def test_requests_of_a_session_share_what_was_learned_and_nothing_else() -> None
         tree.grow(tree.root, [Guess(2, 0.9)], [-0.1])
     assert any("hardly any guess" in notice for notice in notices)
     assert first.keep(tree.root, [Guess(2, 0.9)])[0].probability < 0.5, "such confidence was never justified"
-    assert second.settled(Settled([tree.root], []), beside_others) or not second._backoff.holds
+    assert not second._backoff.holds
+    assert not second.settled(Settled([tree.root], []), beside_others) and second._backoff.holds, "it was said before"
 
 
 @pytest.mark.parametrize("power", [1.0, 2.0])

@@ -11,6 +11,7 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.core.tree import Node, Settled
 from pipeinfer.policies import Auto, Iterative
 from pipeinfer.policies.backoff import LONGEST_TRY, SpeculationBackoff
+from pipeinfer.policies.told import Told
 from pipeinfer.policies.trial import LEAST_REST, LONGEST_REST, N_WITH, N_WITHOUT, SpeculationTrial
 from pipeinfer.virtual.choices import ranks_for, synthetic_team
 from pipeinfer.virtual.simulation import simulate
@@ -21,7 +22,7 @@ def told(trial: SpeculationTrial, n_tokens: int, with_s: float, without_s: float
     rested, said = [], []
     for _ in range(n_tokens):
         rested.append(trial.rests)
-        if line := trial.settled(1, without_s if trial.rests else with_s, without_s):
+        if line := trial.settled(1, without_s if trial.rests else with_s, lambda _: without_s, 0):
             said.append(line)
     return rested, said
 
@@ -67,6 +68,33 @@ def test_requests_of_a_session_share_what_a_token_takes_without_guesses() -> Non
     assert not any(rested) and not said
     rested, said = told(SpeculationTrial(first.without), 100, with_s=1.2)
     assert not any(rested[:N_WITH]) and all(rested[N_WITH + 2 : N_WITH + LEAST_REST]) and len(said) == 1
+
+
+def test_what_a_token_takes_is_not_moved_by_what_is_learned_of_costs() -> None:
+    """It was multiplied by the ratio of two estimates, one of before, which others on the host had disturbed."""
+    first = SpeculationTrial()
+    told(first, 60, with_s=0.93)
+    disturbed = SpeculationTrial(first.without)
+    for _ in range(60):
+        assert not disturbed.settled(1, 0.93, lambda n_before: 0.1, 0) and not disturbed.rests
+    lengthened = SpeculationTrial(first.without)
+    for _ in range(N_WITH + 2):
+        assert not lengthened.settled(1, 1.8, lambda n_before: 0.1 * (1 + n_before / 1000), 1000)
+    assert not lengthened.rests, "after a longer context a token takes longer without guesses too"
+
+
+def test_each_change_is_said_once_whichever_request_meets_it() -> None:
+    first = SpeculationTrial()
+    said = [line for with_s in (1.2, 1.3, 0.5, 0.6, 1.2)
+            for line in told(SpeculationTrial(first.without, first.told), 60, with_s)[1]]  # fmt: skip
+    assert [line.partition(":")[0] for line in said] == [
+        "guesses cost time here", "guesses save time again", "guesses cost time here"
+    ]  # fmt: skip
+    backoffs, root = [SpeculationBackoff(Told())], Node(1, 0)
+    settled = Settled([root, root], [1])
+    backoffs += [SpeculationBackoff(backoffs[0].told) for _ in range(3)]
+    lines = [each.settled(settled, hit_rate) for each, hit_rate in zip(backoffs, (0.01, 0.02, 0.5, 0.6), strict=True)]
+    assert "hardly any guess" in lines[0] and "right again" in lines[2] and not lines[1] + lines[3]
 
 
 def test_a_try_after_silence_lasts_until_a_guess_was_judged() -> None:

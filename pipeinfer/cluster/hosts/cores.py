@@ -120,10 +120,10 @@ def crowded_hosts(hosts: Sequence[Host], computing: Set[int], threads: Sequence[
     for host in hosts:
         rivals, n_threads = _rivals(hosts, computing, host), _threads_on(hosts, computing, threads, host)
         if n_threads > host.n_cores > 0 and host.name not in lines:
+            ways = ["fewer ranks there"] * (len(rivals) > 1) + ["fewer threads (-t)"] * (n_threads > len(rivals))
             lines[host.name] = (
                 f"host {host.name} has {count_text(host.n_cores, 'core')} for {count_text(n_threads, 'thread')} of "
-                f"{count_text(len(rivals), 'rank')} that compute; fewer ranks there"
-                f"{', or fewer threads (-t),' if n_threads > len(rivals) else ''} may be faster"
+                f"{count_text(len(rivals), 'rank')} that compute; {' or '.join(ways)} may be faster"
             )
     return list(lines.values())
 

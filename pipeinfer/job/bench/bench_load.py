@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
+from functools import partial
 from typing import Any
 
 from pipeinfer import __version__
@@ -176,7 +177,9 @@ class LoadBench(SweepHead[LoadCase]):
             session.unlearn()  # no load gains by those before it
             case = replace(case, options=replace(case.options, policy=case.options.policy.fresh()))
             context = replace(session.context, options=case.options)
-            self._requests = requests = OpenRequests(context, session, tokenizer, group.n_ctx, self._news.extend)
+            self._requests = requests = OpenRequests(
+                context, session, tokenizer, group.n_ctx, self._news.extend, partial(self._say, case)
+            )
             requests.engine.forget()  # what the load before it has left would spare this one some prompts
             session.take_figures()
             try:
@@ -188,6 +191,10 @@ class LoadBench(SweepHead[LoadCase]):
                 self._coming = None
             if case.repetition:
                 self._keep(session, case, figures)
+
+    def _say(self, case: LoadCase, line: str) -> None:
+        name = _describe(case).rpartition(", ")[0]  # whichever repetition
+        self.notice(name, [f"{name}: {line}"])
 
     # -- one load
 

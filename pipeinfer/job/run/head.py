@@ -88,7 +88,7 @@ class Head:
             show_statistics(self.console, result)
             show_ranks(self.console, result["ranks"])
         else:
-            show_outcome(self.console, result)
+            show_outcome(self.console, result, bool(self.options.drafts), self.options.layer_split is not None)
         return self._write_files(result, asked, generation)
 
     def _write_files(self, result: dict[str, Any], asked: Record, generation: Generation) -> int:

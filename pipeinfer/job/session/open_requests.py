@@ -11,10 +11,12 @@ from pipeinfer.cluster.stages.serve import N_TEXT_MAX
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.core.scheduling.admission import ahead_of
-from pipeinfer.job.launch.context import Context
+from pipeinfer.job.launch.context import CLOCK, Context
+from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.logprobs import Entries, Entry
 from pipeinfer.job.requests.printer import Printer
 from pipeinfer.job.requests.request import GenerationRequest
+from pipeinfer.job.session.notices import Notices
 from pipeinfer.job.session.session import Session
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.metrics import RequestMetrics
@@ -62,13 +64,13 @@ class News:
 
 class OpenRequests:
     """`n_ctx`: tokens that the open requests have together at most. `take`: hears what has come of requests, as soon
-    as it has, all of the same run at a time; it may begin and stop some."""
+    as it has, all of the same run at a time; it may begin and stop some. `say`: is given the lines of `Notices`."""
 
     def __init__(
         self, context: Context, session: Session, tokenizer: Tokenizer, n_ctx: int,
-        take: Callable[[Sequence[News]], None],
+        take: Callable[[Sequence[News]], None], say: Callable[[str], object] = complain,
     ) -> None:  # fmt: skip
-        self.take = take
+        self.take, self.notices = take, Notices(say, CLOCK)
         self.context, self.session, self.tokenizer, self.n_ctx = context, session, tokenizer, n_ctx
         self.options = context.options
         self.engine = session.set_up(self.options)
@@ -107,7 +109,9 @@ class OpenRequests:
         evaluated."""
         printer = Printer(self.context.flag, self.tokenizer, asked, silent=True)
         printer.push(asked.begun)
-        entries, metrics = Entries(asked.end_tokens), RequestMetrics(on_prompt=on_prompt, on_turn=on_turn)
+        self.notices.pass_on()
+        entries = Entries(asked.end_tokens)
+        metrics = RequestMetrics(on_prompt=on_prompt, on_turn=on_turn, on_notice=self.notices.hear)
         request = replace(asked, n_predict=max(1, asked.n_predict)).open(self.session.next_id())
         opened = Open(asked, request, printer, metrics, entries, len(asked.begun))
         self._open[opened.request.id] = opened

@@ -207,7 +207,8 @@ class Session:
         have been evaluated.
         """
         engine = self.set_up(options)
-        request, metrics = asked.open(next(self._request_ids)), RequestMetrics(self.context.tracer, on_prompt)
+        request, has_draft = asked.open(next(self._request_ids)), bool(self.deployment.drafts)
+        metrics = RequestMetrics(self.context.tracer, on_prompt, has_draft=has_draft)
         engine.add(request, policy, metrics)
         self._drive(engine, request, on_tokens)
         found = self.take_figures()

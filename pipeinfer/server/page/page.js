@@ -179,7 +179,7 @@ async function say(text) {
 }
 
 function note(choice, timings) {
-  const speed = timings?.predicted_per_second, guesses = timings?.draft_n ? `${timings.draft_n_accepted} of ${timings.draft_n} guesses right` : "";
+  const speed = timings?.predicted_per_second, guesses = timings?.draft_n ? `guessed ahead ${timings.draft_n_accepted} of ${timings.contested_n}` : "";
   return [`${timings?.predicted_n} tokens`, speed ? `${speed.toFixed(1)} tokens/s` : "", timings?.ttft_s ? `first after ${timings.ttft_s.toFixed(2)} s` : "",
           guesses, `seed ${choice.seed}`, choice.finish_reason === "length" ? "cut at its length" : ""].filter(Boolean).join(", ");
 }
