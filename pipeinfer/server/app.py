@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Container
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from pipeinfer.job.requests.request_body import Defaults, read_json
 from pipeinfer.job.serve.front import Setup
 from pipeinfer.models.text.chat import TemplateFault
 from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.server import handlers
 from pipeinfer.server.access import Access, App
 from pipeinfer.server.asked import Asked, read_asked
 from pipeinfer.server.choices import Choice
@@ -27,14 +28,13 @@ from pipeinfer.server.dialects.anthropic import COUNT_TOKENS, MESSAGES, MessageF
 from pipeinfer.server.dialects.llama_cpp import (
     INFILL,
     NOT_SAVED,
-    NOT_SERVED,
     CompletionForm,
     infill_of,
     props,
     with_suffix,
 )
 from pipeinfer.server.dialects.responses import RESPONSES, ResponseForm
-from pipeinfer.server.errors import Refusal, error_body
+from pipeinfer.server.errors import Refusal
 from pipeinfer.server.forms import Form, event
 from pipeinfer.server.head import Head, State
 from pipeinfer.server.metrics import CONTENT_TYPE, Metrics
@@ -112,12 +112,12 @@ class Api:
             post("/slots/{id}", self.save_slot)
         for path in KINDS if self.http.page else ():
             get(path, show_page)
-        app.add_exception_handler(Refusal, _refused)
-        app.add_exception_handler(UserError, _wrong)
-        app.add_exception_handler(TemplateFault, _not_rendered)
-        app.add_exception_handler(HTTPException, _no_endpoint)
-        app.add_exception_handler(ClientDisconnect, _left)
-        app.add_exception_handler(Exception, _fault)
+        app.add_exception_handler(Refusal, handlers.refused)
+        app.add_exception_handler(UserError, handlers.wrong)
+        app.add_exception_handler(TemplateFault, handlers.not_rendered)
+        app.add_exception_handler(HTTPException, handlers.no_endpoint)
+        app.add_exception_handler(ClientDisconnect, handlers.left)
+        app.add_exception_handler(Exception, handlers.fault)
         return Access(app, self.http.api_keys, self.http.host, address, self.http.origins)
 
     @staticmethod
@@ -312,52 +312,3 @@ def _piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
         return {"id": token, "piece": data.decode()}
     except UnicodeDecodeError:
         return {"id": token, "piece": list(data)}
-
-
-# -- what is not served
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refusal)
-    return JsonResponse(error.body, error.status, error.headers)
-
-
-async def _wrong(request: Request, error: Exception) -> Response:
-    fields = getattr(request.state, "fields", ())
-    return JsonResponse(error_body(400, str(error), _param(str(error), fields)), 400)
-
-
-def _param(message: str, given: Container[str]) -> str | None:
-    """What of the fields that are `given` a message begins with: `stop`, `messages[0].role`; of a chat the prompt is
-    its messages."""
-    field = message.removeprefix("the ").partition(" ")[0]
-    if field == "prompt" and field not in given:
-        field = "messages"
-    return field if field.partition("[")[0] in given else None
-
-
-async def _not_rendered(request: Request, error: Exception) -> Response:
-    """Which file the template is in is the server's affair, and so is one that renders nothing for anybody."""
-    assert isinstance(error, TemplateFault)
-    rest = "; ask for completions, until the server has another" if error.is_broken else ""
-    status = 500 if error.is_broken else 400
-    return JsonResponse(
-        error_body(status, f"the model's chat template: {error.what}{rest}", None if error.is_broken else "messages"),
-        status,
-    )
-
-
-async def _left(request: Request, error: Exception) -> Response:
-    return Response(status_code=400)  # in the middle of what it said: nobody reads it
-
-
-async def _no_endpoint(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    what = f"{request.method} {request.url.path[:200]}"
-    missing = NOT_SERVED.get(request.url.path, "there is no such endpoint")
-    message = f"{what}: {missing if error.status_code == 404 else error.detail}"
-    return JsonResponse(error_body(error.status_code, message), error.status_code, error.headers)
-
-
-async def _fault(request: Request, error: Exception) -> Response:
-    return JsonResponse(error_body(500, f"a fault of the server: {type(error).__name__}"), 500)

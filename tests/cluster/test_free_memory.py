@@ -20,7 +20,8 @@ from pipeinfer.cluster.hosts.free_memory import (
 )
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import Deployment, deploy
+from pipeinfer.job.placement.deploy import deploy
+from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.placement.model_files import open_models
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies import PipeInfer

@@ -9,7 +9,8 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.bench.sweep import Group, Key, Sweep, describe, variants_of
 from pipeinfer.job.bench.sweep_job import WARM_UP_TOKENS, SweepHead, start_sweep
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import Deployment, deploy
+from pipeinfer.job.placement.deploy import deploy
+from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.placement.model_files import open_models
 from pipeinfer.job.requests.asked import asked_of
 from pipeinfer.job.requests.conversation import Conversation, Turn, conversation_of

@@ -18,7 +18,8 @@ from pipeinfer.job.bench.sweep_job import WARM_UP_TOKENS, SweepHead, start_sweep
 from pipeinfer.job.launch.context import CLOCK
 from pipeinfer.job.options.loads import Loads
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import Deployment, deploy
+from pipeinfer.job.placement.deploy import deploy
+from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.placement.model_files import open_models
 from pipeinfer.job.requests.asked import asked_of
 from pipeinfer.job.requests.conversation import first_turns

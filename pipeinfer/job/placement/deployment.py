@@ -1,6 +1,6 @@
 """What every rank needs to load its part of the models: the plan, and what follows from it. Knows no request."""
 
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
@@ -32,8 +32,8 @@ from pipeinfer.job.placement.draft_rank import check_draft_rank, choose_draft_ra
 from pipeinfer.job.placement.exactness import in_blocks, repacked_alike
 from pipeinfer.job.placement.heads import check_features, check_head, head_of
 from pipeinfer.job.placement.memory import CELLS_PADDING, MemoryNeeds, gpu_layers
-from pipeinfer.job.placement.model_files import draft_translation, translation_note
-from pipeinfer.job.placement.numerics import numerics_name, other_numerics_text
+from pipeinfer.job.placement.model_files import translation_note
+from pipeinfer.job.placement.numerics import numerics_name
 from pipeinfer.job.placement.pace_profile import pace_profile
 from pipeinfer.models.gguf.contents import FileState
 from pipeinfer.models.gguf.head import Head, layers_read
@@ -43,13 +43,6 @@ from pipeinfer.models.text.vocabularies import Translation
 from pipeinfer.models.torch.hyperparameters import check_known
 
 MAX_BATCH = 2048  # prompt tokens a run: every rank has buffers for so many rows
-NOT_REPACKED = (
-    "there is no memory to repack the weights, so that numerics are not {} but {}: tokens that are all but tied may "
-    "differ from those of ranks where there is; with --no-repack they are the same"
-)
-OTHER_NUMERICS = (
-    "what goes on was begun with numerics {}, and goes on with {}: the text may be another one from here on"
-)
 N_CELLS_SPARE = 512  # cells above the context, for guesses and, with exact numerics, for parked cells
 
 
@@ -181,62 +174,6 @@ class Deployment:
                 *self.unused, *self.notes]  # fmt: skip
 
 
-class DoesNotFit(UserError):
-    """A deployment takes more memory than there is; the message has the numbers."""
-
-    def __init__(self, message: str, deployment: Deployment) -> None:
-        super().__init__(message)
-        self.deployment = deployment
-
-
-def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: int, n_prompt: int) -> Deployment:
-    """The plan for contexts of `n_ctx` tokens. Raises UserError for a wrong option, DoesNotFit for too little
-    memory."""
-    drafts = read_drafts(options.drafts_in_use, info)
-    deployment = choose_layout(partial(lay_out, options), hosts, info, drafts, n_ctx, n_prompt)
-    kept, goes_on = options.kept_numerics, options.allow_other_numerics
-    if kept and deployment.numerics != kept:
-        same = _kept_layout(options, hosts, info, drafts, n_ctx, n_prompt)
-        deployment = same if same and (not goes_on or same.fits) else deployment
-    try:
-        check_memory(deployment, _way_out(deployment.plan, options.layer_split is not None))
-    except UserError as error:
-        began = f"; what is to go on was begun with numerics {kept}, --allow-other-numerics goes on with others" if (
-            kept and not goes_on) else ""  # fmt: skip
-        raise DoesNotFit(f"{error}{began}", deployment) from None
-    if kept and deployment.numerics != kept:
-        if not goes_on:
-            raise UserError(other_numerics_text(kept, deployment.numerics))
-        deployment = replace(deployment, notes=(*deployment.notes, OTHER_NUMERICS.format(kept, deployment.numerics)))
-    translations = [None if draft.head else draft_translation(info.path, draft.path) for draft in deployment.drafts]
-    return replace(deployment, translations=tuple(translations))
-
-
-def choose_layout(
-    lay_out_on: Callable[[Sequence[Host], ModelInfo, Sequence[ModelInfo], int, int], Deployment],
-    hosts: Sequence[Host], info: ModelInfo, drafts: Sequence[ModelInfo], n_ctx: int, n_prompt: int,
-) -> Deployment:  # fmt: skip
-    """With weights repacked where that is worth it and fits, else as they are in the file, which needs less memory: the
-    layout is chosen here, and nowhere later."""
-    deployment = lay_out_on(hosts, info, drafts, n_ctx, n_prompt)
-    if not deployment.repacked or deployment.fits:
-        return deployment
-    mapped = lay_out_on(_without_repacking(hosts), info, drafts, n_ctx, n_prompt)
-    return replace(mapped, notes=(*mapped.notes, NOT_REPACKED.format(deployment.numerics, mapped.numerics)))
-
-
-def _kept_layout(
-    options: RunOptions, hosts: Sequence[Host], info: ModelInfo, drafts: Sequence[ModelInfo], n_ctx: int, n_prompt: int
-) -> Deployment | None:
-    """That with the numerics which a job began with, whether it fits or not; None where there is none."""
-    both = [lay_out(options, each, info, drafts, n_ctx, n_prompt) for each in (hosts, _without_repacking(hosts))]
-    return next((each for each in both if each.numerics == options.kept_numerics), None)
-
-
-def _without_repacking(hosts: Sequence[Host]) -> list[Host]:
-    return [replace(host, repacked=()) for host in hosts]
-
-
 def check_memory(deployment: Deployment, way_out: str) -> None:
     """Raises UserError when a host, or a GPU there, lacks memory for what its ranks shall hold."""
     check_fits(*deployment.free_memory, deployment.memory, way_out)
@@ -362,12 +299,6 @@ def _parks(options: RunOptions, plan: Plan) -> bool:
 def cells_for(n_ctx: int) -> int:
     """KV cells of every cache for contexts of `n_ctx` tokens."""
     return -(-(n_ctx + N_CELLS_SPARE) // CELLS_PADDING) * CELLS_PADDING
-
-
-def _way_out(plan: Plan, chosen: bool) -> str:
-    """Where memory is short. `chosen`: the user has split the layers."""
-    first = "leave --layer-split out, " if chosen else "no split was found that fits; " if len(plan.stages) > 1 else ""
-    return f"{first}use a smaller context (-c), more ranks on further hosts, or a smaller quantisation"
 
 
 def sizes_of(info: ModelInfo) -> Sizes:

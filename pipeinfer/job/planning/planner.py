@@ -12,7 +12,8 @@ from pipeinfer.cluster.timing.costs import LinkCost, Profile
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import Deployment, choose_layout, lay_out, read_drafts
+from pipeinfer.job.placement.deploy import choose_layout
+from pipeinfer.job.placement.deployment import Deployment, lay_out, read_drafts
 from pipeinfer.job.planning.planned_costs import planned_profile, with_described_speeds
 from pipeinfer.job.profiling.schedule import kinds_of, ranks_to_time
 from pipeinfer.job.requests.request import fit_context

@@ -8,7 +8,8 @@ from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import STDIN
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import Deployment, DoesNotFit, deploy
+from pipeinfer.job.placement.deploy import DoesNotFit, deploy
+from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.placement.model_files import open_models
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.chat_format import ChatFormat, open_format

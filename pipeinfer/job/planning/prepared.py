@@ -10,7 +10,8 @@ from pipeinfer.job.launch.context import Context
 from pipeinfer.job.launch.start import Crew, start_job
 from pipeinfer.job.options.limits import AUTO_LAYERS
 from pipeinfer.job.options.options import RunOptions, check_by_rank
-from pipeinfer.job.placement.deployment import Deployment, DoesNotFit
+from pipeinfer.job.placement.deploy import DoesNotFit
+from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.profiling.hosts import find_hosts
 from pipeinfer.job.requests.journal import kept_numerics

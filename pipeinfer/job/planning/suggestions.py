@@ -7,7 +7,8 @@ from typing import Any
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import DoesNotFit, check_memory
+from pipeinfer.job.placement.deploy import DoesNotFit
+from pipeinfer.job.placement.deployment import check_memory
 from pipeinfer.job.placement.memory import CELLS_PADDING
 from pipeinfer.job.planning.planner import ETHERNET, Planner, Prediction, open_planner
 from pipeinfer.models.gguf.model_info import ModelInfo

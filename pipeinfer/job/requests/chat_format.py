@@ -12,7 +12,8 @@ from pipeinfer.job.options.options import ChatOptions, RunOptions
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.request import read_text
 from pipeinfer.models.gguf.model_info import ModelInfo
-from pipeinfer.models.text.answers import THOUGHTS, begun_thought, opened_thought
+from pipeinfer.models.text.answer_forms import THOUGHTS
+from pipeinfer.models.text.answers import begun_thought, opened_thought
 from pipeinfer.models.text.chat import PLAIN_STOP, PLAIN_TEMPLATE, ChatTemplate, Message, TemplateFault, encode_rendered
 from pipeinfer.models.text.chat_template import template_of
 from pipeinfer.models.text.literals import Rendered, answer_text

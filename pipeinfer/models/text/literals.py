@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipeinfer.models.text.answers import MARKS
+from pipeinfer.models.text.answer_forms import MARKS
 from pipeinfer.models.text.tokenizer import Span, Tokenizer
 
 

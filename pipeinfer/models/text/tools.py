@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeinfer.models.text.answers import MARK, THOUGHTS, as_json
+from pipeinfer.models.text.answer_forms import MARK, THOUGHTS
+from pipeinfer.models.text.answers import as_json
 from pipeinfer.models.text.chat import Message
 from pipeinfer.models.text.grammar_text import ANY_TOKENS
 from pipeinfer.models.text.json_schema import json_rule

@@ -22,7 +22,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.batch.batch_file import BatchFile, read_request
 from pipeinfer.job.batch.batch_output import BatchOutput
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import deploy
+from pipeinfer.job.placement.deploy import deploy
 from pipeinfer.job.placement.model_files import open_models
 from pipeinfer.job.requests.request_body import Defaults
 from pipeinfer.models.text.chat import ChatTemplate, Message

@@ -22,7 +22,7 @@ from pipeinfer.cluster.hosts.gpu_memory import left_on_gpus, spare_on_gpus
 from pipeinfer.cluster.hosts.speed import measure_speed
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import deploy
+from pipeinfer.job.placement.deploy import deploy
 from pipeinfer.job.placement.model_files import open_models
 from pipeinfer.job.planning.planned_costs import model_of, with_described_speeds
 from pipeinfer.job.planning.planner import ETHERNET, open_planner

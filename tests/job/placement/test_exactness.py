@@ -12,15 +12,8 @@ from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.cluster.hosts.free_memory import FreeMemory
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import (
-    N_CELLS_SPARE,
-    NOT_REPACKED,
-    OTHER_NUMERICS,
-    Deployment,
-    DoesNotFit,
-    deploy,
-    lay_out,
-)  # fmt: skip
+from pipeinfer.job.placement.deploy import NOT_REPACKED, OTHER_NUMERICS, DoesNotFit, deploy
+from pipeinfer.job.placement.deployment import N_CELLS_SPARE, Deployment, lay_out
 from pipeinfer.job.placement.memory import CELLS_PADDING
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.llama.params import matrix_bytes

@@ -17,7 +17,8 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.inspect.model_report import describe_file
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import Deployment, deploy
+from pipeinfer.job.placement.deploy import deploy
+from pipeinfer.job.placement.deployment import Deployment
 from pipeinfer.job.placement.model_files import open_models
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.head import OWN_HEAD

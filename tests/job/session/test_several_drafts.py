@@ -20,7 +20,7 @@ from pipeinfer.core.runs import GuessVerdict, Opening, Row, Run
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import deploy
+from pipeinfer.job.placement.deploy import deploy
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams

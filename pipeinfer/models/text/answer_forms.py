@@ -1,0 +1,90 @@
+"""Marks and forms in which models write reasoning and calls: data, and nothing that reads an answer."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a call is written. `head`: up to its arguments, with the function's `name`. `close`: ends what a head does
+    not match. `pairs`: arguments that are no JSON, one by one, up to `close`."""
+
+    mark: str
+    head: re.Pattern[str]
+    close: str = ""
+    pairs: re.Pattern[str] | None = None
+
+
+def _form(mark: str, head: str, close: str = "", pairs: str = "") -> Form:
+    return Form(mark, re.compile(head, re.DOTALL), close, re.compile(pairs, re.DOTALL) if pairs else None)
+
+
+NAMED = (
+    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?(?:"id"\s*:\s*"[^"]*"\s*,\s*)?"(?:name|function)"\s*:\s*'
+    r'"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
+)
+BARE = re.compile(rf"(?:```(?:json)?\s*)?\[?\s*{NAMED}")
+BARE_BEGINNINGS = tuple(
+    f"{fence}{bracket}{{{kind}\"name\":\""
+    for fence in ("", "```", "```json") for bracket in ("", "[") for kind in ("", '"type":"function",')
+)  # fmt: skip
+"""Of a call without a mark, without white space: it is one at the beginning of an answer alone, of a known function."""
+
+DEEPSEEK = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
+TURN_MARKS = ("<|channel|>", "<|start|>", "<|end|>")
+TO = r" to=(?:functions\.)?(?P<%s>[\w.-]+)"
+HARMONY = (
+    rf"(?:<\|end\|>)?(?:<\|start\|>assistant)?(?:{TO % 'first'})?<\|channel\|>(?:commentary|analysis)"
+    rf"(?:{TO % 'name'})?\s*(?:<\|constrain\|>)?(?:json)?\s*<\|message\|>(?=\{{)"
+)
+FORMS = (
+    _form("<tool_call>", rf"<tool_call>\s*{NAMED}", "</tool_call>"),  # Hermes, Qwen
+    _form("<tool_call>", r"<tool_call>\s*<function=(?P<name>[^>\s]+)>", "</function>",
+          r"<parameter=(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>"),  # Qwen3-Coder
+    _form("<tool_call>", r"<tool_call>\n?(?P<name>[\w.-]+)\s*(?=<arg_key>|</tool_call>)", "</tool_call>",
+          r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"),  # GLM
+    _form("<function=", r"<function=(?P<name>[^>\s]+)>\s*(?=\{)"),  # Llama
+    _form("<|python_tag|>", rf"<\|python_tag\|>\s*{NAMED}"),
+    _form("[TOOL_CALLS]", rf"\[TOOL_CALLS\]\s*\[?\s*{NAMED}"),  # Mistral
+    _form("[TOOL_CALLS]", r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\][^\[]*)?\s*(?:\[ARGS\])?\s*(?=\{)"),
+    *(_form(mark, rf"(?:{DEEPSEEK[0]})?\s*{DEEPSEEK[1]}(?:function<｜tool▁sep｜>)?(?P<name>[\w.-]+)"
+            r"(?:<｜tool▁sep｜>|\n```json\n)\s*(?=\{)") for mark in DEEPSEEK),
+    *(_form(mark, HARMONY) for mark in TURN_MARKS),  # gpt-oss
+)  # fmt: skip
+
+CLOSERS = (
+    "</tool_call>", "</function>", "}", "]", ",", ";", "```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<|call|>",
+    "<|eom_id|>", "<|eot_id|>",
+)  # fmt: skip
+"""What may follow a call's arguments, before the next call."""
+
+ASSISTANT = "<|start|>assistant"
+THOUGHTS: Mapping[str, str] = {
+    "<think>": "</think>", "[THINK]": "[/THINK]", "<seed:think>": "</seed:think>",
+    "<|START_THINKING|>": "<|END_THINKING|>",
+    **{f"{start}<|channel|>analysis<|message|>": "<|end|>" for start in ("", ASSISTANT)},
+}  # fmt: skip
+"""What reasoning stands between."""
+
+NO_TEXT = (
+    *(f"{start}<|channel|>{channel}<|message|>" for start in ("", ASSISTANT) for channel in ("final", "commentary")),
+    "<|START_RESPONSE|>",
+)  # fmt: skip
+"""Marks before a text that are no part of it."""
+
+MARK = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")
+"""What may be a control token."""
+
+MARKS = frozenset(
+    mark
+    for text in (*THOUGHTS, *THOUGHTS.values(), *NO_TEXT, *CLOSERS, *(form.mark for form in FORMS))
+    for mark in MARK.findall(text)
+) - {"<|end|>", "<|start|>", "<|eot_id|>", "<|eom_id|>"}
+"""Control tokens that are part of answers, and end no turn."""
+
+CALL_BEGINS = re.compile(r"\s*(?:[\[{<].*|[\w.-]*>?\s*(?:[\[{<].*)?)", re.DOTALL)
+"""What may follow a mark in a call, as far as it has come."""
+
+LEAST_MARK = 2
+"""Characters of a mark at the end of an answer that was cut, from which on they are no text."""
