@@ -71,7 +71,8 @@ class _Settings:
 def plan(options: RunOptions, question: PlanQuestion) -> int:
     """Returns the exit code. Raises UserError, also for what does not fit, with the plan printed."""
     if question.profile or question.hosts:
-        return tell(options, question, *_described(question))
+        nodes, link = _described(question)
+        return tell(options, question, _repacking(options, nodes), link)
     if not is_launched():
         from pipeinfer.job.profiling.hosts import describe_own  # what it loads with takes a while
 
@@ -89,6 +90,15 @@ def _described(question: PlanQuestion) -> tuple[list[Node], LinkCost]:
         return first_ranks(profiled_nodes(file), question.n_ranks, f"profile {file.name}"), file.link()
     assert question.hosts
     return first_ranks(read_hosts(question.hosts), question.n_ranks, f"--hosts {question.hosts}"), ETHERNET
+
+
+def _repacking(options: RunOptions, nodes: Sequence[Node]) -> list[Node]:
+    """Nodes that somebody describes, whose processors repack weights as this host's does."""
+    from pipeinfer.models.llama.repacking import repacked_types  # what it loads with takes a while
+
+    may_repack = options.repack and options.numerics == "exact"
+    types = repacked_types() if may_repack else ()
+    return [replace(node, host=replace(node.host, repacked=types)) for node in nodes]
 
 
 def _plan_ranks(crew: "Crew", options: RunOptions, question: PlanQuestion) -> int:

@@ -27,6 +27,7 @@ def plan_report(planner: Planner) -> dict[str, Any]:
         "n_ctx": planner.n_ctx,
         "prompt_n": planner.n_prompt,
         "numerics": options.numerics,
+        "numerics_name": deployment.numerics,
         "wire_type": str(options.wire_type),
         "link": {"bytes_per_s": planner.link.bytes_per_s, "latency_s": planner.link.latency_s},
         "acceptance": list(planner.acceptances) or [DEFAULT_ACCEPTANCE] * len(planner.drafts),
@@ -75,6 +76,8 @@ def _notes(planner: Planner) -> Iterator[str]:
     are_timed = all(host.speed for host in planner.deployment.hosts)
     if not planner.is_described:
         yield "predictions are estimates by how fast each host reads and multiplies; `measure` times the models there"
+    if planner.is_described and planner.deployment.repacked:
+        yield "the hosts' processors are taken to repack weights as this host's does"
     if any(backend.is_torch for backend in planner.options.backend) and not are_timed:
         yield "predictions take ranks of torch to be as fast as libllama"
     if any(planner.options.n_gpu_layers):

@@ -34,9 +34,9 @@ def show_plan(console: Console, deployment: Deployment, about: str = "") -> None
 
 def show_start(console: Console, deployment: Deployment, brief: str, about: str, verbose: bool) -> None:
     """A line of models, ranks and memory with what is `brief`, and a line of who has what; if `verbose` the plan with
-    what is to be said `about` it."""
+    what is to be said `about` it, and the name of its numerics."""
     if verbose:
-        show_plan(console, deployment, about)
+        show_plan(console, deployment, f"{about}, numerics {deployment.numerics}")
         return
     hosts, plan = {host.name for host in deployment.hosts}, deployment.plan
     models = " with the draft ".join(map(_named, [deployment.model, *deployment.drafts]))

@@ -28,6 +28,7 @@ def make_result(text: str, generation: Generation, deployment: Deployment, asked
     """`asked`: the columns that `asked_of` gives."""
     return result_object(
         generation.request, generation.metrics, asked, SHOWN, text,
+        numerics_name=deployment.numerics,
         model=describe_model(deployment.model),
         model_draft=describe_drafts(deployment.drafts) if deployment.drafts else None,
         stage_row_s=[generation.row_s[stage.rank] for stage in deployment.plan.stages],

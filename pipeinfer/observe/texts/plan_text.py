@@ -72,7 +72,8 @@ def plan_lines(found: Mapping[str, Any]) -> Iterator[str]:
     drafts = f", drafts {', '.join(found['drafts'])}" if found["drafts"] else ""
     wire = "" if found["wire_type"] == "f32" else f", activations travel as {found['wire_type']}"
     yield (
-        f"{found['model']}{drafts}: policy {found['policy']}, context {found['n_ctx']}, numerics {found['numerics']}"
+        f"{found['model']}{drafts}: policy {found['policy']}, context {found['n_ctx']}, "
+        f"numerics {found['numerics_name']}"
         f"{wire}"
     )
     yield ""

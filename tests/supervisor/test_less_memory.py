@@ -1,0 +1,73 @@
+"""A supervised job that starts again with less memory goes on with the same bits, or ends with the numbers."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+
+from pipeinfer.models.llama.repacking import repacked_types
+from tests.support.gguf_factory import Shape, write_model
+from tests.support.memory_group import MemoryGroup, memory_group, missing
+from tests.support.supervised import Supervised
+
+WHY = missing() or ("" if any(each.type == 2 for each in repacked_types()) else "libggml repacks no Q4_0 here")
+pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY)
+
+MIB = 1 << 20
+N_READ = 40  # bytes of text, after which a rank is lost
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    shape = Shape(n_layer=16, n_embd=1024, n_head=16, n_head_kv=16, n_ff=4096)
+    model = write_model(tmp_path_factory.mktemp("model") / "model.gguf", shape, "Q4_0")
+    return ["run", "-m", str(model), "-md", "none", "-p", "the", "-n", "300", "-c", "512", "--temp", "0",
+            "--ignore-eos", "-t", "1"]  # fmt: skip
+
+
+def limits(group: MemoryGroup, words: list[str]) -> tuple[int, int, str]:
+    """Bytes with which the weights are repacked, and with which they are not; and the text with the first."""
+    least = 0
+    for limit in range(300 * MIB, 1200 * MIB, 20 * MIB):
+        group.limit(limit)
+        done = group.finish(2, [*words[:-2], "-n", "1", "-t", "1"])
+        if done.returncode == 0 and "no memory to repack" in done.stderr:
+            least = least or limit
+        elif done.returncode == 0:
+            assert least, "the file's own layout never fitted alone"
+            return limit + 40 * MIB, least + 10 * MIB, group.finish(2, words).stdout
+    raise AssertionError(done.stderr)
+
+
+def strike(group: MemoryGroup, words: list[str], enough: int, short: int) -> tuple[int, str, str]:
+    """A job that begins with enough memory and goes on with less. (exit code, text, errors)."""
+    group.limit(enough)
+    enter = group.folder / "cgroup.procs"
+    job = Supervised(2, words, preexec_fn=lambda: enter.write_text(str(os.getpid())))
+    begun = job.read(N_READ)
+    pid = job.ranks()[1]
+    group.limit(short)
+    os.kill(pid, 9)
+    code, text, errors = job.finish()
+    return code, begun + text, errors
+
+
+def test_a_restart_on_less_memory_ends_with_the_numbers_or_goes_on_when_that_is_allowed(words: list[str]) -> None:
+    with memory_group() as group:
+        enough, short, whole = limits(group, words)
+        code, text, errors = strike(group, words, enough, short)
+        assert code == 2 and whole.startswith(text), errors
+        assert re.search(r"needs [\d.]+ MB", errors) and "was begun with numerics exact-q4_0." in errors
+        code, text, errors = strike(group, [*words, "--allow-other-numerics"], enough, short)
+        assert code == 0 and len(text) > N_READ and "and goes on with exact: the text may be another one" in errors
+
+
+def test_a_restart_on_more_memory_keeps_the_layout(words: list[str]) -> None:
+    with memory_group() as group:
+        enough, short, _ = limits(group, words)
+        group.limit(short)
+        whole = group.finish(2, words).stdout
+        code, text, errors = strike(group, words, short, enough)
+        assert (code, text) == (0, whole), errors
