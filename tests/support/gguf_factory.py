@@ -26,7 +26,7 @@ WORDS += ["th", "he", "in", "er", "an", "ing"]
 MARKERS = ["<|system|>", "<|user|>", "<|assistant|>", "<think>", "</think>", "<|end|>"]
 """Control tokens at the end of the vocabulary of a model with a chat template; the last of them ends a turn."""
 
-FILL_IN = ("pre", "suf", "mid", "sep")
+FILL_IN = ("pre", "suf", "mid")
 """The first markers also stand around what a text has before a hole in it, after it, and instead of it."""
 
 CHAT_TEMPLATE = (
