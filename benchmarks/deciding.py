@@ -13,7 +13,7 @@ from typing import Any
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
-from pipeinfer.core.policy import Policy, PolicyContext
+from pipeinfer.core.policy import Policy, PolicyView
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess, Run, Verdict
 from pipeinfer.core.sampling import SamplingParams
@@ -57,7 +57,7 @@ class Waiter:
         raise AssertionError("nobody waits here")
 
 
-def opened(n_nodes: int, n_cheap: int, policy: Policy) -> PolicyContext:
+def opened(n_nodes: int, n_cheap: int, policy: Policy) -> PolicyView:
     """A request whose tree has so many nodes, of which half were sent and half expanded."""
     request = Request(0, [1, 2, 3], 4000, SamplingParams(temp=0.0), 8000)
     level = Level(Silent(), SequencePool(policy.n_sequences, 8000))
@@ -75,7 +75,7 @@ def opened(n_nodes: int, n_cheap: int, policy: Policy) -> PolicyContext:
     return engine._active[0].context
 
 
-def microseconds(policy: Policy, context: PolicyContext) -> float:
+def microseconds(policy: Policy, context: PolicyView) -> float:
     """The lower quartile of some rounds: the machine does other things too."""
     rounds = list[int]()
     for _ in range(N_REPEATED):

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeinfer.core.interfaces import Batch, FloatArray, StageModel
+from pipeinfer.core.interfaces import Batch, StageModel
 from pipeinfer.core.runs import KvOp, OpKind
+from pipeinfer.core.types import FloatArray
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.ggml import dequantise, load_library
 from pipeinfer.models.llama.params import LlamaParams

@@ -23,9 +23,10 @@ from pipeinfer.cluster.stages.prunings import LocalPrunings
 from pipeinfer.cluster.stages.serve import Pipe, StageLoop
 from pipeinfer.cluster.stages.stage import StageWorker
 from pipeinfer.cluster.transport import Link
-from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp, Opening, Row, Run
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.types import FloatArray
 
 N_EMBD = 4096  # 16 KB of activations a row
 N_ROUNDS, N_BLOCK = 40, 50

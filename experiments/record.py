@@ -22,10 +22,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 
 from pipeinfer.core.drafting import guess_next
-from pipeinfer.core.interfaces import Batch, FloatArray, LoadedModel
+from pipeinfer.core.interfaces import Batch, LoadedModel
 from pipeinfer.core.kv.blocks import Span, spans_of
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams, choose
+from pipeinfer.core.types import FloatArray
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage

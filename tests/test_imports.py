@@ -86,6 +86,18 @@ def test_rooms_of_a_job_import_only_from_rooms_below() -> None:
                 assert theirs == ours or floor_of[theirs] < floor_of[ours], f"{path}: {ours} may not know {theirs}"
 
 
+def test_files_of_a_room_import_each_other_in_one_direction() -> None:
+    """Also where an import is in a function, or for the type checker alone."""
+    known = {module_of(path): path for path in MODULES if not path.name.startswith("__")}
+    graph = {name: {each for each in imported(path) if each in known and each != name} for name, path in known.items()}
+    left = {name: {each for each in theirs if room_of(each) == room_of(name)} for name, theirs in graph.items()}
+    while free := [name for name, theirs in left.items() if not theirs & left.keys()]:
+        for name in free:
+            del left[name]
+    cycles = {name: sorted(theirs & left.keys()) for name, theirs in left.items()}
+    assert not cycles, cycles
+
+
 def test_core_and_policies_need_numpy_only() -> None:
     for path in MODULES:
         if room_of(module_of(path)) in ("core", "policies") and path.name != "__main__.py":

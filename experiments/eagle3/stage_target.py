@@ -11,8 +11,9 @@ import numpy as np
 
 from experiments.eagle3.recording import Words
 from pipeinfer.cluster.messages.activations import rounded
-from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp, OpKind
+from pipeinfer.core.types import FloatArray
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage

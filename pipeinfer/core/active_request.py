@@ -1,13 +1,10 @@
 """A request with its policy and observer: what the parts of the engine hand each other. Does nothing."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from pipeinfer.core.observer import Observer
+from pipeinfer.core.policy import Policy, PolicyView
 from pipeinfer.core.requests import Request
-
-if TYPE_CHECKING:  # what policies see has parts of the engine, which know of this
-    from pipeinfer.core.policy import Policy, PolicyContext
 
 
 @dataclass(slots=True, eq=False)
@@ -15,9 +12,9 @@ class ActiveRequest:
     """A request that is open, or waits to be opened."""
 
     request: Request
-    policy: "Policy"
+    policy: Policy
     observer: Observer
-    context: "PolicyContext"
+    context: PolicyView
     n_heard: int = 0  # rows of the prompt that every stage has evaluated
     arrival: int = 0  # its number in the order of arrival; 0: it has yet to wait
     was_open: bool = False  # if it waits, it was preempted

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pipeinfer.core.interfaces import Allowed, FloatArray
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.sampling import SamplingParams, adjust, largest, perturbed
+from pipeinfer.core.types import Allowed, FloatArray
 
 
 def likeliest(logits: FloatArray, width: int) -> list[Guess]:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 from pipeinfer.core.active_request import ActiveRequest
 from pipeinfer.core.in_flight import InFlightRun, RequestSlice
-from pipeinfer.core.interfaces import Clock, Drafter, Waiter
+from pipeinfer.core.interfaces import Drafter, Waiter
 from pipeinfer.core.levels import Level
 from pipeinfer.core.observer import Observer
-from pipeinfer.core.policy import AwaitDraft, HoldUntil, Policy, PolicyContext, Send
+from pipeinfer.core.policy import AwaitDraft, HoldUntil, Policy, Send
+from pipeinfer.core.policy_context import PolicyContext
 from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.core.scheduling.admission import Admission
 from pipeinfer.core.scheduling.batch_planner import BatchPlanner
@@ -18,6 +19,7 @@ from pipeinfer.core.scheduling.round_robin import RoundRobin
 from pipeinfer.core.scheduling.run_cost import RunCost
 from pipeinfer.core.speculator import Speculator
 from pipeinfer.core.tree import Node, Settled
+from pipeinfer.core.types import Clock
 
 
 class Engine:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.requests import Request
-from pipeinfer.core.runs import POSITION_END
 from pipeinfer.core.tree import Node, State
+from pipeinfer.core.types import POSITION_END
 
 NO_ROWS: Set[int] = frozenset()
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-if TYPE_CHECKING:
-    from pipeinfer.core.kv.blocks import Span
-    from pipeinfer.core.requests import Request
-    from pipeinfer.core.runs import Guess, GuessVerdict, KvOp, Run, Verdict
-    from pipeinfer.core.tree import Node
-
-IntArray = npt.NDArray[np.int32]
-FloatArray = npt.NDArray[np.float32]
+from pipeinfer.core.kv.blocks import Span
+from pipeinfer.core.requests import Request
+from pipeinfer.core.runs import Guess, GuessVerdict, KvOp, Run, Verdict
+from pipeinfer.core.tree import Node
+from pipeinfer.core.types import FloatArray, IntArray
 
 
 class DeviceRows(Protocol):
@@ -153,26 +150,6 @@ class HeadModel(LoadedModel, Protocol):
         """(n_rows, n_embd), of every row of the last `evaluate`. Valid until the next call."""
 
 
-class ConstraintFailed(Exception):
-    """A constraint exceeds its limit of time or memory."""
-
-
-class Allowed(Protocol):
-    """The tokens that may follow one text. Methods raise ConstraintFailed, for one text always or never."""
-
-    def has(self, token: int) -> bool: ...
-
-    def restrict(self, logits: FloatArray) -> None:
-        """Set logits (n_vocab,) to -inf except for tokens that may follow. At least one is left: the end of the text
-        where nothing may follow."""
-
-
-class Constraint(Protocol):
-    """What the output of one request may be. Thread-safe."""
-
-    def after(self, output: Sequence[int]) -> Allowed: ...
-
-
 Answer = TypeVar("Answer", bound="Verdict | GuessVerdict", covariant=True)
 
 
@@ -252,8 +229,3 @@ class InstantDrafter(Drafter, Protocol):
 
     def look_up(self, request: Request, node: Node) -> tuple[Guess | None, bool]:
         """The guess after a node that takes no time, and whether `expand` would find no other."""
-
-
-class Clock(Protocol):
-    def __call__(self) -> float:
-        """Seconds, monotonic."""

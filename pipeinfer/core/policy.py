@@ -1,22 +1,16 @@
 """What every policy answers, and what it may look at. Knows the tree, no pipeline and no model."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
-from pipeinfer.core.interfaces import Clock
-from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess
-from pipeinfer.core.scheduling.batch_planner import BatchPlanner
-from pipeinfer.core.scheduling.pacer import Pacer
-from pipeinfer.core.scheduling.run_cost import RunCost
 from pipeinfer.core.settings import paper_settings, setting
-from pipeinfer.core.speculator import Speculator
 from pipeinfer.core.tree import Node, Settled, TokenTree
+from pipeinfer.core.types import Clock
 
 
 class Send(NamedTuple):
@@ -50,79 +44,63 @@ OURS, PAPER = "ours", "paper"
 """Presets: our settings and additions, or the rule and the settings of the policy's paper."""
 
 
-@dataclass(slots=True)
-class PolicyContext:
+class PolicyView(Protocol):
     """What the policy of one request may look at."""
 
     request: Request
-    target: Level
-    speculator: Speculator
-    batches: BatchPlanner
-    pacer: Pacer
-    run_cost: RunCost | None
     clock: Clock
 
     @property
-    def tree(self) -> TokenTree:
-        return self.request.tree
+    def tree(self) -> TokenTree: ...
 
     # -- the load
 
     @property
     def is_alone(self) -> bool:
         """Whether no other request is open."""
-        return self.batches.n_open == 1
 
     @property
-    def n_stages(self) -> int:
-        return self.target.pipeline.n_stages
+    def n_stages(self) -> int: ...
 
     @property
     def is_at_head(self) -> bool:
         """Whether this rank evaluates the whole target and the draft, one after the other."""
-        return self.target.pipeline.is_at_head and self.speculator.remote is None
 
     @property
     def n_inflight(self) -> int:
         """Runs in flight that are not dead."""
-        return self.target.n_inflight(self.request)
 
     @property
     def n_dead(self) -> int:
         """Dead runs in flight."""
-        return self.target.n_dead(self.request)
 
     def n_asked(self, draft: int) -> int:
         """Runs in flight at a larger draft, by its number."""
-        return self.speculator.drafts[draft - 1].n_inflight(self.request)
 
     @property
     def n_evaluated(self) -> int:
         """Runs in flight that the stages evaluate: with `--no-cancel` dead ones too."""
-        return self.target.n_evaluated(self.request)
 
     # -- costs, as measured
 
     @property
     def n_cheap_rows(self) -> int:
         """Rows that a run may have without costing much more than one row, less those that other requests want."""
-        return self.batches.n_rows_for_guesses(self.tree.root.position)
 
     def run_s(self, n_rows: int) -> float:
         """Seconds of a run of `n_rows` in the slowest stage, after this context; 0: unknown."""
-        return self.run_cost.seconds(n_rows, self.tree.root.position) if self.run_cost else 0.0
+
+    def undisturbed_s(self, n_before: int) -> float:
+        """Seconds of a run of one row in the slowest stage after so many tokens, without other ranks beside it; 0:
+        unknown."""
 
     @property
     def on_way_s(self) -> float:
         """Seconds of a verdict beside the slowest stage's evaluation, the least of late; 0: unknown."""
-        return self.pacer.on_way_s
 
     def verdict_in_s(self, node: Node) -> float:
         """Seconds until a node's verdict, by the running mean; from now on if it was not sent. 0 before the first
         verdict."""
-        if node.run_id is None:
-            return self.pacer.answer_s
-        return max(0.0, self.target.sent_s(node.run_id) + self.pacer.answer_s - self.clock())
 
     def early(self, patience: float = 0.0) -> HoldUntil | None:
         """The answer while a run would only be queued, or miss a verdict that is about to come: a later run has better
@@ -130,46 +108,34 @@ class PolicyContext:
 
         `patience`: one-row runs for which the slowest stage may be idle to wait for that verdict.
         """
-        if not self.is_alone:
-            return None
-        sent_s = next((flight.sent_s for flight in self.target.useful_flights), math.inf)
-        due_s = self.pacer.due_s(self.tree.root.position, sent_s, patience)
-        return HoldUntil(due_s) if self.clock() < due_s else None
 
     # -- drafts
 
     @property
-    def n_drafts(self) -> int:
-        return self.speculator.n_drafts
+    def n_drafts(self) -> int: ...
 
     @property
     def draft_s(self) -> float:
         """Seconds of a step of the smallest draft; 0: unknown."""
-        return self.speculator.step_s
 
     @property
     def drafting(self) -> tuple[Collection[Node], float]:
         """The request's nodes that the smallest draft is expanding, and the seconds that its step still takes."""
-        return self.speculator.at_work(self.request)
 
     # -- nodes
 
     @property
     def depth_left(self) -> int:
         """Tokens that can still come; deeper guesses are useless."""
-        return self.request.depth_left
 
     def fitting(self, nodes: Sequence[Node]) -> list[Node]:
         """The unsent nodes for which there is room, in their order."""
-        return self.target.pool.fitting(nodes)
 
     def in_reach(self, node: Node) -> bool:
         """Whether the node's token can be part of the output and another one can follow."""
-        return node.position - self.tree.root.position < self.depth_left
 
     def may_branch(self, node: Node) -> bool:
         """Whether guesses after the node would be in reach."""
-        return node.position + 1 - self.tree.root.position < self.depth_left
 
 
 @dataclass
@@ -216,14 +182,14 @@ class Policy(ABC):
         return type(self)(**settings)
 
     @abstractmethod
-    def send(self, context: PolicyContext) -> Answer:
+    def send(self, context: PolicyView) -> Answer:
         """What goes to the target now."""
 
-    def draft(self, context: PolicyContext) -> Mapping[Node, int]:
+    def draft(self, context: PolicyView) -> Mapping[Node, int]:
         """Nodes for the smallest draft to expand now, in one batch, and how many guesses after each."""
         return {}
 
-    def look_up(self, context: PolicyContext) -> Collection[Node]:
+    def look_up(self, context: PolicyView) -> Collection[Node]:
         """Nodes after which guesses that take no time shall stand before the draft is asked. Asked until there are
         none."""
         return ()
@@ -233,12 +199,12 @@ class Policy(ABC):
         is none."""
         return guesses
 
-    def refine(self, context: PolicyContext, draft: int) -> Mapping[Node, int]:
+    def refine(self, context: PolicyView, draft: int) -> Mapping[Node, int]:
         """Nodes that a larger draft, by its number, is asked about now, the most important first, and how many guesses
         after each."""
         return {}
 
-    def settled(self, settled: Settled, context: PolicyContext) -> str:
+    def settled(self, settled: Settled, context: PolicyView) -> str:
         """The root moved. Returns a notice for the user, usually empty."""
         return ""
 

@@ -6,9 +6,9 @@ from enum import Enum
 from typing import NamedTuple
 
 from pipeinfer.core.kv.blocks import Span, spans_of
-from pipeinfer.core.runs import FAILED
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.tree import TokenTree
+from pipeinfer.core.types import FAILED
 
 
 class Finish(Enum):

@@ -4,21 +4,12 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
-from pipeinfer.core.interfaces import FloatArray
 from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.sampling import SamplingParams
-
-NO_TOKEN = -1
-"""In a verdict: no token was wanted after the row, or the row was dead."""
+from pipeinfer.core.types import POSITION_END, FloatArray
 
 MAX_OPS = 2048
 """Operations of a run at most."""
-
-FAILED = -2
-"""In a verdict: the request's constraint exceeds its limits."""
-
-POSITION_END = 2**31 - 1
-"""As the end of a range of positions: the end of the sequence."""
 
 
 class OpKind(IntEnum):

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.core.interfaces import Allowed
 from pipeinfer.core.logit_bias import add_biases
 from pipeinfer.core.noise import gumbel, gumbel_bound, random_words
 from pipeinfer.core.settings import setting
+from pipeinfer.core.types import Allowed
 
 Ids = npt.NDArray[np.intp]
 Logits = npt.NDArray[np.float32]

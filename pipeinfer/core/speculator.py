@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 
 from pipeinfer.core.active_request import ActiveRequest
 from pipeinfer.core.in_flight import RequestSlice
-from pipeinfer.core.interfaces import Clock, Drafter, FeatureDrafter, FloatArray, InstantDrafter
+from pipeinfer.core.interfaces import Drafter, FeatureDrafter, InstantDrafter
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.scheduling.round_robin import RoundRobin
 from pipeinfer.core.tree import LOOKED_UP, Node
+from pipeinfer.core.types import Clock, FloatArray
 
 N_AHEAD = 2
 """Runs in flight at a larger draft at most: one is evaluated, the next one is there when it is done."""

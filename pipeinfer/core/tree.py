@@ -4,7 +4,8 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pipeinfer.core.runs import NO_TOKEN, Guess
+from pipeinfer.core.runs import Guess
+from pipeinfer.core.types import NO_TOKEN
 
 LOOKED_UP = -1
 """In place of a draft's number: the guess was known at once (`InstantDrafter`)."""

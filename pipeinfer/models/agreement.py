@@ -5,7 +5,8 @@ from pathlib import Path
 
 import numpy as np
 
-from pipeinfer.core.interfaces import Batch, FloatArray, LoadedModel
+from pipeinfer.core.interfaces import Batch, LoadedModel
+from pipeinfer.core.types import FloatArray
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.params import LlamaParams

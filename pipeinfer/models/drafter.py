@@ -5,11 +5,12 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from pipeinfer.core.drafting import guess_next, to_the_end
-from pipeinfer.core.interfaces import Batch, Constraint, ConstraintFailed, FloatArray, StageModel
+from pipeinfer.core.interfaces import Batch, StageModel
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.tree import Node
+from pipeinfer.core.types import Constraint, ConstraintFailed, FloatArray
 
 
 def newest_tokens(request: Request, node: Node, n: int) -> list[int]:

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from pipeinfer.core.interfaces import Drafter, FeatureDrafter, FloatArray
+from pipeinfer.core.interfaces import Drafter, FeatureDrafter
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.tree import Node, State
+from pipeinfer.core.types import FloatArray
 
 SHORTEST, LONGEST = 2, 32
 """Tokens that must have stood there before, and beyond which it makes no difference how many."""

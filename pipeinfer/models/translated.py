@@ -5,8 +5,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from pipeinfer.core.interfaces import Batch, FloatArray, LoadedModel
+from pipeinfer.core.interfaces import Batch, LoadedModel
 from pipeinfer.core.runs import KvOp
+from pipeinfer.core.types import FloatArray
 from pipeinfer.models.text.vocabularies import NONE, Translation
 
 

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import ClassVar
 
-from pipeinfer.core.policy import NOTHING, Answer, AwaitDraft, Policy, PolicyContext, Send
+from pipeinfer.core.policy import NOTHING, Answer, AwaitDraft, Policy, PolicyView, Send
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.tree import LOOKED_UP, Node, Settled
 from pipeinfer.policies.backoff import SpeculationBackoff
@@ -101,7 +101,7 @@ class Auto(Policy):
 
     # -- sending
 
-    def send(self, context: PolicyContext) -> Answer:
+    def send(self, context: PolicyView) -> Answer:
         """The root at once, with the best guesses; further runs when a stage is about to want them."""
         root = context.tree.root
         if self._rests_wholly(context):
@@ -117,7 +117,7 @@ class Auto(Policy):
         waits = best and context.n_inflight and self._awaits_draft(context, best)
         return AwaitDraft(best[0]) if waits else Send(best)
 
-    def _send_alone(self, context: PolicyContext) -> Answer:
+    def _send_alone(self, context: PolicyView) -> Answer:
         """The run of the best rate, once the draft cannot raise it; then runs ahead of its verdict, if the stage would
         be idle for long."""
         root = context.tree.root
@@ -132,7 +132,7 @@ class Auto(Policy):
         hit = chance(context, max(scores)) * first_rate if scores else 0.0
         return AwaitDraft(root) if promise.grows(context, hit, left_s, first_rate) else Send(best)
 
-    def _awaits_first(self, context: PolicyContext, best: list[Node]) -> bool:
+    def _awaits_first(self, context: PolicyView, best: list[Node]) -> bool:
         """As `_awaits_draft`, for an unsent root. A step that the draft has yet to start counts too, unless other
         requests are open or it has to read more than a few tokens first.
 
@@ -147,13 +147,13 @@ class Auto(Policy):
             gained *= 1 - gained
         return gained > 0 and EARLIER * context.run_s(1) * gained > left_s
 
-    def _awaits_draft(self, context: PolicyContext, best: list[Node]) -> bool:
+    def _awaits_draft(self, context: PolicyView, best: list[Node]) -> bool:
         """Whether the draft's next guess saves more than the slowest stage loses by waiting."""
         nodes, left_s = context.drafting
         gained = self._gained(context, best, nodes)
         return gained > 0 and EARLIER * context.run_s(1) * gained > left_s * chance(context, best[0].score)
 
-    def _gained(self, context: PolicyContext, best: list[Node], nodes: Collection[Node]) -> float:
+    def _gained(self, context: PolicyView, best: list[Node], nodes: Collection[Node]) -> float:
         """P of the best new guess after one of the nodes, less P of the guess it replaces; 0 without live nodes."""
         scores = [node.score for node in nodes if node.live]
         if not scores:
@@ -161,17 +161,17 @@ class Auto(Policy):
         promised = chance(context, max(scores)) * self.calibration.hit_rate
         return promised - (chance(context, best[-1].score) if len(best) == context.n_cheap_rows else 0.0)
 
-    def _next_guesses(self, context: PolicyContext) -> tuple[Collection[Node], float]:
+    def _next_guesses(self, context: PolicyView) -> tuple[Collection[Node], float]:
         """The nodes after which the next guesses come, and in how many seconds."""
         nodes, left_s = context.drafting
         return (nodes, left_s) if any(node.live for node in nodes) else (self.draft(context), context.draft_s)
 
-    def _is_caught_up(self, context: PolicyContext) -> bool:
+    def _is_caught_up(self, context: PolicyView) -> bool:
         return context.is_at_head or self._guessed_at >= context.tree.root.position - N_BEHIND
 
     # -- drafting
 
-    def draft(self, context: PolicyContext) -> dict[Node, int]:
+    def draft(self, context: PolicyView) -> dict[Node, int]:
         """The likeliest open nodes, if guesses after them could belong to the next run."""
         n_rows = context.n_cheap_rows
         if n_rows <= 0 or self._backoff.holds or self._rests(context):
@@ -184,7 +184,7 @@ class Auto(Policy):
         waits = not is_lone and context.is_alone and _awaits_verdict(context, nodes)
         return {} if waits else dict.fromkeys(nodes, MAX_WIDTH)
 
-    def _probe(self, context: PolicyContext) -> dict[Node, int]:
+    def _probe(self, context: PolicyView) -> dict[Node, int]:
         """An occasional step, to learn how often the draft is right and how long a step takes."""
         root = context.tree.root
         if context.draft_s and not self._may_repay(context):
@@ -192,14 +192,14 @@ class Auto(Policy):
         is_due = self.calibration.is_due(root.position) and not root.expanded and context.may_branch(root)
         return {root: MAX_WIDTH} if is_due else {}
 
-    def _may_repay(self, context: PolicyContext) -> bool:
+    def _may_repay(self, context: PolicyView) -> bool:
         """Whether a good draft would save enough of the rest of the text for a step, before which this one reads on."""
         n_unread = context.tree.root.position - max(self._guessed_at, 0)
         step_s = context.draft_s * (1 + n_unread / READ_AT_ONCE)
         rest_s = context.depth_left * round_s(context, 1)
         return step_s < REPAID * saved_share(context, OFTEN_RIGHT) * rest_s
 
-    def look_up(self, context: PolicyContext) -> list[Node]:
+    def look_up(self, context: PolicyView) -> list[Node]:
         if self._rests_wholly(context):
             return []
         n_rows = most_rows(context) if context.n_stages == 1 and context.is_alone else context.n_cheap_rows
@@ -213,18 +213,18 @@ class Auto(Policy):
         corrected = self.calibration.corrected(self.temperature.scaled(guesses, draft), draft)
         return [guess for guess in corrected if guess.probability >= LEAST]
 
-    def refine(self, context: PolicyContext, draft: int) -> dict[Node, int]:
+    def refine(self, context: PolicyView, draft: int) -> dict[Node, int]:
         rests = self._backoff.holds or self._rests(context)
         return {} if rests else dict.fromkeys(to_refine(context, draft), MAX_WIDTH)
 
     # -- learning
 
-    def settled(self, settled: Settled, context: PolicyContext) -> str:
+    def settled(self, settled: Settled, context: PolicyView) -> str:
         self.calibration.settled(settled)
         self.temperature.settled(settled)
         return self._backoff.settled(settled, self.calibration.hit_rate) or self._weighed(len(settled.tokens), context)
 
-    def _weighed(self, n_tokens: int, context: PolicyContext) -> str:
+    def _weighed(self, n_tokens: int, context: PolicyView) -> str:
         """What the trial says of tokens that came now."""
         last_s, self._settled_s = self._settled_s, context.clock() if context.is_alone else math.nan
         if math.isnan(last_s) or not context.is_alone or (self._backoff.holds and not self._trial.rests):
@@ -244,10 +244,10 @@ class Auto(Policy):
             self._guessed_until = 1 + max(sent, default=context.tree.root.position)
         return line
 
-    def _rests(self, context: PolicyContext) -> bool:
+    def _rests(self, context: PolicyView) -> bool:
         return self._trial.rests and context.is_alone
 
-    def _rests_wholly(self, context: PolicyContext) -> bool:
+    def _rests_wholly(self, context: PolicyView) -> bool:
         """Whether what is looked up rests too: while a draft rests it goes on, without a draft it is what rests."""
         return self._guessed_at < 0 and self._rests(context)
 
@@ -255,7 +255,7 @@ class Auto(Policy):
 # -- a pipeline's run
 
 
-def _best(context: PolicyContext, n_rows: int, first: Sequence[Node] = ()) -> list[Node]:
+def _best(context: PolicyView, n_rows: int, first: Sequence[Node] = ()) -> list[Node]:
     """`first`, and the unsent guesses that save the most; a child saves no more than its parent."""
     if n_rows <= len(first):
         return list(first)
@@ -266,7 +266,7 @@ def _best(context: PolicyContext, n_rows: int, first: Sequence[Node] = ()) -> li
     return context.fitting([*first, *unsent[: 2 * n_rows]])[:n_rows]
 
 
-def _saved_s(context: PolicyContext, nodes: Sequence[Node]) -> dict[Node, float]:
+def _saved_s(context: PolicyView, nodes: Sequence[Node]) -> dict[Node, float]:
     """saved(n) of unsent nodes, parents before children, in seconds; in any unit before the first verdict."""
     left_s: dict[Node, float] = {}
     for node in nodes:
@@ -278,14 +278,14 @@ def _saved_s(context: PolicyContext, nodes: Sequence[Node]) -> dict[Node, float]
     return {node: chance(context, node.score) * left_s[node] for node in nodes}
 
 
-def _awaits_verdict(context: PolicyContext, nodes: Sequence[Node]) -> bool:
+def _awaits_verdict(context: PolicyView, nodes: Sequence[Node]) -> bool:
     """Whether a draft step for the nodes is worth less now than one after the next verdict."""
     root = context.tree.root
     left_s = context.verdict_in_s(root) if root.run_id is not None else 0.0
     return 0 < left_s < context.draft_s and left_s < context.draft_s * (1 - _outlive(context, nodes))
 
 
-def _outlive(context: PolicyContext, nodes: Sequence[Node]) -> float:
+def _outlive(context: PolicyView, nodes: Sequence[Node]) -> float:
     """P that the verdict of the root's run leaves one of the nodes a use."""
     decided, left = context.tree.root.run_id, set[Node]()
     for node in nodes:
@@ -296,7 +296,7 @@ def _outlive(context: PolicyContext, nodes: Sequence[Node]) -> float:
     return sum(chance(context, node.score) for node in left)
 
 
-def _busy(context: PolicyContext) -> Answer | None:
+def _busy(context: PolicyView) -> Answer | None:
     """The answer while no further run should go: each stage has one, more are under way where messages take longer than
     a run, and one waits; or it is too early. None if a run should go."""
     run_s = context.run_s(1)
@@ -304,9 +304,8 @@ def _busy(context: PolicyContext) -> Answer | None:
     return NOTHING if context.n_inflight > n_under_way else context.early(PATIENCE)
 
 
-def _least_s(context: PolicyContext, n_before: int) -> float:
+def _least_s(context: PolicyView, n_before: int) -> float:
     """What a token takes without guesses at least, after so many tokens: all stages without other ranks beside them,
     and the messages."""
-    stages_s = context.run_cost.undisturbed_s(n_before) if context.run_cost else 0.0
     messages_s = max(0.0, context.on_way_s - (context.n_stages - 1) * context.run_s(1))
-    return context.n_stages * stages_s + messages_s
+    return context.n_stages * context.undisturbed_s(n_before) + messages_s

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from pipeinfer.core.policy import N_ROWS, NOTHING, Answer, AwaitDraft, PaperPolicy, PolicyContext, Send
+from pipeinfer.core.policy import N_ROWS, NOTHING, Answer, AwaitDraft, PaperPolicy, PolicyView, Send
 from pipeinfer.core.settings import setting
 from pipeinfer.core.tree import Node, Settled
 from pipeinfer.policies.likeliest import SCORE
@@ -64,7 +64,7 @@ class FlowSpec(PaperPolicy):
 
     # -- sending: step-wise verification (section III-B)
 
-    def send(self, context: PolicyContext) -> Answer:
+    def send(self, context: PolicyView) -> Answer:
         """The next segment, as soon as the first stage can take it."""
         self._step(context)
         root = context.tree.root
@@ -90,7 +90,7 @@ class FlowSpec(PaperPolicy):
 
     # -- drafting
 
-    def draft(self, context: PolicyContext) -> dict[Node, int]:
+    def draft(self, context: PolicyView) -> dict[Node, int]:
         """The layer that is being expanded, in one batch."""
         self._step(context)
         if self._take is None or context.tree.root is not self._root:
@@ -98,10 +98,10 @@ class FlowSpec(PaperPolicy):
         return {node: self.width for node in self._layer if self._is_open(context, node)}
 
     @staticmethod
-    def _is_open(context: PolicyContext, node: Node) -> bool:
+    def _is_open(context: PolicyView, node: Node) -> bool:
         return not node.expanded and context.may_branch(node)
 
-    def _step(self, context: PolicyContext) -> None:
+    def _step(self, context: PolicyView) -> None:
         """After new verdicts: start a round, or expand the tree (section III-A)."""
         root, n_before, self._n_empty = context.tree.root, self._n_empty, context.n_dead
         self._has_returned |= self._n_empty < n_before
@@ -117,30 +117,30 @@ class FlowSpec(PaperPolicy):
             self._expand_score_aware(context)
         self._grow(context)
 
-    def settled(self, settled: Settled, context: PolicyContext) -> str:
+    def settled(self, settled: Settled, context: PolicyView) -> str:
         self._n_empty = context.n_dead
         return ""
 
-    def _continues(self, context: PolicyContext) -> bool:
+    def _continues(self, context: PolicyView) -> bool:
         """The continuous condition (equation 2): the target's new token was already sent."""
         return self._root is not None and context.tree.root.run_id is not None
 
-    def _initialise(self, context: PolicyContext) -> None:
+    def _initialise(self, context: PolicyView) -> None:
         """Draft a round's first tree: the best L_0 nodes of d_0 layers (section III-B)."""
         self._sequence = []
         self._draft_from([context.tree.root], self.depth, self._best)
 
-    def _expand_context_aware(self, context: PolicyContext) -> None:
+    def _expand_context_aware(self, context: PolicyView) -> None:
         """Draft d_se layers of T_se from the new root: its best L_se nodes, without known ones (section III-D)."""
         self._draft_from(self._known(context, [context.tree.root]), self._n_layers(context), self._best_of_fresh)
 
-    def _expand_score_aware(self, context: PolicyContext) -> None:
+    def _expand_score_aware(self, context: PolicyView) -> None:
         """The context is as before: draft d_se more layers, and add the best L_se new nodes (section III-D)."""
         self._has_returned = False
         if self._layer:
             self._draft_from(self._layer, self._n_layers(context), self._best_of_rest)
 
-    def _n_layers(self, context: PolicyContext) -> int:
+    def _n_layers(self, context: PolicyView) -> int:
         """d_se; unless it is given, such that drafting takes as long as a stage's run (section IV-A), d_0 at least."""
         if self.expansion_depth or not context.draft_s:
             return self.expansion_depth or self.depth
@@ -149,7 +149,7 @@ class FlowSpec(PaperPolicy):
     def _draft_from(self, layer: list[Node], n_layers: int, take: Selection) -> None:
         self._layer, self._end, self._take = layer, layer[0].position + n_layers, take
 
-    def _known(self, context: PolicyContext, layer: list[Node]) -> list[Node]:
+    def _known(self, context: PolicyView, layer: list[Node]) -> list[Node]:
         """The first layer from `layer` on that is not expanded."""
         while layer and not any(self._is_open(context, node) for node in layer):
             below = self._next(context, layer)
@@ -158,11 +158,11 @@ class FlowSpec(PaperPolicy):
             layer = below
         return layer
 
-    def _next(self, context: PolicyContext, layer: list[Node]) -> list[Node]:
+    def _next(self, context: PolicyView, layer: list[Node]) -> list[Node]:
         """The k children of a layer with the highest scores (section III-B)."""
         return _top([child for node in layer for child in node.children if context.in_reach(child)], self.width)
 
-    def _grow(self, context: PolicyContext) -> None:
+    def _grow(self, context: PolicyView) -> None:
         """Go down the layers that are expanded; select nodes once the last one is reached."""
         while self._take and not any(self._is_open(context, node) for node in self._layer):
             self._layer = self._next(context, self._layer)

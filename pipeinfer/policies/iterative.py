@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pipeinfer.core.policy import NOTHING, Answer, Policy, PolicyContext, Send
+from pipeinfer.core.policy import NOTHING, Answer, Policy, PolicyView, Send
 
 
 @dataclass(unsafe_hash=True)  # by its settings, which stay as they are
@@ -13,6 +13,6 @@ class Iterative(Policy):
     name: ClassVar[str] = "iterative"
     drafts: ClassVar[bool] = False
 
-    def send(self, context: PolicyContext) -> Answer:
+    def send(self, context: PolicyView) -> Answer:
         root = context.tree.root
         return Send([root]) if root.run_id is None else NOTHING

@@ -12,7 +12,7 @@ import math
 from itertools import accumulate
 from typing import NamedTuple
 
-from pipeinfer.core.policy import PolicyContext
+from pipeinfer.core.policy import PolicyView
 from pipeinfer.core.tree import LOOKED_UP, Node
 from pipeinfer.policies.likeliest import SCORE, chance, to_expand, unsent_in_reach
 
@@ -37,7 +37,7 @@ class Promise(NamedTuple):
     def rate(self) -> float:
         return self.tokens / self.seconds
 
-    def grows(self, context: PolicyContext, hit: float, left_s: float, first_rate: float) -> bool:
+    def grows(self, context: PolicyView, hit: float, left_s: float, first_rate: float) -> bool:
         """Whether waiting raises the rate: for one more guess, right with probability `hit` and made in `left_s`
         seconds, or for those of further draft steps, each right at `first_rate` if the one before is."""
         tokens = self.tokens
@@ -49,7 +49,7 @@ class Promise(NamedTuple):
         return False
 
 
-def best_run(context: PolicyContext) -> tuple[list[Node], Promise]:
+def best_run(context: PolicyView) -> tuple[list[Node], Promise]:
     """The root and as many of the likeliest unsent guesses as give the best rate."""
     root = context.tree.root
     nodes = context.fitting([root, *likeliest(context)]) or [root]
@@ -60,7 +60,7 @@ def best_run(context: PolicyContext) -> tuple[list[Node], Promise]:
     return nodes[: best.n_rows], best
 
 
-def best_ahead(context: PolicyContext) -> list[Node]:
+def best_ahead(context: PolicyView) -> list[Node]:
     """As many of the likeliest unsent guesses as give the best rate; none if the first is so unlikely that its run
     would usually delay the next root's."""
     nodes = context.fitting(likeliest(context))
@@ -70,14 +70,14 @@ def best_ahead(context: PolicyContext) -> list[Node]:
     return nodes[: max(range(1, len(nodes) + 1), key=lambda n_rows: tokens[n_rows - 1] / context.run_s(n_rows))]
 
 
-def pays_ahead(context: PolicyContext) -> bool:
+def pays_ahead(context: PolicyView) -> bool:
     """Whether the stage would be idle for long if the next run waited for a verdict, and the draft makes guesses for
     further runs as fast as rows are evaluated."""
     guesses_keep_up = context.draft_s * MOST_ROWS <= context.run_s(MOST_ROWS)
     return not context.is_at_head and guesses_keep_up and context.on_way_s > IDLE_SHARE * context.run_s(1)
 
 
-def pays_alone(context: PolicyContext, first_rate: float) -> bool:
+def pays_alone(context: PolicyView, first_rate: float) -> bool:
     """Whether the request is alone on one stage and runs of several rows pay there, or guesses were looked up for one:
     then the next run waits for the verdict of the one in flight, unless `pays_ahead`. Single rows go before it, which
     hides what a verdict takes beside the evaluation."""
@@ -87,7 +87,7 @@ def pays_alone(context: PolicyContext, first_rate: float) -> bool:
     return looked_up or saved_share(context, first_rate) > 0
 
 
-def saved_share(context: PolicyContext, first_rate: float) -> float:
+def saved_share(context: PolicyView, first_rate: float) -> float:
     """The share of a token's time that guesses save at best if runs wait for verdicts, each right at `first_rate` if
     the one before is; 0 where they save none."""
     if not context.run_s(1):
@@ -102,13 +102,13 @@ def saved_share(context: PolicyContext, first_rate: float) -> float:
     return 1 - token_s / single_s
 
 
-def to_expand_ahead(context: PolicyContext, first_rate: float) -> list[Node]:
+def to_expand_ahead(context: PolicyView, first_rate: float) -> list[Node]:
     """The likeliest open nodes, one for each cheap row, after which guesses may pay in the next run."""
     nodes = to_expand(context, most_rows(context))[: context.n_cheap_rows]
     return [node for node in nodes if may_pay(context, node, first_rate)]
 
 
-def may_pay(context: PolicyContext, node: Node, first_rate: float) -> bool:
+def may_pay(context: PolicyView, node: Node, first_rate: float) -> bool:
     """Whether a guess after the node is at least as probable as the share of a one-row run that its row costs at best.
     Its run starts with the uppermost unsent ancestor."""
     first = node
@@ -121,14 +121,14 @@ def may_pay(context: PolicyContext, node: Node, first_rate: float) -> bool:
     return math.exp(node.score - first.score) * first_rate * row_s >= least
 
 
-def likeliest(context: PolicyContext) -> list[Node]:
+def likeliest(context: PolicyView) -> list[Node]:
     return sorted(unsent_in_reach(context), key=SCORE, reverse=True)[: most_rows(context)]
 
 
-def round_s(context: PolicyContext, n_rows: int) -> float:
+def round_s(context: PolicyView, n_rows: int) -> float:
     """Seconds from a run of `n_rows` to the next one that waits for its verdict."""
     return context.run_s(n_rows) + context.on_way_s
 
 
-def most_rows(context: PolicyContext) -> int:
+def most_rows(context: PolicyView) -> int:
     return max(MOST_ROWS, context.n_cheap_rows)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pipeinfer.core.policy import N_ROWS, NOTHING, Answer, PaperPolicy, PolicyContext, Send
+from pipeinfer.core.policy import N_ROWS, NOTHING, Answer, PaperPolicy, PolicyView, Send
 from pipeinfer.core.settings import setting
 from pipeinfer.core.tree import Node
 from pipeinfer.policies.likeliest import SCORE
@@ -36,7 +36,7 @@ class PipeDec(PaperPolicy):
     def n_rows(self) -> int:
         return max(N_ROWS, self.layer_width)
 
-    def send(self, context: PolicyContext) -> Answer:
+    def send(self, context: PolicyView) -> Answer:
         """The next layer, as soon as the first group of stages is through with the one before."""
         root = context.tree.root
         if root.run_id is None:
@@ -47,24 +47,24 @@ class PipeDec(PaperPolicy):
             return early
         return Send(self._top(context, self._next_layer(context)))
 
-    def draft(self, context: PolicyContext) -> dict[Node, int]:
+    def draft(self, context: PolicyView) -> dict[Node, int]:
         """All nodes of the layer that was sent last, in one batch."""
         layer = self._last_layer(context)
         return {node: self.children for node in layer if not node.expanded and context.may_branch(node)}
 
-    def _n_groups(self, context: PolicyContext) -> int:
+    def _n_groups(self, context: PolicyView) -> int:
         return -(-context.n_stages // self.group)
 
-    def _last_layer(self, context: PolicyContext) -> list[Node]:
+    def _last_layer(self, context: PolicyView) -> list[Node]:
         """X^(l): the deepest nodes that were sent."""
         sent = [node for node in context.tree.nodes if node.run_id is not None]
         end = max((node.position for node in sent), default=0)
         return [node for node in sent if node.position == end]
 
-    def _next_layer(self, context: PolicyContext) -> list[Node]:
+    def _next_layer(self, context: PolicyView) -> list[Node]:
         """The guesses after it, B^(l+1) in their scores."""
         return [child for node in self._last_layer(context) for child in node.children if context.in_reach(child)]
 
-    def _top(self, context: PolicyContext, candidates: Sequence[Node]) -> list[Node]:
+    def _top(self, context: PolicyView, candidates: Sequence[Node]) -> list[Node]:
         """D = TopK(Flatten(B^(l+1)), min(w, n^(l) c))."""
         return context.fitting(sorted(candidates, key=SCORE, reverse=True)[: self.layer_width])

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from pipeinfer.core.policy import N_ROWS, NOTHING, Answer, AwaitDraft, PaperPolicy, PolicyContext, Send
+from pipeinfer.core.policy import N_ROWS, NOTHING, Answer, AwaitDraft, PaperPolicy, PolicyView, Send
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.settings import setting
 from pipeinfer.core.tree import Node, Settled
@@ -109,7 +109,7 @@ class PipeInfer(PaperPolicy):
 
     # -- sending
 
-    def send(self, context: PolicyContext) -> Answer:
+    def send(self, context: PolicyView) -> Answer:
         root = context.tree.root
         if root.run_id is None:
             waits_for_draft = not self.asynchronous and not context.n_inflight and self.draft(context)
@@ -123,14 +123,14 @@ class PipeInfer(PaperPolicy):
         batch = self._microbatch(context)
         return NOTHING if self._open(context, batch) else Send(context.fitting(batch[1:]))
 
-    def _n_inflight_max(self, context: PolicyContext) -> int:
+    def _n_inflight_max(self, context: PolicyView) -> int:
         # the root's run and one of guesses
         return (self.inflight or context.n_stages + 1) if self.continuous else 2
 
-    def _n_rows(self, context: PolicyContext) -> int:
+    def _n_rows(self, context: PolicyView) -> int:
         return self.microbatch or context.n_cheap_rows
 
-    def _unsent(self, context: PolicyContext) -> list[Node]:
+    def _unsent(self, context: PolicyView) -> list[Node]:
         """Guesses in reach that count, likeliest first; a child never comes before its parent."""
         raised, found = self._shift(context), dict[Node, None]()
         for node in unsent_in_reach(context):
@@ -141,7 +141,7 @@ class PipeInfer(PaperPolicy):
 
     # -- micro-batches (section IV-B.1)
 
-    def _microbatch(self, context: PolicyContext) -> list[Node]:
+    def _microbatch(self, context: PolicyView) -> list[Node]:
         """The newest guess that was sent, the first of its siblings, and the guesses that are drafted from it, layer by
         layer."""
         tip, raised, n_rows = context.tree.root, self._shift(context), self._n_rows(context)
@@ -154,7 +154,7 @@ class PipeInfer(PaperPolicy):
             batch += layer
         return batch[: 1 + n_rows]
 
-    def _open(self, context: PolicyContext, batch: Sequence[Node]) -> list[Node]:
+    def _open(self, context: PolicyView, batch: Sequence[Node]) -> list[Node]:
         """The nodes of an unfinished micro-batch that the draft expands next; none once it is finished."""
         if len(batch) > self._n_rows(context) or self.accept_cutoff + self._shift(context) >= 1:
             return []
@@ -162,7 +162,7 @@ class PipeInfer(PaperPolicy):
 
     # -- reactive speculation (section IV-B.2)
 
-    def _shift(self, context: PolicyContext) -> float:
+    def _shift(self, context: PolicyView) -> float:
         """By how much both cutoffs are raised now."""
         raised = 0.0
         if self.recovery:
@@ -192,7 +192,7 @@ class PipeInfer(PaperPolicy):
 
     # -- drafting
 
-    def draft(self, context: PolicyContext) -> dict[Node, int]:
+    def draft(self, context: PolicyView) -> dict[Node, int]:
         """The nodes whose children could be in the next run: the likeliest, or those of the micro-batch."""
         n_rows = self._n_rows(context)
         if not n_rows or self._backoff.holds or (context.n_inflight and not self.asynchronous):
@@ -201,12 +201,12 @@ class PipeInfer(PaperPolicy):
         best = to_expand(context, n_rows) if self.best_first else self._open(context, self._microbatch(context))
         return dict.fromkeys(best, self.width)
 
-    def refine(self, context: PolicyContext, draft: int) -> dict[Node, int]:
+    def refine(self, context: PolicyView, draft: int) -> dict[Node, int]:
         if self._backoff.holds or (context.n_inflight and not self.asynchronous):
             return {}
         return dict.fromkeys(to_refine(context, draft), self.width)
 
-    def settled(self, settled: Settled, context: PolicyContext) -> str:
+    def settled(self, settled: Settled, context: PolicyView) -> str:
         if settled.n_matched:
             self._n_failed = 0
         self._newest_run = max((node.run_id or 0) for node in context.tree.nodes)

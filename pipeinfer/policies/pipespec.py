@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pipeinfer.core.policy import N_ROWS, Answer, AwaitDraft, PaperPolicy, PolicyContext, Send
+from pipeinfer.core.policy import N_ROWS, Answer, AwaitDraft, PaperPolicy, PolicyView, Send
 from pipeinfer.core.settings import setting
 from pipeinfer.core.tree import Node
 from pipeinfer.policies.limits import MAX_RUN
@@ -38,20 +38,20 @@ class PipeSpec(PaperPolicy):
     def n_rows(self) -> int:
         return max(N_ROWS, 1 + self.lookahead)
 
-    def draft(self, context: PolicyContext) -> dict[Node, int]:
+    def draft(self, context: PolicyView) -> dict[Node, int]:
         """Line 9: M_0 generates the next token."""
         return dict.fromkeys(self._next(context)[0], 1)
 
-    def refine(self, context: PolicyContext, draft: int) -> dict[Node, int]:
+    def refine(self, context: PolicyView, draft: int) -> dict[Node, int]:
         """Line 12: M_`draft` generates its predictions."""
         return dict.fromkeys(self._next(context)[draft], 1)
 
-    def send(self, context: PolicyContext) -> Answer:
+    def send(self, context: PolicyView) -> Answer:
         """Line 12: so does M_K."""
         batch = self._next(context)[-1]
         return Send(batch) if batch or context.n_inflight else AwaitDraft(context.tree.root)
 
-    def _next(self, context: PolicyContext) -> list[list[Node]]:
+    def _next(self, context: PolicyView) -> list[list[Node]]:
         """What each model takes up now; nothing if it works or waits."""
         found, smaller_go_on = list[list[Node]](), False
         outputs = [_rolled_back(context, model) for model in range(context.n_drafts + 1)]  # lines 6 and 7
@@ -68,7 +68,7 @@ class PipeSpec(PaperPolicy):
     def _window(self) -> int:
         return self.lookahead or (0 if self.asynchronous else SYNCHRONOUS_WINDOW)
 
-    def _rests(self, context: PolicyContext, outputs: Sequence[Sequence[Node]], model: int) -> bool:
+    def _rests(self, context: PolicyView, outputs: Sequence[Sequence[Node]], model: int) -> bool:
         """Whether M_`model` waits for a larger one, as synchronous models do."""
         if self.asynchronous or model == context.n_drafts:
             return False
@@ -76,7 +76,7 @@ class PipeSpec(PaperPolicy):
         return any(_works(context, each) for each in larger) or len(_draft_tokens(outputs, model + 1)) > self._window
 
 
-def _rolled_back(context: PolicyContext, model: int) -> list[Node]:
+def _rolled_back(context: PolicyView, model: int) -> list[Node]:
     """Line 7: O_`model` up to the last token of the larger models that it goes with: from the root along the chain of
     first children, which larger models reorder, to the first token after which M_`model` has not chosen one."""
     output, n_left = [context.tree.root], context.depth_left
@@ -97,12 +97,12 @@ def _draft_tokens(outputs: Sequence[Sequence[Node]], model: int) -> list[Node]:
     return list(outputs[model - 1][len(outputs[model]) - 1 :])
 
 
-def _works(context: PolicyContext, model: int) -> bool:
+def _works(context: PolicyView, model: int) -> bool:
     """Whether M_`model` has a batch in flight; the smallest never has."""
     return model > 0 and (context.n_asked(model) if model < context.n_drafts else context.n_inflight) > 0
 
 
-def _askable(context: PolicyContext, batch: list[Node], model: int) -> list[Node]:
+def _askable(context: PolicyView, batch: list[Node], model: int) -> list[Node]:
     """Without tokens after which a draft has chosen one, has no room for one, or needs none."""
     if model == context.n_drafts:
         return batch

@@ -6,7 +6,7 @@ The baseline of PipeInfer's evaluation: the pipeline and the draft wait for each
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from pipeinfer.core.policy import N_ROWS, NOTHING, PAPER, Answer, AwaitDraft, PaperPolicy, PolicyContext, Send
+from pipeinfer.core.policy import N_ROWS, NOTHING, PAPER, Answer, AwaitDraft, PaperPolicy, PolicyView, Send
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.settings import setting
 from pipeinfer.core.tree import Node
@@ -40,14 +40,14 @@ class Speculative(PaperPolicy):
     def n_rows(self) -> int:
         return max(N_ROWS, 1 + self.n_draft)
 
-    def send(self, context: PolicyContext) -> Answer:
+    def send(self, context: PolicyView) -> Answer:
         if context.n_inflight:
             return NOTHING
         if self.draft(context) or any(self.refine(context, draft) for draft in range(1, context.n_drafts)):
             return AwaitDraft(context.tree.root)
         return Send([context.tree.root, *self._best(context)])
 
-    def draft(self, context: PolicyContext) -> dict[Node, int]:
+    def draft(self, context: PolicyView) -> dict[Node, int]:
         """Best first: while one of the best `n_draft` guesses is not expanded, expanding it may find a better one."""
         root = context.tree.root
         self._reads = self.preset == PAPER and not context.request.n_generated
@@ -62,7 +62,7 @@ class Speculative(PaperPolicy):
         open_nodes = [node for node in best if not node.expanded and context.may_branch(node)]
         return {max(open_nodes, key=lambda node: node.score): self.width} if open_nodes else {}
 
-    def _best(self, context: PolicyContext) -> list[Node]:
+    def _best(self, context: PolicyView) -> list[Node]:
         """The `n_draft` guesses of the highest score, parents before children."""
         guesses = [node for node in context.tree.nodes[1:] if context.in_reach(node)]
         # a stable sort: a child scores at most as much as its parent and comes after it
@@ -72,7 +72,7 @@ class Speculative(PaperPolicy):
     def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
         return [] if self._reads else [guess for guess in guesses if guess.probability >= self.accept_cutoff]
 
-    def refine(self, context: PolicyContext, draft: int) -> dict[Node, int]:
+    def refine(self, context: PolicyView, draft: int) -> dict[Node, int]:
         """The finished tree, before it is sent: each draft after the smaller ones."""
         if context.n_inflight or not context.may_branch(context.tree.root) or self.draft(context):
             return {}

@@ -41,7 +41,7 @@ from pipeinfer.server.metrics import CONTENT_TYPE, Metrics
 from pipeinfer.server.options import HttpOptions
 from pipeinfer.server.pages import KINDS, show_page
 from pipeinfer.server.prompting import Prompting
-from pipeinfer.server.request_log import RequestLog, say
+from pipeinfer.server.request_log import RequestLog
 from pipeinfer.server.respond import AnswerResponse, EventsResponse, JsonResponse, passed_over_header
 
 T = TypeVar("T")
@@ -205,7 +205,7 @@ class Api:
         form = dialect.form(asked, answer, self.model, self.setup.version, self.spell)
         return AnswerResponse(
             self.head, answer, form, lambda: self.log.ended(str(form.common["id"]), path, answer),
-            passed_over_header(asked.passed_over), lambda wrong: say(f"{form.common['id']}: {wrong}"),
+            passed_over_header(asked.passed_over), lambda wrong: self.log.warn(f"{form.common['id']}: {wrong}"),
         )  # fmt: skip
 
     async def count_tokens(self, request: Request) -> Response:

@@ -23,6 +23,9 @@ TIMES = "predicted_n", "at_s", "told_s"
 TIMED = b',"timings":{"predicted_n":%d,"at_s":%.6f,"told_s":%.6f}}\n\n'
 """One more member of an object, which ends with it."""
 
+MAX_CHECKED = 4
+"""Texts of an answer that are compared with its schema."""
+
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
@@ -93,8 +96,10 @@ class Form:
         return bool(self._checks)
 
     def mismatches(self) -> list[str]:
-        """Of a whole answer: where it does not fit what was asked, a line each. Takes up to seconds."""
-        return [wrong for check in self._checks for wrong in check.mismatches()]
+        """Of the first texts that were not cut: where they do not fit what was asked, a line each. Takes seconds."""
+        ended = zip(self._checks, self.answer.choices, strict=True)
+        whole = [check for check, choice in ended if choice.finish == "stop" and not choice.stop]
+        return [wrong for check in whole[:MAX_CHECKED] for wrong in check.mismatches()]
 
     def _reader(self, index: int) -> AnswerReader:
         if index not in self._readers:

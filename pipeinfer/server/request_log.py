@@ -1,9 +1,11 @@
 """What the server says of requests on standard error: a line each, and warnings once. Says nothing of their texts."""
 
 import contextlib
+import re
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from pipeinfer.observe.report import number
@@ -15,15 +17,19 @@ NAMES = ("prompt_n", "cache_n", "predicted_n", "ttft_s", "predicted_per_second",
          "contested_n", "queued_s", "preempted_n")  # fmt: skip
 """Of a text's timings."""
 
+MAX_NAMED, MAX_NAMED_AT_ONCE = 1000, 8
+"""Names that are told once each, in all and of one request; what a client may call them is longer than that."""
 
-MAX_WARNED = 1000
+N_CHARACTERS = 64
+CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
 class RequestLog:
     """`form`: text, json or none."""
 
     def __init__(self, form: str) -> None:
-        self.form, self._warned, self._repeats = form, set[str](), Repeats()
+        self.form, self._named, self._repeating = form, set[str](), set[str]()
+        self._repeats, self._thread = Repeats(), ThreadPoolExecutor(1, "repeats")
 
     def ended(self, id: str, path: str, answer: Answer) -> None:
         """All has come, or nobody wants more."""
@@ -36,32 +42,37 @@ class RequestLog:
                 _say(json_text({**at, "client": choice.client, **timings, "finish": why}))
             else:
                 _say(f"pipeinfer: {name} {path}: {_figures(choice)}{why}")
-        if answer.choices[0].asked.keep and answer.choices[0].timings:
-            self._note_prompt(answer.choices[0])
+        first = answer.choices[0]
+        if self.form != "none" and first.asked.keep and first.timings and first.client not in self._repeating:
+            self._thread.submit(self._note_prompt, first)
 
     def _note_prompt(self, choice: Choice) -> None:
         """Once for each client: why the cache cannot help."""
-        prompt, key = choice.asked.prompt, f"prompts of {choice.client}"
-        found = self._repeats.note(prompt, choice.timings.get("cache_n", 0))
-        if found and key not in self._warned and len(self._warned) < MAX_WARNED:
-            self._warned.add(key)
-            at, n_repeated = found
-            _say(
-                f"pipeinfer: a prompt of {len(prompt)} tokens repeats {n_repeated} of an earlier one, and differs from "
-                f"it from token {at} on: nothing behind that comes from the cache; put what changes at the end"
+        prompt = choice.asked.prompt
+        repeat = self._repeats.note(choice.client, prompt, choice.timings.get("cache_n", 0))
+        if repeat and choice.client not in self._repeating and len(self._repeating) < MAX_NAMED:
+            self._repeating.add(choice.client)
+            at, n_repeated = repeat
+            self.warn(
+                f"a prompt of {len(prompt)} tokens repeats {n_repeated} of an earlier one, and differs from it from "
+                f"token {at} on: nothing behind that comes from the cache; put what changes at the end"
             )
 
     def passed_over(self, reasons: Mapping[str, str]) -> None:
         """Once for each field or part."""
-        for name, reason in reasons.items():
-            if name not in self._warned and len(self._warned) < MAX_WARNED:
-                self._warned.add(name)
-                _say(f"pipeinfer: a request is served without a part of it: {reason}")
+        new = {
+            name[:N_CHARACTERS]: reason for name, reason in reasons.items() if name[:N_CHARACTERS] not in self._named
+        }
+        for name, reason in list(new.items())[:MAX_NAMED_AT_ONCE]:
+            if len(self._named) < MAX_NAMED:
+                self._named.add(name)
+                self.warn(f"a request is served without a part of it: {reason}")
 
-
-def say(what: str) -> None:
-    """One line."""
-    _say(f"pipeinfer: {what}")
+    def warn(self, what: str) -> None:
+        if self.form == "json":
+            _say(json_text({"time": round(time.time(), 3), "warning": what}))
+        elif self.form == "text":
+            _say(f"pipeinfer: {what}")
 
 
 def _figures(choice: Choice) -> str:
@@ -80,4 +91,10 @@ def _shown(value: float | None) -> str:
 
 def _say(line: str) -> None:
     with contextlib.suppress(OSError):  # who reads it may have gone
-        print(line.encode("ascii", "backslashreplace").decode(), file=sys.stderr, flush=True)
+        print(printable(line), file=sys.stderr, flush=True)
+
+
+def printable(line: str) -> str:
+    """A line that no client's text can break, or end, or make a terminal act on."""
+    escaped = CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", line)
+    return escaped.encode("ascii", "backslashreplace").decode()

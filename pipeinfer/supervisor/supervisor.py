@@ -107,7 +107,10 @@ class Supervisor:
         size = os.get_terminal_size(0)
         if size.columns and size.lines:
             self.environ = {**self.environ, "COLUMNS": str(size.columns), "LINES": str(size.lines)}
-        return files.enter_context(contextlib.closing(RawTerminal(os.dup(0), os.getpid())))
+        try:
+            return files.enter_context(contextlib.closing(RawTerminal(os.dup(0), os.getpid())))
+        except OSError:  # no process can be started: the launcher says so too
+            return None
 
     def _attempt(self, number: int, hosts_file: Path, stdin: KeptInput | None) -> tuple[int, Loss | None]:
         self._links.begin(number)

@@ -15,7 +15,8 @@ from pipeinfer.cluster.messages.activations import activation_bytes
 from pipeinfer.cluster.messages.verdicts import verdict_bytes
 from pipeinfer.cluster.messages.wire import bytes_before_activations
 from pipeinfer.cluster.timing.costs import NOTHING, LinkCost, ModelCost, Profile
-from pipeinfer.core.runs import NO_TOKEN, Run, Verdict
+from pipeinfer.core.runs import Run, Verdict
+from pipeinfer.core.types import NO_TOKEN
 from pipeinfer.observe.ledger import HeadLedger, StageLedger
 from pipeinfer.virtual.choices import Choices
 

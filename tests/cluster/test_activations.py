@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from pipeinfer.cli.simulate import simulate_command
 from pipeinfer.cluster.messages.activations import WireType, activation_bytes, read_activations, write_activations
 from pipeinfer.core.engine import Engine
-from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.types import FloatArray
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.drafter import ModelDrafter
 from pipeinfer.models.gguf.slice import open_slice, read_model_info

@@ -28,9 +28,10 @@ from pipeinfer.cluster.stages.prunings import LocalPrunings
 from pipeinfer.cluster.stages.serve import Pipe, StageLoop
 from pipeinfer.cluster.stages.stage import StageWorker, room_for
 from pipeinfer.cluster.transport import Comm, Inbox, Tag
-from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp, Opening, Row, Run
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.types import FloatArray
 from pipeinfer.observe.ledger import StageLedger
 
 N_EMBD, N_VOCAB = 4, 50

@@ -24,7 +24,8 @@ from pipeinfer.cluster.timing.calibrate import (
     time_context,
     time_rows,
 )
-from pipeinfer.core.interfaces import Batch, FloatArray, LoadedModel
+from pipeinfer.core.interfaces import Batch, LoadedModel
+from pipeinfer.core.types import FloatArray
 from pipeinfer.disk_cache import DiskCache
 from pipeinfer.job.loading.run_costs import time_stage
 from pipeinfer.job.options.options import RunOptions

@@ -14,9 +14,10 @@ from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.cluster.messages.wire import encode
 from pipeinfer.cluster.stages.pace import Courier, PacedStage
 from pipeinfer.cluster.timing.costs import LinkCost, ModelCost, Work
-from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.runs import KvOp, OpKind, Row, Run
+from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import UserError
 from pipeinfer.job.placement.pace_profile import pace_profile
 from pipeinfer.job.session.session import missed_pace

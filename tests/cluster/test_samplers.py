@@ -14,9 +14,10 @@ from pipeinfer.cluster.messages.wire import encode
 from pipeinfer.cluster.stages.prunings import LocalPrunings
 from pipeinfer.cluster.stages.samplers import N_BUFFERS, Samplers
 from pipeinfer.cluster.stages.stage import StageWorker, room_for
-from pipeinfer.core.interfaces import Batch, FloatArray
-from pipeinfer.core.runs import NO_TOKEN, KvOp, Opening, Row, Run, Verdict
+from pipeinfer.core.interfaces import Batch
+from pipeinfer.core.runs import KvOp, Opening, Row, Run, Verdict
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.types import NO_TOKEN, FloatArray
 from tests.support.delayed import run_delayed
 from tests.support.jobs import run_json
 

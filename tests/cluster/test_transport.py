@@ -16,8 +16,9 @@ from pipeinfer.cluster.stages.progress import LARGE_BYTES, NO_PROGRESS, Progress
 from pipeinfer.cluster.stages.prunings import LocalPrunings
 from pipeinfer.cluster.stages.stage import StageWorker
 from pipeinfer.cluster.transport import N_LOOKS, REST_S, Comm, Inbox, Tag, progress_between
-from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp, Row, Run, Verdict
+from pipeinfer.core.types import FloatArray
 
 
 class Coming:

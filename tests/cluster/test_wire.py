@@ -25,8 +25,9 @@ from pipeinfer.cluster.messages.wire import (
 )
 from pipeinfer.cluster.stages.stage import room_for
 from pipeinfer.core.kv.blocks import Span
-from pipeinfer.core.runs import POSITION_END, Guess, GuessVerdict, KvOp, Opening, OpKind, Row, Run, Verdict
+from pipeinfer.core.runs import Guess, GuessVerdict, KvOp, Opening, OpKind, Row, Run, Verdict
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.types import POSITION_END
 
 ids = st.integers(0, 2**31 - 1)
 ops = st.builds(KvOp, st.sampled_from(OpKind), ids, ids, ids, ids | st.just(POSITION_END))

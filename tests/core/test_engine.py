@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from pipeinfer.core.engine import Engine
-from pipeinfer.core.interfaces import Batch, Drafter, FloatArray
+from pipeinfer.core.interfaces import Batch, Drafter
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Finish, Request
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.types import FloatArray
 from pipeinfer.models.drafter import ModelDrafter
 from pipeinfer.models.lookup import LookupDrafter
 from pipeinfer.observe.metrics import RequestMetrics

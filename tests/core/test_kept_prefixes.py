@@ -15,7 +15,7 @@ import pytest
 
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.in_flight import InFlightRun
-from pipeinfer.core.interfaces import Batch, Drafter, FloatArray
+from pipeinfer.core.interfaces import Batch, Drafter
 from pipeinfer.core.kv.blocks import Span, spans_of
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
@@ -23,6 +23,7 @@ from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.scheduling.prefixes import Prefixes, common, spans_to_continue
+from pipeinfer.core.types import FloatArray
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.models.drafter import ModelDrafter
 from pipeinfer.models.lookup import LookupDrafter

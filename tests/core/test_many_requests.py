@@ -17,7 +17,7 @@ from pipeinfer.core.in_flight import RequestSlice
 from pipeinfer.core.interfaces import Drafter
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
-from pipeinfer.core.policy import NOTHING, Answer, PolicyContext
+from pipeinfer.core.policy import NOTHING, Answer, PolicyView
 from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.scheduling.run_cost import RunCost
@@ -182,7 +182,7 @@ def test_the_end_of_a_prompt_for_whose_root_there_is_no_cell_is_made_room_for() 
     class Resting(Iterative):
         """Has three cells, and sends no more before the other one has given its own up."""
 
-        def send(self, context: PolicyContext) -> Answer:
+        def send(self, context: PolicyView) -> Answer:
             return NOTHING if first.n_generated == 3 and not metrics.n_preempted else super().send(context)
 
     engine.add(first, Resting())

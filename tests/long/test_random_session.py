@@ -11,9 +11,9 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from pipeinfer.core.interfaces import FloatArray
 from pipeinfer.core.kv.blocks import BLOCK
 from pipeinfer.core.sampling import choose
+from pipeinfer.core.types import FloatArray
 from pipeinfer.models.demo import TARGET
 from tests.long.auditing import Memory
 from tests.long.random_session import N_CTX, Case, random_case

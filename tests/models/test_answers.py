@@ -200,6 +200,12 @@ def test_a_call_that_is_cut_leaves_no_markup_in_the_text(name: str) -> None:
             assert names == [name for name, _ in calls][: len(names)]
 
 
+def test_without_tools_nothing_is_left_out_of_a_text_that_is_cut() -> None:
+    for text in ("if a <t", "[T", "<|", "<tool_ca"):
+        reader = AnswerReader(None)
+        assert "".join(part.text for part in [*reader.push(text), *reader.finish(is_cut=True)]) == text
+
+
 def test_what_only_looks_like_a_call_stays_text_where_the_answer_is_cut() -> None:
     for text in ("The tag <tool_call> is Hermes' own", "if a <", "[TOOL_CALLS] begins one", "a <tool_call>, or"):
         reader = AnswerReader(TOOLS)

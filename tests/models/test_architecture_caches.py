@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeinfer.core.interfaces import FloatArray
 from pipeinfer.core.kv.blocks import LARGEST, Span
 from pipeinfer.core.runs import KvOp, OpKind
+from pipeinfer.core.types import FloatArray
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.stage import LlamaStage
 from tests.job.run.test_prompts import after, evaluate, read, share, tokens_of

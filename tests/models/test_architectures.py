@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from experiments.grow import grow
-from pipeinfer.core.interfaces import FloatArray
+from pipeinfer.core.types import FloatArray
 from pipeinfer.models.gguf.architectures import ARCHITECTURES
 from pipeinfer.models.gguf.layers import Layers
 from pipeinfer.models.gguf.model_info import read_model_info

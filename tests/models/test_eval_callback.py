@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeinfer.core.interfaces import FloatArray
+from pipeinfer.core.types import FloatArray
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama import eval_callback
 from pipeinfer.models.llama.params import LlamaParams

@@ -20,9 +20,10 @@ from pipeinfer.cluster.stages.prunings import LocalPrunings
 from pipeinfer.cluster.stages.samplers import Samplers
 from pipeinfer.cluster.stages.stage import StageWorker, room_for
 from pipeinfer.core.drafting import guess_next
-from pipeinfer.core.interfaces import Batch, ConstraintFailed, FloatArray
+from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp, Opening, OpKind, Row, Run, Verdict
 from pipeinfer.core.sampling import SamplingParams, choose
+from pipeinfer.core.types import ConstraintFailed, FloatArray
 from pipeinfer.errors import UserError
 from pipeinfer.job.requests.constraints import check_constraints
 from pipeinfer.models.demo import TARGET

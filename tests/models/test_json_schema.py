@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -161,10 +162,29 @@ def test_annotations_and_names_of_properties_are_no_keywords(tokenizer: Tokenize
     schema = {"type": "object", "properties": names, "$comment": "x", "title": "y", "deprecated": True,
               "examples": [{"not": 1}], "description": "z"}  # fmt: skip
     assert relaxed(schema) == (schema, ())
-    for extra in ({"type": "string", "format": "new"}, {"type": "integer", "format": "int64"}, {"uniqueItems": False}):
+    for extra in (
+        {"type": "string", "format": "new"}, {"type": "integer", "format": "int64"}, {"uniqueItems": False},
+        {"type": ["string", "null"], "format": "binary"}, {"format": "binary"},
+    ):  # fmt: skip
         check_grammar(tokenizer, schema_grammar(extra))
         assert not relaxations(extra)
     check_grammar(tokenizer, schema_grammar({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}))
+
+
+def test_a_schema_reads_no_file_and_asks_no_server(tmp_path: Path) -> None:
+    secret = tmp_path / "secret.json"
+    secret.write_text('{"enum": ["TOP SECRET"]}')
+    for place in ({"propertyNames": {"$ref": secret.as_uri()}}, {"not": {"$ref": "http://127.0.0.1:9/x"}}):
+        assert relaxations(place) and mismatch(place, '{"x": 1}') == ""
+    local = {"propertyNames": {"$ref": "#/$defs/short"}, "$defs": {"short": {"maxLength": 1}}}
+    assert mismatch(local, '{"ab": 1}') and not mismatch(local, '{"a": 1}')
+
+
+def test_many_patterns_take_time_by_their_number_alone() -> None:
+    patterns = {f"^(?!x{at})": {"type": "null"} for at in range(40_000)}
+    begin_s = time.process_time()
+    assert relaxations({"patternProperties": patterns})
+    assert time.process_time() - begin_s < 1
 
 
 def test_what_cannot_be_compared_is_no_mismatch() -> None:

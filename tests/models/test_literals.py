@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.models.text.chat import ChatTemplate, Message, encode_rendered
+from pipeinfer.models.text.chat import ChatTemplate, Message, TemplateFault, encode_rendered
 from pipeinfer.models.text.literals import Rendered, answer_text
 from pipeinfer.models.text.tokenizer import Tokenizer
 from tests.support.gguf_factory import CHAT_TEMPLATE, Shape, write_model
@@ -102,6 +102,20 @@ def test_literals_are_the_text_s_own_tokens(tokenizer: Tokenizer) -> None:
         found = answer_text(said.replace("<think>", "").replace("</think>", ""), tokenizer)
         tokens = tokenizer.encode_with_literals(found.text, found.literals)
         assert tokens == tokenizer.encode(found.text, False, False)
+
+
+def test_names_of_properties_are_text_and_depth_is_an_error(tokenizer: Tokenizer) -> None:
+    source = "{{ bos_token }}{{ tools | tojson }}{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endfor %}"
+    template, said = ChatTemplate(source, "the template"), [Message("user", "a")]
+    tools: list[Any] = [{"function": {"parameters": {"properties": {"<|end|>": {}}}}}]
+    (found,) = template.render_all([said], tokenizer, [{"tools": tools}])
+    assert isinstance(found, Rendered) and [found.text[slice(*each)] for each in found.literals] == ["<|end|>"]
+    assert encode_rendered(tokenizer, found)[0] == tokenizer.bos
+    deep: Any = "<|end|>"
+    for _ in range(900):
+        deep = [deep]
+    wrong, right = template.render_all([said, said], tokenizer, [{"tools": [deep]}, {"tools": []}])
+    assert isinstance(wrong, TemplateFault) and "nested too deeply" in str(wrong) and isinstance(right, Rendered)
 
 
 def test_many_names_take_time_by_their_number_alone(tokenizer: Tokenizer, tmp_path: Path) -> None:

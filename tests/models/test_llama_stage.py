@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeinfer.core.interfaces import Batch, FloatArray, StageModel
-from pipeinfer.core.runs import POSITION_END, KvOp, OpKind
+from pipeinfer.core.interfaces import Batch, StageModel
+from pipeinfer.core.runs import KvOp, OpKind
+from pipeinfer.core.types import POSITION_END, FloatArray
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams

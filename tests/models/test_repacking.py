@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeinfer.core.interfaces import FloatArray
 from pipeinfer.core.runs import KvOp, OpKind
+from pipeinfer.core.types import FloatArray
 from pipeinfer.disk_cache import DiskCache
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama import repacking

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from pipeinfer.cluster.timing.timed_layers import time_layers
-from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess, KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.tree import TokenTree
+from pipeinfer.core.types import FloatArray
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.memory import packing_bytes
 from pipeinfer.job.profiling.timing import time_model

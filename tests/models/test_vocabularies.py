@@ -13,7 +13,8 @@ import pytest
 from click.testing import CliRunner
 
 from pipeinfer.cli.plan import plan_command
-from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.interfaces import Batch
+from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import UserError
 from pipeinfer.job.placement.model_files import draft_translation, translation_note
 from pipeinfer.models.agreement import acceptance

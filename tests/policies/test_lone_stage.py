@@ -30,7 +30,7 @@ class View:
         self.tree, self.costs, self.draft_s, self.is_alone = TokenTree(1, 7), costs, step_s, True
         self.fitting, self.verdict_in_s, self.may_branch = list, lambda node: 0.5, lambda node: True
         self.early: Callable[[float], HoldUntil | None] = lambda patience: None
-        self.drafting, self.on_way_s, self.run_cost = ((), 0.0), 0.0, RunCost({1: 9.0})
+        self.drafting, self.on_way_s, self.undisturbed_s = ((), 0.0), 0.0, RunCost({1: 9.0}).undisturbed_s
         self.clock = partial(next, count())
         self.end: Node = self.tree.root
         for token, hit in enumerate(hits):

@@ -125,6 +125,8 @@ def test_the_last_message_of_the_assistant_is_continued(served: Served, tokenize
     assert plain(message["content"][0]["text"]) == raw["content"]
     refused = served.http.post(CHATS, json={"messages": [USER], "continue_final_message": True})
     assert refused.status_code == 400 and "no text of the assistant" in refused.text
+    closed = post(served, "/apply-template", messages=begun, add_generation_prompt=False)["prompt"]
+    assert closed.endswith('the {"color":<|end|>\n')
     both = {"messages": begun, "continue_final_message": True, "add_generation_prompt": True}
     assert "give one of them" in served.http.post(CHATS, json=both).text
 
@@ -265,6 +267,30 @@ def test_what_no_grammar_holds_an_answer_to_is_said_and_checked(served: Served) 
     fits = {"type": "string", "format": "a-new-one", "$comment": "x", "maxLength": 5}
     plain = served.http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 60, "json_schema": fits})
     assert "x-pipeinfer-passed-over" not in plain.headers and "warnings" not in plain.json()
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/responses", {"input": "a", "include": True}),
+        ("/v1/messages", {"messages": [USER], "tool_choice": {"type": []}}),
+        (CHATS, {"messages": [USER], "samplers": 5, "thinking": 5}),
+        (COMPLETIONS, {"prompt": "a", "structured_outputs": {"structural_tag": {}}}),
+        (COMPLETIONS, {"prompt": "a", "stop_token_ids": [-5]}),
+        (COMPLETIONS, {"prompt": "a", "response_fields": 5}),
+    ],
+)
+def test_odd_values_are_no_fault_of_the_server(served: Served, path: str, asked: dict[str, Any]) -> None:
+    answer = served.http.post(path, json=asked | {"max_tokens": 1, "max_output_tokens": 1})
+    assert answer.status_code in (200, 400), answer.text
+
+
+def test_a_cut_answer_is_not_compared_and_names_break_no_line(served: Served) -> None:
+    cut = post(served, COMPLETIONS, prompt="a", max_tokens=2, json_schema=UNIQUE)
+    assert "warnings" not in cut
+    served.http.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 1, "b\npipeinfer: rank 1 \x1b[31m": 1})
+    served.until(lambda: any("rank 1" in line for line in served.lines))
+    assert not any(line.startswith("pipeinfer: rank 1") or "\x1b" in line for line in served.lines)
 
 
 # -- what is passed over, and what is not

@@ -15,8 +15,9 @@ import numpy as np
 
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.cluster.hosts.speed import Speed
-from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp
+from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.profiling.host_speeds import known_speeds

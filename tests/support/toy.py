@@ -18,12 +18,13 @@ from pipeinfer.cluster.messages.verdicts import decode_guess_verdict, decode_ver
 from pipeinfer.cluster.messages.wire import encode
 from pipeinfer.cluster.stages.prunings import LocalPrunings
 from pipeinfer.cluster.stages.stage import DraftWorker, StageWorker, room_for
-from pipeinfer.core.interfaces import Batch, FloatArray, StageModel
-from pipeinfer.core.policy import NOTHING, Answer, Policy, PolicyContext, Send
+from pipeinfer.core.interfaces import Batch, StageModel
+from pipeinfer.core.policy import NOTHING, Answer, Policy, PolicyView, Send
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess, KvOp, OpKind, Run
 from pipeinfer.core.sampling import SamplingParams, choose
 from pipeinfer.core.tree import Node
+from pipeinfer.core.types import FloatArray
 
 N_VOCAB = 24
 N_EMBD = 4
@@ -368,12 +369,12 @@ class RandomPolicy(Policy):
     def __init__(self, rng: random.Random, width: int, n_nodes: int, inflight: int) -> None:
         self.rng, self.width, self.n_nodes, self.inflight = rng, width, n_nodes, inflight
 
-    def send(self, view: PolicyContext) -> Answer:
+    def send(self, view: PolicyView) -> Answer:
         if view.tree.root.run_id is None and (self.rng.random() < 0.7 or not view.n_inflight):
             return Send([view.tree.root, *self._some(view, {view.tree.root})])
         return Send(self._some(view, set())) if view.n_inflight < self.inflight else NOTHING
 
-    def _some(self, view: PolicyContext, taken: set[Node]) -> list[Node]:
+    def _some(self, view: PolicyView, taken: set[Node]) -> list[Node]:
         chosen: list[Node] = []
         for node in view.tree.unsent():
             parent = node.parent
@@ -386,7 +387,7 @@ class RandomPolicy(Policy):
 
     name = "random"
 
-    def draft(self, view: PolicyContext) -> dict[Node, int]:
+    def draft(self, view: PolicyView) -> dict[Node, int]:
         open_nodes = [node for node in view.tree.nodes if not node.expanded and view.may_branch(node)]
         if not open_nodes or len(view.tree.nodes) >= self.n_nodes or self.rng.random() < 0.2:
             return {}
@@ -395,13 +396,13 @@ class RandomPolicy(Policy):
     def _widths(self, nodes: Sequence[Node]) -> dict[Node, int]:
         return {node: self.rng.randint(1, self.width) for node in nodes}
 
-    def look_up(self, view: PolicyContext) -> list[Node]:
+    def look_up(self, view: PolicyView) -> list[Node]:
         nodes = [node for node in view.tree.nodes if not node.looked_up and view.may_branch(node)]
         return nodes if len(view.tree.nodes) < self.n_nodes and self.rng.random() < 0.7 else []
 
     def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
         return [guess for guess in guesses if self.rng.random() < 0.9]
 
-    def refine(self, view: PolicyContext, draft: int) -> dict[Node, int]:
+    def refine(self, view: PolicyView, draft: int) -> dict[Node, int]:
         nodes = [node for node in view.tree.nodes if node.is_open(draft) and self.rng.random() < 0.5]
         return self._widths(self.rng.sample(nodes, len(nodes)))

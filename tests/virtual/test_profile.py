@@ -15,8 +15,9 @@ import pytest
 
 from pipeinfer.cluster.plan import Sizes, make_plan
 from pipeinfer.cluster.timing.costs import Work, roofline
-from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp
+from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import UserError
 from pipeinfer.job.profiling.timing import StageRun, overheads, slowdowns, time_model
 from pipeinfer.observe.ledger import HeadLedger

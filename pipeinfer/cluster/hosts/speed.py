@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeinfer.core.interfaces import FloatArray
+from pipeinfer.core.types import FloatArray
 
 N_BYTES = 1 << 25
 """Each thread's block: larger than the caches near a core."""

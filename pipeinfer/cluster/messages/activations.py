@@ -5,7 +5,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.core.interfaces import FloatArray
+from pipeinfer.core.types import FloatArray
 
 Buffer = npt.NDArray[np.uint8]
 

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeinfer.core.interfaces import FloatArray
 from pipeinfer.core.sampling import largest, total_weight
+from pipeinfer.core.types import FloatArray
 
 MAX_TOP = 20
 """Most likely tokens that can be asked for."""

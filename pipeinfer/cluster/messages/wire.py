@@ -35,10 +35,11 @@ from pipeinfer.cluster.messages.activations import (
     write_activations,
 )
 from pipeinfer.cluster.messages.records import INT, LONG, SHORT, joined, microseconds, packed, view
-from pipeinfer.core.interfaces import DeviceRows, FloatArray
+from pipeinfer.core.interfaces import DeviceRows
 from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.runs import KvOp, Opening, OpKind, Run
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.types import FloatArray
 
 MAGIC = 0x50495046  # detects a stray message early
 ALL_ROWS = -1

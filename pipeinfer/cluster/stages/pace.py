@@ -12,8 +12,9 @@ import numpy as np
 from pipeinfer.cluster.messages.activations import Buffer, WireType, activation_bytes
 from pipeinfer.cluster.messages.wire import Transaction, feature_bytes
 from pipeinfer.cluster.timing.costs import NOTHING, LinkCost, ModelCost
-from pipeinfer.core.interfaces import Batch, Clock, FeatureStage, FloatArray, HeadModel, LoadedModel
+from pipeinfer.core.interfaces import Batch, FeatureStage, HeadModel, LoadedModel
 from pipeinfer.core.runs import KvOp
+from pipeinfer.core.types import Clock, FloatArray
 
 N_STAMP = 8  # bytes: when a message is due, a float64
 NO_FEATURES = np.empty((0, 0, 0), np.float32)

@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipeinfer.cluster.messages.wire import Transaction
-from pipeinfer.core.interfaces import Allowed, DeviceRows, FloatArray, StageFuture
+from pipeinfer.core.interfaces import DeviceRows, StageFuture
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.types import Allowed, FloatArray
 
 
 class Question(NamedTuple):

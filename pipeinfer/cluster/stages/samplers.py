@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from pipeinfer.core.interfaces import FloatArray
+from pipeinfer.core.types import FloatArray
 
 N_BUFFERS = 2
 """Runs that are sampled at a time, at most. A stage that is further ahead waits for the oldest."""

@@ -16,21 +16,10 @@ from pipeinfer.cluster.stages.pending_run import Evaluated, PendingRun, Question
 from pipeinfer.cluster.stages.prunings import Pruned
 from pipeinfer.cluster.stages.samplers import Samplers
 from pipeinfer.core.drafting import guess_next
-from pipeinfer.core.interfaces import (
-    Allowed,
-    AsyncStage,
-    Batch,
-    Constraint,
-    ConstraintFailed,
-    DeviceRows,
-    DeviceStage,
-    FeatureStage,
-    FloatArray,
-    StageFuture,
-    StageModel,
-)
-from pipeinfer.core.runs import FAILED, NO_TOKEN, Guess, GuessVerdict, Opening, OpKind, Verdict
+from pipeinfer.core.interfaces import AsyncStage, Batch, DeviceRows, DeviceStage, FeatureStage, StageFuture, StageModel
+from pipeinfer.core.runs import Guess, GuessVerdict, Opening, OpKind, Verdict
 from pipeinfer.core.sampling import choose
+from pipeinfer.core.types import FAILED, NO_TOKEN, Allowed, Constraint, ConstraintFailed, FloatArray
 from pipeinfer.observe.trace import NO_TRACE, Tracer
 
 

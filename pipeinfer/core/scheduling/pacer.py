@@ -3,8 +3,8 @@
 import math
 
 from pipeinfer.core.in_flight import InFlightRun
-from pipeinfer.core.interfaces import Clock
 from pipeinfer.core.scheduling.run_cost import RunCost
+from pipeinfer.core.types import Clock
 
 MEMORY = 8
 """Observations in a running mean."""

@@ -17,8 +17,10 @@ from pipeinfer.job.requests.request_body import Body, Defaults, read_body, read_
 
 ENVELOPE = ("custom_id", "method", "url", "body")
 N_ID_DIGITS, DEFAULTS = 24, SamplingParams()
-ADDED = {"tools": None, "variables": None, "continues": False, "parse_special": None, "adds_special": True,
-         "stop_tokens": (), "text_biases": ()}  # fmt: skip
+IF_ANY = ("tools", "variables", "more", "stop_tokens", "text_biases")
+"""Fields of a body and of its messages that ids do not have where they are empty."""
+
+ADDED = {"continues": False, "parse_special": None, "adds_special": True}
 """Fields of a body that ids do not have at these values."""
 
 IN_EVERY_ID = {
@@ -45,9 +47,12 @@ class BatchRequest:
         for name in ("priority", "splits", "passed_over"):
             del asked[name]  # no text depends on them
         for said in (asked, *asked["messages"]):
-            for name in {*ADDED, "more"} & said.keys():
-                if not said[name] or said[name] == ADDED.get(name):
+            for name in {*IF_ANY} & said.keys():
+                if not said[name]:
                     del said[name]
+        for name, default in ADDED.items():
+            if asked[name] == default:
+                del asked[name]
         asked["sampling"] = {
             name: value
             for name, value in asked["sampling"].items()

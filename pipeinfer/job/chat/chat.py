@@ -62,7 +62,9 @@ def _prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, tu
     deployment, setup = prepare_chat(options, hosts)
     asked = replace(setup.request, sampling=replace(setup.request.sampling, seed=options.sampling.seed))
     model = model_id(options, deployment)
-    about = digest((asked, options.chat, *model, *(["special"] if options.special_in_messages else [])))
+    about = digest(
+        (asked, options.chat, model[0], options.rounding, *(["special"] if options.special_in_messages else []))
+    )
     return deployment, (setup, ChatNotes(open_journal(options.resume, model), about))
 
 

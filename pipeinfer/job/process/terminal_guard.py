@@ -37,7 +37,8 @@ def _guard(terminal: int, reader: int) -> None:
             ours = termios.tcgetattr(terminal)
         if not is_said:
             is_said = True
-            os.write(1, b"".join(before[CC][key] for key in (termios.VINTR, termios.VSUSP)))
+            with contextlib.suppress(OSError):  # who started this is gone: standard input ends too
+                os.write(1, b"".join(before[CC][key] for key in (termios.VINTR, termios.VSUSP)))
         if not select.select([0], [], [], LOOK_S)[0]:
             continue
         said = os.read(0, 1)

@@ -79,9 +79,8 @@ def _told(name: str, part: Any, passed: PassedOver, kinds: tuple[str, ...]) -> A
     if not isinstance(kind, str) or kind in kinds:
         return part
     passed.add(f"{name.partition('[')[0]}.{kind}", f"{name} is of type {shown(kind)}; the model reads text")
-    what = "image" if "image" in kind else f"part of type {kind[:40]}"
-    return {"type": kinds[0], "text": f"\n[an {what} is left out here: this model reads text only]\n".replace(
-        "an part", "a part")}  # fmt: skip
+    what = "an image" if "image" in kind else f"a part of type {kind[:40]}"
+    return {"type": kinds[0], "text": f"\n[{what} is left out here: this model reads text only]\n"}
 
 
 def _text(name: str, value: Any) -> str:
@@ -157,7 +156,7 @@ def continues(given: Mapping[str, Any], messages: Sequence[Message]) -> bool:
     """Whether the answer goes on with the last message, an assistant's: by default it does, as in llama-server; with
     `continue_final_message` or `add_generation_prompt` as in vLLM."""
     is_answer = bool(messages) and messages[-1].role == "assistant" and not messages[-1].more.get("tool_calls")
-    asked = flag(given, "continue_final_message", is_answer and not flag(given, "add_generation_prompt", False))
+    asked = flag(given, "continue_final_message", is_answer and "add_generation_prompt" not in given)
     if asked and not is_answer:
         refuse("continue_final_message is true, and the last message is no text of the assistant; leave it out")
     if asked and flag(given, "add_generation_prompt", False):

@@ -52,11 +52,11 @@ def kept_numerics(path: Path | None) -> str:
     if path is None:
         attempt = own_attempt()
         return attempt.numerics if attempt else ""
+    journal = Journal()
     with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
-        match json.loads(file.readline(MAX_LENGTH)):
-            case ["numerics", str(name)]:
-                return name
-    return ""
+        for line in file.read(MAX_LENGTH).splitlines():
+            journal.take(line)
+    return journal.numerics if journal.texts else ""
 
 
 class Journal:
@@ -155,8 +155,7 @@ class JournalFile(Journal):
         self._take_all([*lines, *([] if NOTE.startswith(torn[: len(NOTE)]) else [torn])])
         if torn:
             os.ftruncate(self._fd, len(notes) - len(torn))
-        if not notes:
-            self.write("numerics", numerics)
+        self._numerics = numerics
 
     def _take_all(self, lines: Iterable[bytes]) -> None:
         for number, line in enumerate(lines, start=1):
@@ -168,8 +167,12 @@ class JournalFile(Journal):
     def write(self, *what: Part) -> None:
         if self._is_full:
             return
+        notes = [note_of(*what)]
+        if self.numerics != self._numerics:  # with the first text that is begun
+            self.numerics = self._numerics
+            notes.insert(0, note_of("numerics", self._numerics))
         try:
-            os.write(self._fd, note_of(*what) + b"\n")
+            os.write(self._fd, b"".join(note + b"\n" for note in notes))
         except OSError as error:
             self._is_full = True
             complain(f"{write_error(self.path, WHAT, error)}; what comes from now on is not noted")

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pipeinfer.job.requests.fields import PassedOver, refuse, shown
+from pipeinfer.job.requests.fields import PassedOver, refuse, shown, without_null
 
 GUIDED = {"guided_json": "json", "guided_grammar": "grammar", "guided_choice": "choice", "guided_regex": "regex"}
 STOPS = ("stop_sequences", "stopping_strings")
@@ -15,6 +15,9 @@ SAMPLERS: Mapping[str, Mapping[str, float]] = {
     "top_k": {"top_k": 0}, "top_p": {"top_p": 1.0}, "min_p": {"min_p": 0.0}, "temperature": {"temp": 1.0},
 }  # fmt: skip
 """llama.cpp's names of the samplers that there are, and the settings that switch each off."""
+
+ALSO = {"repeat_penalty": ("repetition_penalty",), "temp": ("temperature",)}
+"""Other names of those settings."""
 
 OFF = ("dry", "top_n_sigma", "typ_p", "typical_p", "xtc", "adaptive_p", "dynatemp")
 """Samplers that are off unless a field of theirs says otherwise."""
@@ -37,7 +40,7 @@ def _constrain(found: dict[str, Any]) -> None:
     asked = found.pop("structured_outputs", None) or {}
     if not isinstance(asked, dict):
         refuse(f"structured_outputs is {shown(asked)}; give an object with json, grammar or choice")
-    asked = {**asked, **{form: found.pop(name) for name, form in GUIDED.items() if name in found}}
+    asked = {**without_null(asked), **{form: found.pop(name) for name, form in GUIDED.items() if name in found}}
     for form, value in asked.items():
         if form == "json":
             found["json_schema"] = _json_of(value)
@@ -51,6 +54,10 @@ def _constrain(found: dict[str, Any]) -> None:
             found["grammar"] = "root ::= " + " | ".join(json.dumps(each, ensure_ascii=False) for each in value)
         elif form == "regex":
             refuse(f"guided_regex is {shown(value)}; no text can be held to it here, give a grammar or a JSON schema")
+        elif form != "json_object" and not form.startswith(("disable_", "whitespace_")):
+            refuse(
+                f"structured_outputs has {shown(form)}, to which no text can be held here; give json, grammar or choice"
+            )
 
 
 def _json_of(value: Any) -> Any:
@@ -110,7 +117,3 @@ def _switch_off(found: dict[str, Any], passed: PassedOver) -> None:
             for setting in off:
                 for other in ALSO.get(setting, ()):
                     found.pop(other, None)
-
-
-ALSO = {"repeat_penalty": ("repetition_penalty",), "temp": ("temperature",)}
-"""Other names of those settings."""

@@ -157,7 +157,8 @@ def _length(given: Mapping[str, Any], default: int) -> int:
 
 
 def _stop_tokens(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or len(value) > MAX_STOP_TOKENS or not all(map(is_whole, value)):
+    is_list = isinstance(value, list) and len(value) <= MAX_STOP_TOKENS
+    if not is_list or not all(is_whole(each) and 0 <= each <= INT32_MAX for each in value):
         refuse(f"stop_token_ids is {shown(value)}; give a list of up to {MAX_STOP_TOKENS} token ids")
     return tuple(value)
 

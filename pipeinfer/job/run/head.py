@@ -13,12 +13,14 @@ from pipeinfer.job.process.complain import complain
 from pipeinfer.job.process.streams import lost
 from pipeinfer.job.requests.asked import asked_of
 from pipeinfer.job.requests.constraints import complain_of_mismatch
+from pipeinfer.job.requests.journal import Journal
 from pipeinfer.job.requests.printer import Printer
-from pipeinfer.job.run.run import RunWork
+from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.session.open_session import open_session
 from pipeinfer.job.session.outcome import make_result, write_trace
 from pipeinfer.job.session.session import Generation
 from pipeinfer.models.text.grammar_check import TOO_MUCH
+from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.progress import ProgressBar
 from pipeinfer.observe.report import show_outcome, show_ranks, show_statistics, stderr_console
 from pipeinfer.observe.results import Record, append_result, result_row
@@ -28,12 +30,16 @@ from pipeinfer.observe.texts.json_text import json_text
 class Head:
     """Rank 0's part of one job."""
 
-    def __init__(self, context: Context, deployment: Deployment, work: RunWork) -> None:
-        self.context, self.deployment, self.options, self.key = context, deployment, context.options, work.key
+    def __init__(
+        self, context: Context, deployment: Deployment, request: GenerationRequest, tokenizer: Tokenizer, key: str,
+        journal: Journal,
+    ) -> None:  # fmt: skip
+        """`key`: of the request, in the journal."""
+        self.context, self.deployment, self.options, self.key = context, deployment, context.options, key
         self.console = stderr_console()
-        self.journal = work.journal
-        self.request = self.journal.begin(work.key, work.request)
-        self.printer = Printer(context.flag, work.tokenizer, self.request, self.options.json)
+        self.journal = journal
+        self.request = journal.begin(key, request)
+        self.printer = Printer(context.flag, tokenizer, self.request, self.options.json)
 
     def run(self) -> int:
         """Returns the exit code."""

@@ -35,11 +35,13 @@ def _prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, Ru
     deployment, (request, tokenizer) = prepare(options, hosts)
     asked = replace(request, sampling=replace(request.sampling, seed=options.sampling.seed))
     model = model_id(options, deployment)
-    return deployment, RunWork(request, tokenizer, digest((asked, *model)), open_journal(options.resume, model))
+    return deployment, RunWork(
+        request, tokenizer, digest((asked, model[0], options.rounding)), open_journal(options.resume, model)
+    )
 
 
 def _run_head(context: Context, deployment: Deployment, work: RunWork) -> int:
     from pipeinfer.job.run.head import Head  # draws: only rank 0 pays for importing what it draws with
 
     with closing(work.journal):
-        return Head(context, deployment, work).run()
+        return Head(context, deployment, work.request, work.tokenizer, work.key, work.journal).run()

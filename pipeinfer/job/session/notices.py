@@ -4,7 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-from pipeinfer.core.interfaces import Clock
+from pipeinfer.core.types import Clock
 
 MOST_LINES, PERIOD_S = 4, 3600.0
 """Lines in any period at most: where guesses hardly matter the answer changes often."""

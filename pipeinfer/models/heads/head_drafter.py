@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from pipeinfer.core.drafting import to_the_end
-from pipeinfer.core.interfaces import Batch, Constraint, FloatArray, HeadModel
+from pipeinfer.core.interfaces import Batch, HeadModel
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Request
-from pipeinfer.core.runs import POSITION_END, Guess, KvOp, OpKind
+from pipeinfer.core.runs import Guess, KvOp, OpKind
 from pipeinfer.core.tree import Node, State
+from pipeinfer.core.types import POSITION_END, Constraint, FloatArray
 from pipeinfer.models.drafter import ModelDrafter
 
 N_KEPT, N_KEPT_LEAST = 4096, 64

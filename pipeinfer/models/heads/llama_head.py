@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.interfaces import Batch
+from pipeinfer.core.types import FloatArray
 from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.llama import ggml
 from pipeinfer.models.llama.params import LlamaParams

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from pipeinfer.core.interfaces import FloatArray
+from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import ModelFault
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeinfer.core.interfaces import FloatArray
+from pipeinfer.core.types import FloatArray
 from pipeinfer.models.gguf.architecture import Architecture
 from pipeinfer.models.llama import ggml
 

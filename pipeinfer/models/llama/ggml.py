@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeinfer.core.interfaces import FloatArray, IntArray
+from pipeinfer.core.types import FloatArray, IntArray
 from pipeinfer.disk_cache import user_cache
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.contents import SourceFile

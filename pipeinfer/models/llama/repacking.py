@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeinfer.core.interfaces import FloatArray
+from pipeinfer.core.types import FloatArray
 from pipeinfer.disk_cache import user_cache
 from pipeinfer.models.llama import ggml
 from pipeinfer.models.llama.amx_probe import CPU, POINTER, InitParams, function

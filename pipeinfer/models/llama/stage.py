@@ -11,9 +11,10 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.kv.blocks import LARGEST, Span
-from pipeinfer.core.runs import POSITION_END, KvOp, OpKind
+from pipeinfer.core.runs import KvOp, OpKind
+from pipeinfer.core.types import POSITION_END, FloatArray
 from pipeinfer.errors import ModelFault, UserError
 from pipeinfer.models.gguf.contents import SourceFile
 from pipeinfer.models.gguf.slice import SliceFile

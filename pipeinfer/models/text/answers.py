@@ -96,7 +96,7 @@ class AnswerReader:
         if not text or any(mark.startswith(text) for mark in self._starts):
             if not self._ends:
                 return None
-            if self._is_cut and len(text) >= LEAST_MARK:
+            if self._is_cut and self._marks and len(text) >= LEAST_MARK:
                 return self._dropped()
         self._rest = text if self._is_blank else self._rest
         self._state = self._content
@@ -129,7 +129,7 @@ class AnswerReader:
     def _certain(self, kind: Kind, marks: Sequence[str]) -> Step:
         """What no mark can begin in, nor white space before one."""
         n, n_mark = len(self._rest), n_begun(self._rest, marks) if marks else 0
-        if self._is_cut and n_mark >= LEAST_MARK:
+        if self._is_cut and self._marks and n_mark >= LEAST_MARK:
             self._rest = self._rest[: n - n_mark]
             n = len(self._rest)
         if marks and not self._ends:

@@ -97,11 +97,8 @@ class ChatTemplate:
         own = variables or [{}] * len(said)
         masks = [masks_of(messages, more, tokenizer, self.parses_messages)
                  for messages, more in zip(said, own, strict=True)]  # fmt: skip
-        contexts = [
-            [{**common, **more, "messages": messages}]
-            + [{**common, **mask.hide(more), "messages": mask.hide(messages)} for mask in masks]
-            for messages, more, masks in zip(said, own, masks, strict=True)
-        ]
+        contexts = [_contexts(common, {**more, "messages": messages}, masks)
+                    for messages, more, masks in zip(said, own, masks, strict=True)]  # fmt: skip
         answers = iter(self._answers([context for group in contexts for context in group]))
         return [
             self._rendered([next(answers) for _ in group], masks) for group, masks in zip(contexts, masks, strict=True)
@@ -109,6 +106,8 @@ class ChatTemplate:
 
     def _rendered(self, answers: Sequence[Mapping[str, Any]], masks: Sequence[Mask]) -> Rendered | TemplateFault:
         """`answers`: of the conversation as it is, then with each of the masks."""
+        if not answers:
+            return TemplateFault(self.name, "gets messages or variables that are nested too deeply", False)
         plain, *hidden = answers
         if "text" not in plain:
             return self._fault(plain)
@@ -135,6 +134,14 @@ class ChatTemplate:
         return self.process.ask({
             "source": self.source, "contexts": contexts, "now_s": self.now_s, "n_characters": self.n_characters,
         })  # fmt: skip
+
+
+def _contexts(common: dict[str, Any], given: dict[str, Any], masks: Sequence[Mask]) -> list[dict[str, Any]]:
+    """What is given as it is, and with each mask; none where it is nested too deeply."""
+    try:
+        return [{**common, **each} for each in (given, *(mask.hide(given) for mask in masks))]
+    except RecursionError:
+        return []
 
 
 def encode_rendered(tokenizer: Tokenizer, rendered: Rendered) -> list[int]:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.core.interfaces import ConstraintFailed, FloatArray
 from pipeinfer.core.scheduling.prefixes import common
+from pipeinfer.core.types import ConstraintFailed, FloatArray
 from pipeinfer.errors import UserError
 from pipeinfer.models.text.grammar_check import token_id
 from pipeinfer.models.text.grammar_text import lark_of, matcher, open_tokens

@@ -50,7 +50,7 @@ class Mask:
             return value
         if value.get("role") == "assistant":
             return value if self.skips_answers else {key: self._hide_answer(each) for key, each in value.items()}
-        return {key: self.hide(each) for key, each in value.items()}
+        return {self.hide(key): self.hide(each) for key, each in value.items()}
 
     def _hide_answer(self, value: Any) -> Any:
         if not isinstance(value, str):
@@ -89,8 +89,13 @@ def answer_text(text: str, tokenizer: Tokenizer, parses: bool = False) -> Render
 
 
 def _has(value: Any, names: re.Pattern[str]) -> bool:
-    if isinstance(value, str):
-        return names.search(value) is not None
-    if isinstance(value, Mapping):
-        return any(_has(each, names) for each in value.values())
-    return isinstance(value, (list, tuple)) and any(_has(each, names) for each in value)
+    left = [value]
+    while left:
+        part = left.pop()
+        if isinstance(part, str) and names.search(part):
+            return True
+        if isinstance(part, Mapping):
+            left += [*part.keys(), *part.values()]
+        elif isinstance(part, (list, tuple)):
+            left += part
+    return False

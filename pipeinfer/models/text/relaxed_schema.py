@@ -27,7 +27,7 @@ FORMATS = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4",
 LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")
 """Of a pattern: look-ahead, look-behind and references to groups."""
 
-PROCESS = LimitedProcess("pipeinfer.models.text.schema_child", Limits(cpu_s=1, wall_s=10.0, niceness=10))
+PROCESS = LimitedProcess("pipeinfer.models.text.schema_child", Limits(cpu_s=1, wall_s=3.0, niceness=10))
 
 
 def relaxed(schema: Any) -> tuple[Any, tuple[str, ...]]:
@@ -60,24 +60,25 @@ def _relaxed(schema: Any, reasons: dict[str, None]) -> Any:
             if value is not False or key.startswith("unevaluated"):
                 reasons[f"no grammar holds a text to {key}"] = None
         elif key == "format":
-            if value in FORMATS or schema.get("type") != "string":
+            if value in FORMATS or schema.get("type") in ("integer", "number"):
                 found[key] = value
         elif key == "pattern" and isinstance(value, str) and LOOKS_AROUND.search(value):
             reasons["no grammar holds a text to a pattern that looks around"] = None
         else:
             found[key] = _relaxed(value, reasons)
     named = found.get("patternProperties")
-    if isinstance(named, dict) and (around := [name for name in named if LOOKS_AROUND.search(name)]):
+    named = named if isinstance(named, dict) else {}
+    held = {name: each for name, each in named.items() if not LOOKS_AROUND.search(name)}
+    if len(held) < len(named):
         reasons["no grammar holds a text to a pattern that looks around"] = None
-        found["patternProperties"] = {name: each for name, each in named.items() if name not in around}
-        found["additionalProperties"] = True
+        found |= {"patternProperties": held, "additionalProperties": True}
     return found
 
 
 def mismatch(schema: Any, text: str) -> str:
     """What is wrong with a text by the whole schema; empty where it fits, or where that cannot be told."""
     found = PROCESS.ask({"schema": schema, "text": text})
-    return str(found.get("wrong", ""))[:300]
+    return " ".join(str(found.get("wrong", "")).split())[:300]
 
 
 def as_schema(grammar: str) -> Any:

@@ -6,6 +6,7 @@ from typing import Any
 
 from jsonschema.exceptions import best_match  # type: ignore[import-untyped]
 from jsonschema.validators import Draft202012Validator, validator_for  # type: ignore[import-untyped]
+from referencing import Registry
 
 
 def answer(asked: Mapping[str, Any]) -> dict[str, str]:
@@ -16,7 +17,9 @@ def answer(asked: Mapping[str, Any]) -> dict[str, str]:
     except (ValueError, RecursionError):
         return {"wrong": "it is not JSON"}
     try:
-        error = best_match(validator_for(schema, Draft202012Validator)(schema).iter_errors(value))
+        # an empty registry: a client's schema shall not read files or ask other servers
+        validator = validator_for(schema, Draft202012Validator)(schema, registry=Registry())
+        error = best_match(validator.iter_errors(value))
     except Exception as fault:  # whatever a schema can raise
         return {"error": f"{type(fault).__name__}: {fault}"}
     return {"wrong": f"{error.json_path}: {error.message}" if error else ""}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipeinfer.core.interfaces import IntArray
+from pipeinfer.core.types import IntArray
 from pipeinfer.errors import UserError
 from pipeinfer.models.text.tokenizer import NO_TOKEN_ID, Piece, Tokenizer
 

@@ -6,7 +6,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from pipeinfer.core.interfaces import FloatArray
+from pipeinfer.core.types import FloatArray
 from pipeinfer.models.torch.device_queue import DeviceQueue
 from pipeinfer.models.torch.device_rows import OwnDeviceRows
 

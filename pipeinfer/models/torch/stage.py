@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp
+from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import ModelFault, UserError
 from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.llama.check_result import check_result

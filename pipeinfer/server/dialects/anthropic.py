@@ -47,13 +47,15 @@ def _system(value: Any) -> Any:
     """Without the header of bills; None where nothing is left."""
     if isinstance(value, str) and value.startswith(BILLING):
         return value.partition("\n")[2].lstrip("\n") or None
-    if isinstance(value, list):
-        return [each for each in value if not _is_billing(each)] or None
-    return value
-
-
-def _is_billing(block: Any) -> bool:
-    return isinstance(block, dict) and str(block.get("text", "")).startswith(BILLING)
+    if not isinstance(value, list):
+        return value
+    blocks = [
+        {**each, "text": _system(each["text"])}
+        if isinstance(each, dict) and isinstance(each.get("text"), str)
+        else each
+        for each in value
+    ]
+    return [each for each in blocks if not (isinstance(each, dict) and each.get("text", "") is None)] or None
 
 
 def _messages(name: str, message: Any, passed: PassedOver) -> Iterator[dict[str, Any]]:
@@ -110,7 +112,7 @@ def _choice(choice: Mapping[str, Any]) -> dict[str, Any]:
     kind = choice.get("type")
     if kind == "tool":
         chosen: Any = {"type": "function", "function": {"name": choice.get("name")}}
-    elif kind in CHOICES:
+    elif isinstance(kind, str) and kind in CHOICES:
         chosen = CHOICES[kind]
     else:
         refuse(f"tool_choice is {shown(choice)}; its type is {', '.join(CHOICES)} or tool")

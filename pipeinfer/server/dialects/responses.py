@@ -28,7 +28,8 @@ def chat_of(given: Mapping[str, Any], passed: PassedOver) -> dict[str, Any]:
         refuse(f"{stored} is {shown(given[stored])}, and no answer is kept here; give the whole conversation as input")
     if given.get("background"):
         refuse("background is true, and no answer is kept here; leave it out, or give stream true")
-    if LOGPROBS in (given.get("include") or ()):
+    include = given.get("include")
+    if isinstance(include, list) and LOGPROBS in include:
         refuse(f"include has {LOGPROBS}, and answers of this API have no log-probabilities here; ask "
                "/v1/chat/completions for them")  # fmt: skip
     fields = renamed({name: value for name, value in given.items() if name not in PASSED_OVER}, NAMES)
@@ -52,6 +53,8 @@ def chat_of(given: Mapping[str, Any], passed: PassedOver) -> dict[str, Any]:
         fields["tools"] = _tools(fields["tools"])
     if isinstance(choice := fields.get("tool_choice"), dict) and choice.get("type") == "allowed_tools":
         fields["tool_choice"] = choice.get("mode", "auto")
+        allowed = [each.get("name") for each in choice.get("tools") or [] if isinstance(each, dict)]
+        fields["tools"] = [each for each in fields.get("tools", []) if each["function"].get("name") in allowed]
     elif isinstance(choice, dict):
         fields["tool_choice"] = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
     return {**fields, "messages": messages}
@@ -97,17 +100,7 @@ def _joined(messages: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
 def _tools(value: Any) -> list[Any]:
     if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
         refuse(f"tools is {shown(value)}; give a list of functions")
-    return [
-        {
-            "type": tool.get("type", "function"),
-            "function": {name: each for name, each in tool.items() if name != "type"},
-        }
-        for tool in value
-    ]
-
-
-def without(given: Mapping[str, Any], name: str) -> dict[str, Any]:
-    return {key: value for key, value in given.items() if key != name}
+    return [{"type": tool.get("type", "function"), "function": {**tool, "type": None}} for tool in value]
 
 
 class ResponseForm(BlockForm):

@@ -407,6 +407,17 @@ def test_what_a_request_does_not_say_is_as_the_command_line_says() -> None:
     assert same[0].id("") == same[1].id("") != same[0].id("another model")
     assert replace(same[0], index=4).id("") != same[0].id("") == replace(same[0], index=3).id("")
     assert read('{"prompt": "a", "temperature": 1, "priority": -3}').id("") == same[0].id("")
+    apart = [
+        read(f'{{"prompt": "a"{more}}}').id("")
+        for more in (
+            "",
+            ', "parse_special": false',
+            ', "add_special_tokens": false',
+            ', "stop_token_ids": [5]',
+            ', "parse_special": true',
+        )
+    ]
+    assert len(set(apart)) == 5 and read('{"prompt": "a", "stop_token_ids": []}').id("") == apart[0]
     named = replace(same[0], custom_id="x")
     biased = read('{"prompt": "a", "logit_bias": [[7, false], ["8", 0.5], [8, 1]]}')
     assert biased.body.sampling.logit_bias == "7-inf 8+1.5" and biased.id("") != read('{"prompt": "a"}').id("")

@@ -16,7 +16,8 @@ from pipeinfer.cluster.hosts.cores import Host, processor_name
 from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
 from pipeinfer.cluster.plan import Sizes
 from pipeinfer.cluster.timing.timed_layers import time_layers
-from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.interfaces import Batch
+from pipeinfer.core.types import FloatArray
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.profiling.schedule import (

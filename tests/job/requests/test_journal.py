@@ -11,7 +11,7 @@ import pytest
 
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.requests.journal import Journal, JournalFile
+from pipeinfer.job.requests.journal import Journal, JournalFile, kept_numerics
 from pipeinfer.job.requests.request import GenerationRequest
 from tests.support.jobs import descendants, finish, start
 
@@ -61,11 +61,23 @@ def test_only_a_torn_note_is_cut_off(tmp_path: Path, content: bytes) -> None:
     path.write_bytes(content)
     if content.startswith(b"["):
         JournalFile(path, "exact").write("z", 1)
-        assert path.read_bytes() == content[: content.rfind(b"\n") + 1] + b'["z",1]\n'
+        assert path.read_bytes() == content[: content.rfind(b"\n") + 1] + b'["numerics","exact"]\n["z",1]\n'
     else:
         with pytest.raises(UserError, match=r"line 1 is no note of a job; name another file"):
             JournalFile(path, "exact")
         assert path.read_bytes() == content
+
+
+def test_notes_say_with_which_numerics_their_texts_were_begun(tmp_path: Path) -> None:
+    path = tmp_path / "notes"
+    JournalFile(path, "exact-q4_0.32-1f3a")
+    assert kept_numerics(path) == "", "nothing was begun"
+    path.unlink()
+    journal = JournalFile(path, "exact-q4_0.32-1f3a")
+    journal.begin("x", ASKED)
+    assert kept_numerics(path) == "exact-q4_0.32-1f3a" and kept_numerics(None) == ""
+    path.write_bytes(path.read_bytes() + b'["x"]\n["y", 1')
+    assert kept_numerics(path) == "", "all are complete"
 
 
 def test_one_job_writes_it(tmp_path: Path) -> None:
@@ -79,6 +91,7 @@ def test_one_job_writes_it(tmp_path: Path) -> None:
 def test_a_full_disk_ends_the_notes_not_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     journal = JournalFile.__new__(JournalFile)
     Journal.__init__(journal)
+    journal._numerics = "exact"
     journal.path, journal._is_full, journal._fd = Path("/dev/full"), False, os.open("/dev/full", os.O_WRONLY)
     journal.came("x", []) if journal.begin("x", ASKED) else None
     assert capsys.readouterr().err.count("what comes from now on is not noted") == 1

@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.runs import KvOp, OpKind
+from pipeinfer.core.types import FloatArray
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama import prefill
 from pipeinfer.models.llama.params import LlamaParams

@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 import pytest
 
-from pipeinfer.core.interfaces import FloatArray
+from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.four_bits import MIDDLE, read_four_bits
 from pipeinfer.models.gguf.slice import open_slice, read_model_info

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp, OpKind
+from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import ModelFault
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.torch.params import TorchParams

@@ -11,9 +11,10 @@ import gguf
 import numpy as np
 import pytest
 
-from pipeinfer.core.interfaces import Batch, FloatArray
+from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.runs import KvOp, OpKind
+from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import UserError
 from pipeinfer.models.agreement import TEXTS, greedy
 from pipeinfer.models.demo import DRAFT, TARGET

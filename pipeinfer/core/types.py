@@ -1,0 +1,46 @@
+"""Types and constants at the bottom of core: arrays, tokens, constraints, the clock. Imports nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+
+NO_TOKEN = -1
+"""In a verdict: no token was wanted after the row, or the row was dead."""
+
+FAILED = -2
+"""In a verdict: the request's constraint exceeds its limits."""
+
+POSITION_END = 2**31 - 1
+"""As the end of a range of positions: the end of the sequence."""
+
+
+class ConstraintFailed(Exception):
+    """A constraint exceeds its limit of time or memory."""
+
+
+class Allowed(Protocol):
+    """The tokens that may follow one text. Methods raise ConstraintFailed, for one text always or never."""
+
+    def has(self, token: int) -> bool: ...
+
+    def restrict(self, logits: FloatArray) -> None:
+        """Set logits (n_vocab,) to -inf except for tokens that may follow. At least one is left: the end of the text
+        where nothing may follow."""
+
+
+class Constraint(Protocol):
+    """What the output of one request may be. Thread-safe."""
+
+    def after(self, output: Sequence[int]) -> Allowed: ...
+
+
+class Clock(Protocol):
+    def __call__(self) -> float:
+        """Seconds, monotonic."""
