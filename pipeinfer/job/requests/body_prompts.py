@@ -142,11 +142,11 @@ class BodyPrompts:
         if not body.text_biases:
             return body.sampling
         ids, values = read_biases(body.sampling.logit_bias)
-        found = dict(zip(map(int, ids), map(float, values), strict=True))
+        pairs = list(zip(map(int, ids), map(float, values), strict=True))
         for text, bias in body.text_biases:
-            found |= dict.fromkeys(self.tokenizer.encode(text, add_special=False), bias)
+            pairs += [(token, bias) for token in self.tokenizer.encode(self._fitting(text), add_special=False)]
         try:
-            return replace(body.sampling, logit_bias=bias_text(found.items()))
+            return replace(body.sampling, logit_bias=bias_text(pairs))
         except ValueError as error:
             raise UserError(f"logit_bias {error}") from None
 
