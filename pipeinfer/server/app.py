@@ -84,6 +84,7 @@ class Api:
         self.model = http.alias or setup.run.model.name
         self.created, self.log = int(time.time()), RequestLog(http.log_format)
         self.spell = speller(prompting.prompts.tokenizer)
+        prompting.prompts.warn = self.log.warn
         options = setup.run
         self.defaults = Defaults(
             options.sampling, options.predict, options.stops, options.ignore_eos, strict=http.strict

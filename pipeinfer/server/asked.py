@@ -55,13 +55,13 @@ def read_asked(given: Mapping[str, Any], url: str, defaults: Defaults, passed: P
     usage = _usage(fields, stream, passed)
     timed, progress = (flag(fields, name, False) for name in OF_STREAMS)
     keep = flag(fields, "cache_prompt", is_chat or 0 in (fields.get(name) for name in LENGTHS))
-    n = fields.pop("n", fields.pop("n_cmpl", 1))
-    if not is_whole(n) or not 1 <= n <= MAX_CHOICES:
-        refuse(f"n is {shown(n)}; give a whole number from 1 to {MAX_CHOICES}")
+    n, name = (fields["n_cmpl"], "n_cmpl") if "n_cmpl" in fields else (fields.get("n", 1), "n")
+    if not is_whole(n) or not 1 <= n <= MAX_CHOICES or fields.get("n", n) != n:
+        refuse(f"{name} is {shown(n)}; give a whole number from 1 to {MAX_CHOICES}, in one of n and n_cmpl")
     named = fields.pop("response_fields", [])
     if not isinstance(named, list) or not all(isinstance(each, str) for each in named):
         refuse(f"response_fields is {shown(named)}; give a list of names")
-    for name in ("stream", *OF_STREAMS, "cache_prompt", "n_cmpl"):
+    for name in ("stream", *OF_STREAMS, "cache_prompt", "n", "n_cmpl"):
         fields.pop(name, None)
     if fields.get("best_of") == n:
         del fields["best_of"]

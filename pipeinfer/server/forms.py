@@ -78,7 +78,7 @@ class Form:
         """What a chat's answer has had since the last time."""
         reader = self._reader(index)
         found = reader.push(choice.take())
-        found += reader.finish(choice.finish == "length") if choice.finish else []
+        found += reader.finish(choice.finish == "length" or bool(choice.stop)) if choice.finish else []
         if self._checks:
             self._checks[index].push(found)
         return found

@@ -4,6 +4,7 @@ import contextlib
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,7 +21,7 @@ NAMES = ("prompt_n", "cache_n", "predicted_n", "ttft_s", "predicted_per_second",
 MAX_NAMED, MAX_NAMED_AT_ONCE = 1000, 8
 """Names that are told once each, in all and of one request; what a client may call them is longer than that."""
 
-N_CHARACTERS = 64
+N_CHARACTERS, MAX_REPEATS = 64, 3
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -28,7 +29,7 @@ class RequestLog:
     """`form`: text, json or none."""
 
     def __init__(self, form: str) -> None:
-        self.form, self._named, self._repeating = form, set[str](), set[str]()
+        self.form, self._named, self._repeating = form, set[str](), Counter[str]()
         self._repeats, self._thread = Repeats(), ThreadPoolExecutor(1, "repeats")
 
     def ended(self, id: str, path: str, answer: Answer) -> None:
@@ -43,15 +44,15 @@ class RequestLog:
             else:
                 _say(f"pipeinfer: {name} {path}: {_figures(choice)}{why}")
         first = answer.choices[0]
-        if self.form != "none" and first.asked.keep and first.timings and first.client not in self._repeating:
+        if self.form != "none" and first.asked.keep and first.timings and self._repeating[first.client] < MAX_REPEATS:
             self._thread.submit(self._note_prompt, first)
 
     def _note_prompt(self, choice: Choice) -> None:
-        """Once for each client: why the cache cannot help."""
+        """A few times for each client: why the cache cannot help."""
         prompt = choice.asked.prompt
         repeat = self._repeats.note(choice.client, prompt, choice.timings.get("cache_n", 0))
-        if repeat and choice.client not in self._repeating and len(self._repeating) < MAX_NAMED:
-            self._repeating.add(choice.client)
+        if repeat and len(self._repeating) < MAX_NAMED:
+            self._repeating[choice.client] += 1
             at, n_repeated = repeat
             self.warn(
                 f"a prompt of {len(prompt)} tokens repeats {n_repeated} of an earlier one, and differs from it from "

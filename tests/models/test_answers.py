@@ -213,6 +213,19 @@ def test_what_only_looks_like_a_call_stays_text_where_the_answer_is_cut() -> Non
         assert "".join(part.text for part in parts) == text and {part.kind for part in parts} == {"content"}
 
 
+def test_of_a_call_that_must_come_not_even_one_character_is_text() -> None:
+    reader = AnswerReader(TOOLS, must_call=True)
+    assert [*reader.push("<"), *reader.finish(is_cut=True)] == []
+
+
+def test_arguments_that_were_cut_are_no_whole_call() -> None:
+    for text, is_in_call in (('<tool_call>{"name": "add", "arguments": {"a": 1', True), (SAMPLES["qwen"][0], False)):
+        reader = AnswerReader(TOOLS)
+        reader.push(text)
+        reader.finish(is_cut=True)
+        assert reader.n_calls == 1 and reader.is_in_call is is_in_call
+
+
 def test_pairs_that_were_cut_are_arguments_without_their_end() -> None:
     reader = AnswerReader(TOOLS)
     text = "<tool_call>\n<function=list_files>\n<parameter=path>\nsrc\n</parameter>\n<parameter=deep>\ntr"

@@ -25,7 +25,7 @@ __all__ = ["tokenizer"]
     ("schema", "said"),
     [("5", "is an object"), ("{", "not JSON"), ('{"type": "x"}', "Invalid type: x"),
      ('{"$ref": "#/no"}', "'/no' does not"),
-     ('{"$ref": "https://example.org/x"}', "is not present"), ("[" * 100_000, "not JSON"),
+     ('{"$ref": "https://example.org/x"}', "is not fetched"), ("[" * 100_000, "not JSON"),
      ('{"type": "integer", "const": "a"}', "Unsatisfiable"), ('{"type": "string", "pattern": "["}', "unclosed"),
      ('{"type": "integer", "minimum": 3, "exclusiveMaximum": 3}', "minimum .3. is equal"),
      ('{"type": "integer", "multipleOf": 999983}', "takes too"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -341,6 +342,8 @@ def test_samplers_that_a_list_does_not_name_are_off() -> None:
     sampling = asked.bodies[0].sampling
     assert (sampling.top_k, sampling.top_p, sampling.min_p, sampling.temp) == (40, 0.9, 0.0, 1.0)
     assert "infill" in asked.passed_over["samplers"]
+    assert asked_of(COMPLETION, prompt="a", samplers="kpi", top_k=40, top_p=0.9).bodies[0].sampling == replace(
+        sampling, top_k=40)  # fmt: skip
     every = ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
     plain = asked_of(COMPLETION, prompt="a", samplers=every)
     assert plain.bodies[0].sampling == SamplingParams() and not plain.passed_over
@@ -349,6 +352,7 @@ def test_samplers_that_a_list_does_not_name_are_off() -> None:
 def test_lengths_that_agree_are_one() -> None:
     asked = asked_of(CHAT, messages=[USER], max_tokens=5, max_completion_tokens=5, n_predict=-1)
     assert asked.bodies[0].n_predict == 5
+    assert asked_of(CHAT, messages=[USER], max_tokens=10**30).bodies[0].n_predict == 2**31 - 1
 
 
 def test_messages_that_others_sent() -> None:
@@ -361,7 +365,7 @@ def test_messages_that_others_sent() -> None:
     _, thought, called, result = asked.bodies[0].messages
     assert thought.more == {"reasoning_content": "Hm"} and called.more["tool_calls"][0]["function"]["name"] == "f"
     assert result.role == "tool" and result.content == (
-        "r\n[an image is left out here: this model reads text only]\n")  # fmt: skip
+        "r\n[an image is left out here: this model reads text only]")  # fmt: skip
     assert {*asked.passed_over} == {"messages.provider_data", "messages.image_url"}
 
 

@@ -37,7 +37,9 @@ def result_of(
     said: dict[str, Any] = {"text": text}
     if asked.url == CHAT:
         reader = reader_of(asked.body, opened.asked.thought)
-        said = {"message": message_of([*reader.push(text), *reader.finish(finish == "length")])}
+        said = {
+            "message": message_of([*reader.push(text), *reader.finish(finish == "length" or opened.printer.was_cut)])
+        }
         finish = finish_of(finish, reader)
     body = {
         "id": id,

@@ -6,11 +6,13 @@ from typing import Any
 
 from pipeinfer.job.requests.request_body import Body
 from pipeinfer.models.text.answers import AnswerReader, Part
+from pipeinfer.models.text.tools import AUTO
 
 
 def reader_of(body: Body, thought: str) -> AnswerReader:
     """`thought`: what ends the reasoning that the prompt begins."""
-    return AnswerReader(body.tools.schemas if body.tools else None, thought if body.splits else None)
+    must_call = body.tools is not None and body.tools.choice != AUTO
+    return AnswerReader(body.tools.schemas if body.tools else None, thought if body.splits else None, must_call)
 
 
 def message_of(parts: Iterable[Part]) -> dict[str, Any]:
@@ -36,4 +38,4 @@ def call_of(name: str, arguments: str) -> dict[str, Any]:
 
 def finish_of(finish: str, reader: AnswerReader) -> str:
     """Why an answer ended: a call that is whole ends it too."""
-    return "tool_calls" if finish == "stop" and reader.n_calls else finish
+    return "tool_calls" if finish == "stop" and reader.n_calls and not reader.is_in_call else finish

@@ -21,13 +21,9 @@ from pipeinfer.job.requests.request_body import Body
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.text.answers import as_json, opened_thought
 from pipeinfer.models.text.chat import Message, encode_rendered
-from pipeinfer.models.text.literals import Rendered
+from pipeinfer.models.text.literals import MIXED, Rendered
 from pipeinfer.models.text.tokenizer import Tokenizer
 
-MIXED = (
-    "a message has the name of a control token, and the chat template changes messages, so that the name is this token "
-    "as in llama.cpp; --special-in-messages makes that the rule"
-)
 MAX_TURNS = 64
 """Of a conversation whose ends are looked for, from the first on: the template is rendered once for each."""
 
@@ -35,7 +31,7 @@ MAX_TURNS = 64
 class BodyPrompts:
     """`options.chat` must be there: how chats among the requests are asked. `n_ctx`: tokens of one request at most, 0:
     as options and model say. `share`: tokens that a request gets which does not say how many, if there is room.
-    `say`: as in `open_format`."""
+    `say`: as in `open_format`. `warn`: is told once where names in messages are tokens."""
 
     def __init__(
         self, options: RunOptions, info: ModelInfo, tokenizer: Tokenizer, n_ctx: int = 0, share: int = 0,
@@ -43,6 +39,7 @@ class BodyPrompts:
     ) -> None:  # fmt: skip
         self.options, self.info, self.tokenizer, self.share = options, info, tokenizer, share
         self._say, self._is_told = say, False
+        self.warn: Callable[[str], object] = complain
         self.n_ctx = n_ctx or min(options.ctx_size or MAX_CTX, info.n_ctx_train)
         self._ends = end_tokens(options, tokenizer)
 
@@ -118,6 +115,8 @@ class BodyPrompts:
         if body.messages:
             stops += self.format.stops[len(self.options.stops) :]
         ends = frozenset() if body.ignore_eos else self._ends
+        if max(body.stop_tokens, default=0) >= self.tokenizer.n_vocab:
+            raise UserError(f"stop_token_ids has {max(body.stop_tokens)}; the vocabulary has {self.tokenizer.n_vocab}")
         return GenerationRequest(
             tuple(prompt), n_predict, len(prompt) + max(1, n_predict), sampling.settled, ends | {*body.stop_tokens},
             stops, markers=bool(body.messages), spans=spans_of_turns([*earlier, prompt]) if earlier else None,
@@ -134,7 +133,7 @@ class BodyPrompts:
         self._fitting(rendered.text)
         if rendered.is_mixed and not self._is_told:
             self._is_told = True
-            self._say(MIXED)
+            self.warn(MIXED)
         return encode_rendered(self.tokenizer, rendered), thought
 
     def _sampling(self, body: Body) -> SamplingParams:

@@ -80,7 +80,7 @@ def _told(name: str, part: Any, passed: PassedOver, kinds: tuple[str, ...]) -> A
         return part
     passed.add(f"{name.partition('[')[0]}.{kind}", f"{name} is of type {shown(kind)}; the model reads text")
     what = "an image" if "image" in kind else f"a part of type {kind[:40]}"
-    return {"type": kinds[0], "text": f"\n[{what} is left out here: this model reads text only]\n"}
+    return {"type": kinds[0], "text": f"[{what} is left out here: this model reads text only]"}
 
 
 def _text(name: str, value: Any) -> str:

@@ -16,7 +16,7 @@ from pipeinfer.models.text.answer_forms import THOUGHTS
 from pipeinfer.models.text.answers import begun_thought, opened_thought
 from pipeinfer.models.text.chat import PLAIN_STOP, PLAIN_TEMPLATE, ChatTemplate, Message, TemplateFault, encode_rendered
 from pipeinfer.models.text.chat_template import template_of
-from pipeinfer.models.text.literals import Rendered, answer_text
+from pipeinfer.models.text.literals import MIXED, Rendered, answer_text
 from pipeinfer.models.text.roles import orders
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.models.text.tools import AUTO, Tools, calls_grammar, knows_tools, told_plainly
@@ -50,6 +50,8 @@ class ChatFormat:
         (found,) = self.render_all([(messages, None, {})])
         if isinstance(found, UserError):
             raise found
+        if found.is_mixed:
+            complain(MIXED)
         return found
 
     def render_all(self, chats: Sequence[Chat]) -> Sequence[Rendered | UserError]:

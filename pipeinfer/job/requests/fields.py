@@ -42,13 +42,13 @@ def is_number(value: Any) -> bool:
     return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
 
 
-def text_of(name: str, value: Any, kinds: Sequence[Any]) -> str:
-    """A text, or a list of blocks of these kinds with one."""
+def text_of(name: str, value: Any, kinds: Sequence[Any], between: str = "\n") -> str:
+    """A text, or a list of blocks of these kinds with one. `between`: two blocks; llama-server has a new line there."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not all(isinstance(each, dict) and each.get("type") in kinds for each in value):
         refuse(f"{name} is {shown(value)}; give a text, or a list of parts of type {' or '.join(kinds)}")
-    return "".join(str(each.get("text", "")) for each in value)
+    return between.join(str(each.get("text", "")) for each in value)
 
 
 def shown(value: Any) -> str:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from pipeinfer.job.requests.chat_fields import EFFORTS
 from pipeinfer.job.requests.fields import PassedOver, refuse, shown, without_null
 
 GUIDED = {"guided_json": "json", "guided_grammar": "grammar", "guided_choice": "choice", "guided_regex": "regex"}
@@ -18,6 +19,10 @@ SAMPLERS: Mapping[str, Mapping[str, float]] = {
 
 ALSO = {"repeat_penalty": ("repetition_penalty",), "temp": ("temperature",)}
 """Other names of those settings."""
+
+LETTERS = {"e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p", "m": "min_p",
+           "x": "xtc", "t": "temperature", "a": "adaptive_p", "i": "infill"}  # fmt: skip
+"""llama.cpp's names in a text of letters."""
 
 OFF = ("dry", "top_n_sigma", "typ_p", "typical_p", "xtc", "adaptive_p", "dynatemp")
 """Samplers that are off unless a field of theirs says otherwise."""
@@ -90,11 +95,13 @@ def _asked_thought(name: str, value: Any) -> tuple[bool | None, str | None]:
     """Whether it reasons, and how long, as far as either is said."""
     if isinstance(value, bool):
         return value, None
-    if isinstance(value, str):
+    if name != "enable_thinking" and isinstance(value, str) and value in EFFORTS:
         return None, value
     if isinstance(value, dict):
-        if "effort" in value and value["effort"] is not None:
-            return None, value["effort"]
+        if (effort := value.get("effort")) is not None:
+            if effort not in EFFORTS:
+                refuse(f"{name}.effort is {shown(effort)}; it is one of {', '.join(EFFORTS)}")
+            return None, effort
         if isinstance(asks := value.get("enabled"), bool):
             return asks, None
         return (value["type"] != "disabled", None) if "type" in value else (None, None)
@@ -106,6 +113,8 @@ def _switch_off(found: dict[str, Any], passed: PassedOver) -> None:
     samplers = found.pop("samplers", None)
     if samplers is None:
         return
+    if isinstance(samplers, str):
+        samplers = [LETTERS.get(letter, letter) for letter in samplers]
     if not isinstance(samplers, list) or not all(isinstance(each, str) for each in samplers):
         passed.add("samplers", f"samplers is {shown(samplers)}; give a list of names")
         return

@@ -147,13 +147,13 @@ def _length(given: Mapping[str, Any], default: int) -> int:
     """Tokens of the text; 0: the prompt is read and kept."""
     values = {name: given[name] for name in LENGTHS if name in given}
     for name, value in values.items():
-        if not is_whole(value) or not -1 <= value <= INT32_MAX:
-            refuse(f"{name} is {shown(value)}; give a whole number from 0 on, or nothing")
+        if not is_whole(value) or value < -1:
+            refuse(f"{name} is {shown(value)}; give a whole number from 0 on, or -1 for as many as there is room for")
     said = {value for value in values.values() if value != -1}  # -1: as llama.cpp's clients write it
     if len(said) > 1:
         refuse(f"{' and '.join(f'{name} {value}' for name, value in values.items())} are not the same; give one of "
                "them")  # fmt: skip
-    return int(said.pop()) if said else default
+    return min(int(said.pop()), INT32_MAX) if said else default
 
 
 def _stop_tokens(value: Any) -> tuple[int, ...]:

@@ -51,11 +51,15 @@ def begun_thought(answer: str) -> str:
 class AnswerReader:
     """Reads an answer piece by piece; what is read does not depend on where it is cut.
 
-    `tools`: of each function the schema of its arguments; None: a call is text like any other. `thought`: what ends the
+    `tools`: of each function the schema of its arguments; None: a call is text like any other. `must_call`: the answer
+    is a call, however little of it has come. `thought`: what ends the
     reasoning that the answer begins with, see `opened_thought`; None: reasoning is content.
     """
 
-    def __init__(self, tools: Mapping[str, Any] | None = None, thought: str | None = "") -> None:
+    def __init__(
+        self, tools: Mapping[str, Any] | None = None, thought: str | None = "", must_call: bool = False
+    ) -> None:
+        self._least_mark, self._is_partial = 1 if must_call else LEAST_MARK, False
         self.tools, self.n_calls = tools, 0
         self._marks = tuple(dict.fromkeys(form.mark for form in FORMS)) if tools is not None else ()
         self._starts = (*THOUGHTS, *NO_TEXT) if thought is not None else ()
@@ -63,6 +67,11 @@ class AnswerReader:
         self._state: Callable[[], Step] = self._thinking if thought else self._starting
         self._rest, self._is_blank, self._ends, self._is_cut = "", bool(thought), False, False
         self._depth, self._is_quoted, self._is_escaped = 0, False, False  # within arguments
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether the arguments of the last call are incomplete."""
+        return self._is_partial or self._state == self._arguing
 
     def push(self, text: str) -> list[Part]:
         self._rest += text
@@ -96,7 +105,7 @@ class AnswerReader:
         if not text or any(mark.startswith(text) for mark in self._starts):
             if not self._ends:
                 return None
-            if self._is_cut and self._marks and len(text) >= LEAST_MARK:
+            if self._is_cut and self._marks and len(text) >= self._least_mark:
                 return self._dropped()
         self._rest = text if self._is_blank else self._rest
         self._state = self._content
@@ -129,7 +138,7 @@ class AnswerReader:
     def _certain(self, kind: Kind, marks: Sequence[str]) -> Step:
         """What no mark can begin in, nor white space before one."""
         n, n_mark = len(self._rest), n_begun(self._rest, marks) if marks else 0
-        if self._is_cut and self._marks and n_mark >= LEAST_MARK:
+        if self._is_cut and self._marks and n_mark >= self._least_mark:
             self._rest = self._rest[: n - n_mark]
             n = len(self._rest)
         if marks and not self._ends:
@@ -166,7 +175,7 @@ class AnswerReader:
         for form in forms:
             if form.pairs and (match := form.head.match(text)):
                 given = self._paired(form.pairs, match["name"], text[match.end() :])
-                self._rest = ""
+                self._rest, self._is_partial = "", True
                 return self._called([Part("call", match["name"]), Part("arguments", given.removesuffix("}"))])
         mark = forms[0].mark
         is_call = mark in TURN_MARKS or CALL_BEGINS.fullmatch(text[len(mark) :])

@@ -54,6 +54,8 @@ def fault_of(text: str, error: str) -> str:
         if what == "grammar":
             return "a rule of the grammar refers to itself alone, as in root ::= root; give it a text"
         return f"the {what} refers to itself with nothing between ($ref); give a value between the two"
+    if "is not present in a registry" in error:
+        return f"the {what} refers to another document ($ref), which is not fetched; put what it has into $defs"
     said = re.sub(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?", "", EXCERPT.split(error)[0].strip())
     return f"the {what} cannot be used: {' '.join(said.split())[:300]}; leave that out, or write it in another way"
 

@@ -9,6 +9,11 @@ from typing import Any
 from pipeinfer.models.text.answer_forms import MARKS
 from pipeinfer.models.text.tokenizer import Span, Tokenizer
 
+MIXED = (
+    "a message has the name of a control token, and the chat template changes messages, so that the name is this token "
+    "as in llama.cpp; --special-in-messages makes that the rule"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Rendered:

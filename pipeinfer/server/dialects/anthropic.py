@@ -28,7 +28,7 @@ def chat_of(given: Mapping[str, Any], passed: PassedOver) -> dict[str, Any]:
         refuse(f"messages is {shown(messages)}; give a list of objects with role and content")
     said = [each for at, message in enumerate(messages) for each in _messages(f"messages[{at}]", message, passed)]
     if (system := _system(fields.pop("system", None))) is not None:
-        said.insert(0, {"role": "system", "content": text_of("system", system, ("text",))})
+        said.insert(0, {"role": "system", "content": text_of("system", system, ("text",), "")})
     config = given.get("output_config")
     if isinstance(config, dict) and isinstance(form := config.get("format"), dict):
         fields["response_format"] = form
@@ -88,7 +88,7 @@ def _messages(name: str, message: Any, passed: PassedOver) -> Iterator[dict[str,
                 f"{name}.content[{at}] is of type {shown(kind)}; text, thinking, tool_use and tool_result are served"
             )
     if texts or calls or thoughts:
-        content = "".join(texts) if texts or not calls else None
+        content = "\n".join(texts) if texts or not calls else None
         more: dict[str, Any] = {"tool_calls": calls} if calls else {}
         more |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
         yield {"role": role, "content": content, **more}
