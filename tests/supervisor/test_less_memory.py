@@ -16,6 +16,7 @@ WHY = missing() or ("" if any(each.type == 2 for each in repacked_types()) else 
 pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY)
 
 MIB = 1 << 20
+SUPERVISOR_BYTES = 60 * MIB  # of the processes above the ranks, and some more
 N_READ = 40  # bytes of text, after which a rank is lost
 
 
@@ -24,20 +25,27 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     shape = Shape(n_layer=16, n_embd=1024, n_head=16, n_head_kv=16, n_ff=4096)
     model = write_model(tmp_path_factory.mktemp("model") / "model.gguf", shape, "Q4_0")
     return ["run", "-m", str(model), "-md", "none", "-p", "the", "-n", "300", "-c", "512", "--temp", "0",
-            "--ignore-eos", "-t", "1"]  # fmt: skip
+            "--ignore-eos", "-t", "1", "--slice-cache", str(model.parent / "slices")]  # fmt: skip
 
 
-def limits(group: MemoryGroup, words: list[str]) -> tuple[int, int, str]:
+@pytest.fixture(scope="module")
+def limits(words: list[str]) -> tuple[int, int, str]:
     """Bytes with which the weights are repacked, and with which they are not; and the text with the first."""
+    with memory_group() as group:
+        return _limits(group, words)
+
+
+def _limits(group: MemoryGroup, words: list[str]) -> tuple[int, int, str]:
     least = 0
     for limit in range(300 * MIB, 1200 * MIB, 20 * MIB):
         group.limit(limit)
-        done = group.finish(2, [*words[:-2], "-n", "1", "-t", "1"])
+        done = group.finish(2, [*words, "-n", "1"])
         if done.returncode == 0 and "no memory to repack" in done.stderr:
             least = least or limit
         elif done.returncode == 0:
             assert least, "the file's own layout never fitted alone"
-            return limit + 40 * MIB, least + 10 * MIB, group.finish(2, words).stdout
+            assert limit - least > 2 * SUPERVISOR_BYTES, "the two layouts need about as much"
+            return limit + SUPERVISOR_BYTES, least + SUPERVISOR_BYTES, group.finish(2, words).stdout
     raise AssertionError(done.stderr)
 
 
@@ -54,9 +62,11 @@ def strike(group: MemoryGroup, words: list[str], enough: int, short: int) -> tup
     return code, begun + text, errors
 
 
-def test_a_restart_on_less_memory_ends_with_the_numbers_or_goes_on_when_that_is_allowed(words: list[str]) -> None:
+def test_a_restart_on_less_memory_ends_with_the_numbers_or_goes_on_when_that_is_allowed(
+    words: list[str], limits: tuple[int, int, str]
+) -> None:
+    enough, short, whole = limits
     with memory_group() as group:
-        enough, short, whole = limits(group, words)
         code, text, errors = strike(group, words, enough, short)
         assert code == 2 and whole.startswith(text), errors
         assert re.search(r"needs [\d.]+ MB", errors) and "was begun with numerics exact-q4_0." in errors
@@ -64,9 +74,9 @@ def test_a_restart_on_less_memory_ends_with_the_numbers_or_goes_on_when_that_is_
         assert code == 0 and len(text) > N_READ and "and goes on with exact: the text may be another one" in errors
 
 
-def test_a_restart_on_more_memory_keeps_the_layout(words: list[str]) -> None:
+def test_a_restart_on_more_memory_keeps_the_layout(words: list[str], limits: tuple[int, int, str]) -> None:
+    enough, short, _ = limits
     with memory_group() as group:
-        enough, short, _ = limits(group, words)
         group.limit(short)
         whole = group.finish(2, words).stdout
         code, text, errors = strike(group, words, short, enough)

@@ -19,7 +19,10 @@ PATHS = (
     "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/health", "/slots",
     "/metrics", "/", "/events", "/v1/embeddings", "/../etc/passwd", "/%00", "/v1/models/%ff", "/?a=b#c",
 )  # fmt: skip
-EXPECTED = ("has no chat template", "a request is served without a part of it")
+EXPECTED = (
+    "has no chat template", "a request is served without a part of it", "guesses cost time here",
+    "guesses save time again",
+)  # fmt: skip
 """Lines of the log that clients may cause."""
 
 METHODS = ("GET", "POST", "PUT", "HEAD", "OPTIONS", "DELETE", "TRACE", "G\0T", "get")

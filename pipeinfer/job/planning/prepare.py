@@ -55,6 +55,8 @@ def prepare(
     try:
         deployment = deploy(options, hosts, info, request.n_ctx, len(prompt))
     except DoesNotFit as error:
+        if options.kept_numerics:  # advice would be for others
+            raise
         from pipeinfer.job.planning.suggestions import advised  # takes a while to import
 
         raise advised(error, options, hosts, info, len(prompt)) from None
