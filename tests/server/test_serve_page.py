@@ -94,7 +94,7 @@ def test_the_page_talks_and_shows_the_pipeline(tmp_path: Path) -> None:
         assert all(n > 4 for n in shown), "colours"
 
         say(page, "more", tokens="-5")
-        page.until("document.querySelector('.turn.error')?.textContent.includes('max_tokens is -5; give a whole number')")
+        page.until("document.querySelector('.turn.error')?.textContent.includes('max_tokens is -5; give a whole')")
         assert [error for error in page.errors if "status of 40" not in error] == [], "but for what was refused"
 
         page.open(served.url)  # anew: the chat is kept, with a new one before it
