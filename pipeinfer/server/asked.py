@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from pipeinfer.job.requests.answer_check import schemas_to_check
 from pipeinfer.job.requests.field_names import CHAT, LENGTHS
 from pipeinfer.job.requests.fields import PassedOver, flag, is_whole, refuse, shown
 from pipeinfer.job.requests.request_body import Body, Defaults, read_body, read_prompt
@@ -22,7 +23,8 @@ class Asked:
     """`bodies`: one for each text, `n` in a row with the same prompt. `stream`: pieces as they come. `usage`: counts of
     tokens at the end of a stream too. `timed`: each piece says when it was there. `progress`: how much
     of the prompt is evaluated is said before. `keep`: what is evaluated stays. `fields`: those of llama-server's answer
-    that are wanted; empty: all. `passed_over`: fields and parts that are not served, and why."""
+    that are wanted; empty: all. `passed_over`: fields and parts that are not served, and why. `schemas`:
+    those that the answers are compared with, see `schemas_to_check`."""
 
     bodies: tuple[Body, ...]
     n: int
@@ -34,6 +36,7 @@ class Asked:
     keep: bool
     fields: tuple[str, ...] = ()
     passed_over: Mapping[str, str] = field(default_factory=dict)
+    schemas: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def prompts(self) -> tuple[Body, ...]:
@@ -71,7 +74,9 @@ def read_asked(given: Mapping[str, Any], url: str, defaults: Defaults, passed: P
     first = read_body({**fields, wanted: prompts[0]}, defaults, False, passed)
     bodies = [first, *(replace(first, prompt=read_prompt(each)) for each in prompts[1:])]
     texts = tuple(_nth(body, at) for body in bodies for at in range(n))
-    return Asked(texts, n, is_chat, stream, usage, timed, progress, keep, tuple(filter(None, named)), passed.reasons)
+    schemas = schemas_to_check(first) if passed.reasons or defaults.sampling.grammar else {}
+    fields_wanted = tuple(filter(None, named))
+    return Asked(texts, n, is_chat, stream, usage, timed, progress, keep, fields_wanted, passed.reasons, schemas)
 
 
 def _usage(fields: dict[str, Any], stream: bool, passed: PassedOver) -> bool:

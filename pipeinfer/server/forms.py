@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from types import MappingProxyType
 from typing import Any
 
-from pipeinfer.job.requests.answer_check import AnswerCheck, schemas_to_check
+from pipeinfer.job.requests.answer_check import AnswerCheck
 from pipeinfer.job.requests.answer_form import call_of, finish_of, message_of, reader_of
 from pipeinfer.job.requests.logprobs import Spell, chat_form, completion_form
 from pipeinfer.models.text.answers import AnswerReader, Part
@@ -56,8 +56,7 @@ class Form:
         self._readers: dict[int, AnswerReader] = {}
         self._n_read: dict[int, int] = {}  # of each choice, tokens of its prompt that were told as evaluated
         self._n_told: dict[int, int] = {}  # the number of the last call that was told
-        schemas = schemas_to_check(asked.bodies[0])
-        self._checks = [AnswerCheck(schemas) for _ in asked.bodies] if schemas else []
+        self._checks = [AnswerCheck(asked.schemas) for _ in asked.bodies] if asked.schemas else []
 
     def _name(self) -> str:
         return f"{'chatcmpl' if self.asked.is_chat else 'cmpl'}-{secrets.token_hex(12)}"

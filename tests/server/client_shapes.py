@@ -182,6 +182,12 @@ CLAUDE_RESULTS = [
     },
 ]
 
+
+def claude_read(*content: dict[str, Any]) -> dict[str, Any]:
+    """A turn after two calls that read files. `content`: the blocks of the user's message."""
+    return CLAUDE | {"messages": [*CLAUDE_READS, {"role": "user", "content": [*content]}]}
+
+
 CLAUDE_CODE = (
     Shape(
         "Claude Code",
@@ -257,28 +263,19 @@ CLAUDE_CODE = (
         "Claude Code",
         "an image in a tool's result",
         MESSAGES,
-        CLAUDE
-        | {
-            "messages": [
-                *CLAUDE_READS,
-                {
-                    "role": "user",
-                    "content": [
-                        CLAUDE_RESULTS[0],
-                        {
-                            "type": "tool_result",
-                            "tool_use_id": "toolu_02",
-                            "content": [
-                                {
-                                    "type": "image",
-                                    "source": {"type": "base64", "media_type": "image/png", "data": PNG},
-                                }
-                            ],
-                        },
-                    ],
-                },
-            ]
-        },
+        claude_read(
+            CLAUDE_RESULTS[0],
+            {
+                "type": "tool_result",
+                "tool_use_id": "toolu_02",
+                "content": [
+                    {
+                        "type": "image",
+                        "source": {"type": "base64", "media_type": "image/png", "data": PNG},
+                    }
+                ],
+            },
+        ),
         MEMORY,
         MESSAGED,
     ),
@@ -286,22 +283,13 @@ CLAUDE_CODE = (
         "Claude Code",
         "a document that was read",
         MESSAGES,
-        CLAUDE
-        | {
-            "messages": [
-                *CLAUDE_READS,
-                {
-                    "role": "user",
-                    "content": [
-                        *CLAUDE_RESULTS,
-                        {
-                            "type": "document",
-                            "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0xLjQK"},
-                        },
-                    ],
-                },
-            ]
-        },
+        claude_read(
+            *CLAUDE_RESULTS,
+            {
+                "type": "document",
+                "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0xLjQK"},
+            },
+        ),
         MEMORY,
         MESSAGED,
     ),

@@ -1,8 +1,7 @@
 """The deployment that runs: the layout of weights is chosen, and what does not fit is refused. Loads nothing."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.cluster.plan import Plan
@@ -34,7 +33,7 @@ def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: i
     """The plan for contexts of `n_ctx` tokens. Raises UserError for a wrong option, DoesNotFit for too little
     memory."""
     drafts = read_drafts(options.drafts_in_use, info)
-    deployment = choose_layout(partial(lay_out, options), hosts, info, drafts, n_ctx, n_prompt)
+    deployment = choose_layout(options, hosts, info, drafts, n_ctx, n_prompt)
     kept, goes_on = options.kept_numerics, options.allow_other_numerics
     if kept and deployment.numerics != kept:
         same = _kept_layout(options, hosts, info, drafts, n_ctx, n_prompt)
@@ -54,15 +53,14 @@ def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: i
 
 
 def choose_layout(
-    lay_out_on: Callable[[Sequence[Host], ModelInfo, Sequence[ModelInfo], int, int], Deployment],
-    hosts: Sequence[Host], info: ModelInfo, drafts: Sequence[ModelInfo], n_ctx: int, n_prompt: int,
-) -> Deployment:  # fmt: skip
+    options: RunOptions, hosts: Sequence[Host], info: ModelInfo, drafts: Sequence[ModelInfo], n_ctx: int, n_prompt: int
+) -> Deployment:
     """With weights repacked where that is worth it and fits, else as they are in the file, which needs less memory: the
     layout is chosen here, and nowhere later."""
-    deployment = lay_out_on(hosts, info, drafts, n_ctx, n_prompt)
+    deployment = lay_out(options, hosts, info, drafts, n_ctx, n_prompt)
     if not deployment.repacked or deployment.fits:
         return deployment
-    mapped = lay_out_on(_without_repacking(hosts), info, drafts, n_ctx, n_prompt)
+    mapped = lay_out(options, _without_repacking(hosts), info, drafts, n_ctx, n_prompt)
     return replace(mapped, notes=(*mapped.notes, NOT_REPACKED.format(deployment.numerics, mapped.numerics)))
 
 

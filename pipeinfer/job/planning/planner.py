@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 from pipeinfer.cluster.hosts.free_memory import spare_memory
@@ -13,7 +13,7 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deploy import choose_layout
-from pipeinfer.job.placement.deployment import Deployment, lay_out, read_drafts
+from pipeinfer.job.placement.deployment import Deployment, read_drafts
 from pipeinfer.job.planning.planned_costs import planned_profile, with_described_speeds
 from pipeinfer.job.profiling.schedule import kinds_of, ranks_to_time
 from pipeinfer.job.requests.request import fit_context
@@ -77,8 +77,7 @@ class Planner:
         """Raises UserError when splits or threads do not fit; whether the memory does, `shortage` says."""
         timed = [node.host for node in self.nodes]
         hosts = with_described_speeds(self.nodes, self.info) if self.is_described else timed
-        lay_out_on = partial(lay_out, self.options)
-        return choose_layout(lay_out_on, hosts, self.info, self.drafts_in_use, self.n_ctx, self.n_prompt)
+        return choose_layout(self.options, hosts, self.info, self.drafts_in_use, self.n_ctx, self.n_prompt)
 
     @property
     def may_split_otherwise(self) -> bool:

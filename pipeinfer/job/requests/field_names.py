@@ -1,5 +1,5 @@
-"""Names of a request's fields: those that are read, those that change nothing, those of other servers. Reads no value
-but theirs."""
+"""Names of a request's fields: those that are read, and those that are accepted with some values alone. Reads no other
+field."""
 
 import json
 from collections.abc import Container, Mapping

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from pipeinfer.cluster.messages.logprobs import MAX_TOP
 from pipeinfer.core.logit_bias import bias_text, is_bias
@@ -126,11 +126,15 @@ def _bias(pair: Any) -> tuple[int, float]:
         token = int(pair[0]) if isinstance(pair[0], str) else pair[0]
         if is_whole(token) and 0 <= token <= INT32_MAX:
             return token, _value_of(pair)
-    refuse(f"logit_bias has {shown(pair)}; give token ids or texts, and of each a number, or false for never")
+    _refuse_bias(pair)
 
 
 def _value_of(pair: Any) -> float:
     bias = -math.inf if pair[1] is False else pair[1]
     if (is_whole(bias) or isinstance(bias, float)) and is_bias(bias):
         return float(bias)
+    _refuse_bias(pair)
+
+
+def _refuse_bias(pair: Any) -> NoReturn:
     refuse(f"logit_bias has {shown(pair)}; give token ids or texts, and of each a number, or false for never")

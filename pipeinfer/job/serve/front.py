@@ -12,8 +12,8 @@ from pipeinfer.job.requests.logprobs import Entry
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """The front: generate this. `id`: the front's, of which it has each once. `ends`: tokens
-    that end it. `client`: texts of different clients begin in turns. Other fields as in `GenerationRequest`."""
+    """The front: generate this. `id`: the front's, of which it has each once. `ends`: tokens that end it.
+    `client`: texts of different clients begin in turns. Other fields as in `GenerationRequest`."""
 
     id: int
     prompt: tuple[int, ...]
@@ -95,8 +95,8 @@ class Came:
 @dataclass(frozen=True, slots=True)
 class Ended:
     """The head: all has come. `finish`: why, in OpenAI's words; empty: it was given up; "error": its grammar took too
-    much. `stop`: the stop string that ended it.
-    `timings`: llama.cpp's names. `n_runs`: of the target since the start, of all requests."""
+    much. `timings`: llama.cpp's names. `n_runs`: of the target since the start, of all requests. `stop`: the stop
+    string that ended it."""
 
     id: int
     finish: str

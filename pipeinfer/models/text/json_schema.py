@@ -5,14 +5,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.text.relaxed_schema import relaxed
+from pipeinfer.models.text.relaxed_schema import MAPS, VALUES, relaxed
 
 WHITESPACE = r"\x20|\n{1,2}[\x20\t]{0,20}"
 """llama.cpp's whitespace between the parts of a JSON text: small models would write spaces without end."""
 
-MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 MERGED = ("allOf", "anyOf", "oneOf", "$ref")
-VALUES = ("const", "enum", "default", "examples")
 
 
 def read_schema(text: str) -> Any:

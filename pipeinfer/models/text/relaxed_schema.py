@@ -15,9 +15,8 @@ VALUES = ("const", "enum", "default", "examples")
 
 DROPPED = (
     "propertyNames", "uniqueItems", "not", "if", "then", "else", "dependentRequired", "dependentSchemas",
-    "dependencies",
-    "contains", "minContains", "maxContains", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef",
-    "$recursiveRef",
+    "dependencies", "contains", "minContains", "maxContains", "unevaluatedProperties", "unevaluatedItems",
+    "$dynamicRef", "$recursiveRef",
 )  # fmt: skip
 """Keywords that llguidance has no grammar for."""
 
