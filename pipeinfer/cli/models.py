@@ -11,10 +11,11 @@ from typing import Any
 import click
 
 from pipeinfer.cli.options.command import Command, Group
-from pipeinfer.cluster.plan import parse_split
+from pipeinfer.cluster.assignment import parse_split
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_CTX, MAX_LAYERS
 from pipeinfer.job.options.options import DEFAULT, RunOptions
+from pipeinfer.job.options.plan_file import read_plan
 from pipeinfer.job.options.values import SPLIT, THREADS, File, Folder, Listed, Text, Whole
 
 DIFFERENT = 1
@@ -121,9 +122,9 @@ def split_command(
     """
     if sum(given is not None for given in (layer_split, plan, stages)) != 1:
         raise UserError("give one of --layer-split, --plan and --stages: which layers belong together")
-    from pipeinfer.job.loading.split import split_of_plan, write_slices
+    from pipeinfer.job.loading.split import write_slices
 
-    split = parse_split(layer_split) if layer_split else split_of_plan(plan) if plan else None
+    split = parse_split(layer_split) if layer_split else read_plan(plan).layer_split if plan else None
     for each in write_slices(_fetched(target), split, stages or 0, output, only):
         state = "written" if each.is_new else "is there"
         click.echo(f"{each.path}: {each.what}, {each.n_bytes / 1e6:.1f} MB, {state}")

@@ -2,11 +2,14 @@
 
 from typing import Any
 
+import click
+
 from pipeinfer.cli.options.given import job_options
 from pipeinfer.cli.options.setting_options import command, take
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
 from pipeinfer.job.inspect.plan import PlanQuestion, plan
+from pipeinfer.job.options.limits import MAX_SEQUENCES
 from pipeinfer.job.options.sections import (
     Ablations,
     Guesses,
@@ -19,12 +22,17 @@ from pipeinfer.job.options.sections import (
     PolicyName,
 )
 from pipeinfer.job.options.text_sections import Context, Length
+from pipeinfer.job.options.values import Whole
 
 
 @command(
     "plan", PlanQuestion, Models, HubAccess, Loading, Length, Context, Placement, Numerics, PolicyName, Guesses, Policy,
-    Ablations, Output, without=("ignore_eos", "samplers", "send_layers", "gpu_aware", "couple", "cancel", "verbose"),
-    has_variables=True,
+    Ablations, Output, has_variables=True,
+    without=("plan", "ignore_eos", "samplers", "send_layers", "gpu_aware", "couple", "cancel", "verbose"),
+)  # fmt: skip
+@click.option(
+    "--parallel", type=Whole(1, MAX_SEQUENCES), default=1, show_default=True,
+    help="Requests that are open at a time, as `serve`, `batch` and `bench` have them.",
 )  # fmt: skip
 def plan_command(**given: Any) -> int:
     """Tell who would get what, before anything loads: layers, memory, whether it fits, how fast it would be, what would

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from types import MappingProxyType
 
-from pipeinfer.cluster.plan import Sizes
+from pipeinfer.cluster.assignment import Sizes
 from pipeinfer.cluster.timing.costs import MANY_ROWS
 from pipeinfer.core.interpolation import interpolate
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import click
 import pytest
@@ -18,6 +19,7 @@ from pipeinfer.cli.commands import cli
 from pipeinfer.cli.options.command import Command, Group
 from pipeinfer.cli.options.llama_flags import HARMLESS, INSTEAD
 from pipeinfer.cli.options.setting_options import policy_meant
+from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
@@ -25,9 +27,13 @@ from pipeinfer.job.loading.load import inexact_line
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.options import RunOptions, unescape, without_effect
 from pipeinfer.job.options.values import TYPES, File, Listed, Number, Text, Whole
+from pipeinfer.job.placement.job_plan import JobPlan
+from pipeinfer.models.demo import TARGET
+from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.policies import PipeInfer
 from pipeinfer.policies.registry import POLICIES
 from tests.support.jobs import COMMAND, environment, finish, run_json
+from tests.support.planned import lay_out
 
 ODD = (
     "nan", "inf", "-inf", "NaN", "-1", "0", "", " ", "\t", "1e400", "-1e400", "1e308", "9" * 30, "-" + "9" * 30, "1_0",
@@ -452,15 +458,21 @@ def test_an_option_of_pipeinfer_means_it(named: str | None, given: dict[str, int
     assert policy_meant(None, False, given) == "iterative"
 
 
+def plan_of(**options: Any) -> JobPlan:
+    """On four ranks, all of which have layers of the target."""
+    hosts = [Host(name, frozenset({0}), 1) for name in "abcd"]
+    return lay_out(RunOptions(model=TARGET, **options), hosts, read_model_info(TARGET), [], 512, 32)
+
+
 def test_exact_numerics_on_gpus_of_llama_are_not_promised() -> None:
-    exact = RunOptions(model=Path("m"))
+    exact, fast = plan_of(), plan_of(numerics="fast")
     line = inexact_line(exact, {0: "", 1: "a GPU", 2: "a GPU"})
     assert "the layers of ranks 1, 2 are on GPUs of llama.cpp's" in line and "-ngl 0" in line
-    assert inexact_line(exact, {0: "", 1: ""}) == inexact_line(replace(exact, numerics="fast"), {1: "a GPU"}) == ""
+    assert inexact_line(exact, {0: "", 1: ""}) == inexact_line(fast, {1: "a GPU"}) == ""
 
 
 def test_exact_numerics_of_torch_want_devices_of_one_kind() -> None:
-    exact = RunOptions(model=Path("m"), backend=(Backend.parse("torch"),))
+    exact = plan_of(backend=(Backend.parse("torch"),))
     assert inexact_line(exact, {1: "NVIDIA H200", 2: "NVIDIA H200"}) == ""
     line = inexact_line(exact, {1: "NVIDIA H200", 2: "NVIDIA H200", 3: ""})
     assert "ranks 1, 2 on NVIDIA H200, rank 3 on a CPU" in line

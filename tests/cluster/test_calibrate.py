@@ -29,11 +29,11 @@ from pipeinfer.core.types import FloatArray
 from pipeinfer.disk_cache import DiskCache
 from pipeinfer.job.loading.run_costs import time_stage
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import lay_out
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.build import describe_build
 from pipeinfer.policies import Iterative
+from tests.support.planned import lay_out
 from tests.support.toy import ToyStage
 
 
@@ -225,16 +225,16 @@ def test_costs_at_loading_are_kept_under_all_that_they_depend_on(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     hosts = [Host("a", frozenset(range(4)), 4, processor="x")] * 2
     options = RunOptions(model=TARGET, drafts=(), policy=Iterative(), threads=(1, 3))
-    deployment = lay_out(options, hosts, read_model_info(TARGET), [], 512, 32)
-    context: Any = SimpleNamespace(rank=0, options=options)
-    found = time_stage(context, deployment, cast(LoadedModel, stage))
+    plan = lay_out(options, hosts, read_model_info(TARGET), [], 512, 32)
+    context: Any = SimpleNamespace(rank=0)
+    found = time_stage(context, plan, cast(LoadedModel, stage))
     assert found.context_s == pytest.approx(2e-6) and found.rows[2] == pytest.approx(2e-3) and found.chunk is None
     n, names = stage.n, [json.loads(path.read_text())["name"] for path in tmp_path.rglob("*.json")]
-    own = deployment.plan.stages[0].layers
+    own = plan.assignment.stages[0].layers
     versions = f"pipeinfer {__version__}, {describe_build()}"
     words = f" {own} exact, x, a, 4 cores, 1 threads, -ngl 0, threads there 1 3, {versions}"
     assert sorted(name.partition(": ")[0] for name in names if name.endswith(words)) == ["context", "row times"]
-    assert time_stage(context, deployment, cast(LoadedModel, stage)).rows == pytest.approx(found.rows)
+    assert time_stage(context, plan, cast(LoadedModel, stage)).rows == pytest.approx(found.rows)
     assert stage.n < n + 6, "known from the first time"
 
 

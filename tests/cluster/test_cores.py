@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeinfer.cluster.assignment import Sizes, assign
 from pipeinfer.cluster.hosts.cores import Host, _quota, crowded_hosts, other_clocks, share_cores, this_host
-from pipeinfer.cluster.plan import Sizes, make_plan
-from pipeinfer.job.placement.deployment import threads_of_ranks
+from pipeinfer.job.placement.lay_out import threads_of_ranks
 from tests.support.jobs import environment, finish, launcher
 
 
@@ -26,11 +26,11 @@ SIZES = Sizes((8,) * 8, 0)
 
 
 def test_the_draft_is_counted() -> None:
-    plan = make_plan(3, [SIZES], SIZES, None)  # rank 0 drafts, 1 and 2 are stages
+    plan = assign(3, [SIZES], SIZES, None)  # rank 0 drafts, 1 and 2 are stages
     assert threads_of_ranks((), plan.computing, [host("a", *range(8))] * 3) == (2, 2, 2)
-    assert threads_of_ranks((), make_plan(2, [SIZES], SIZES, None).computing, [TWO] * 2) == (1, 1)
+    assert threads_of_ranks((), assign(2, [SIZES], SIZES, None).computing, [TWO] * 2) == (1, 1)
     assert threads_of_ranks((4,), plan.computing, [TWO] * 3) == (4, 4, 4)
-    lone = make_plan(1, [SIZES], SIZES, None)
+    lone = assign(1, [SIZES], SIZES, None)
     assert threads_of_ranks((), lone.computing, [TWO]) == (2,)
 
 

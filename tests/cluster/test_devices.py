@@ -16,12 +16,12 @@ from pipeinfer.core.interfaces import Batch
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.limits import ALL_LAYERS, NO_DEVICE
-from pipeinfer.job.options.options import DEFAULT, RunOptions, check_by_rank, gpu_layers_asked
-from pipeinfer.job.placement import gpus
-from pipeinfer.job.placement.deployment import lay_out
-from pipeinfer.job.placement.gpus import check_own_devices, check_present, rank_devices
+from pipeinfer.job.options.options import DEFAULT, RunOptions
+from pipeinfer.job.placement.devices import check_devices, plan_devices
+from pipeinfer.job.placement.gpus import check_present
 from pipeinfer.job.planning.plan_table import plan_rows
-from pipeinfer.job.requests.asked import options_text
+from pipeinfer.job.profiling.hosts import describe_own
+from pipeinfer.job.requests.experiment import ExperimentSettings
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.slice import open_slice
@@ -31,6 +31,7 @@ from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.observe.texts.plan_text import plan_cells
 from pipeinfer.virtual.nodes import Node
 from tests.support.jobs import finish
+from tests.support.planned import lay_out
 
 FOUR = [Device(f"CUDA{number}", f"H200 {number}", "GPU", 0, 0) for number in range(4)]
 
@@ -43,8 +44,13 @@ def asked(text: str, **others: Any) -> RunOptions:
     return RunOptions(**{"model": TARGET, "n_gpu_layers": (ALL_LAYERS,), "device": given(text)} | others)
 
 
-def hosts(names: str, given: str = "") -> list[Host]:
-    return [Host(name, frozenset([0]), 1, gpus_given=given) for name in names]
+def hosts(names: str, n_gpus: int = 0) -> list[Host]:
+    there = tuple(device.name for device in FOUR[:n_gpus])
+    return [Host(name, frozenset([0]), 1, offloads=bool(there), gpu_names=there) for name in names]
+
+
+def devices_of(options: RunOptions, places: list[Host]) -> list[tuple[str, ...] | None]:
+    return [own.target.devices for own in plan_devices(options, places)]
 
 
 def test_devices_are_given_once_or_once_a_rank() -> None:
@@ -54,7 +60,7 @@ def test_devices_are_given_once_or_once_a_rank() -> None:
     for wrong in ("", "CUDA0,,CUDA1", "CUDA0+", "auto+CUDA0", "0", "CUDA 0", "x" * 70):
         with pytest.raises(click.BadParameter):
             given(wrong)
-    assert options_text(asked("CUDA0+CUDA1,none")).endswith("device CUDA0+CUDA1,none")
+    assert ExperimentSettings.of(asked("CUDA0+CUDA1,none")).options.endswith("device CUDA0+CUDA1,none")
 
 
 @pytest.mark.parametrize(
@@ -69,7 +75,7 @@ def test_devices_are_given_once_or_once_a_rank() -> None:
 )
 def test_what_does_not_go_together_is_refused(text: str, others: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        check_by_rank(asked(text, **others), 3)
+        check_devices(asked(text, **others), 3)
 
 
 @pytest.mark.parametrize("n_layers", ["1,2", "all,auto"])
@@ -82,12 +88,10 @@ def test_a_wrong_number_of_values_is_refused_before_devices_are_looked_for(n_lay
 
 def test_no_device_is_no_layer_on_one_and_a_lone_rank_takes_commas() -> None:
     options = asked("none,CUDA0,auto")
-    check_by_rank(options, 3)
-    assert [gpu_layers_asked(options, rank) for rank in range(3)] == [0, ALL_LAYERS, ALL_LAYERS]
-    check_by_rank(alone := asked("CUDA0,CUDA1"), 1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpus, "gpus", lambda: FOUR)
-        assert rank_devices(alone, hosts("a"), 0) == ("CUDA0", "CUDA1")
+    check_devices(options, 3)
+    assert [own.target.n_gpu_layers for own in plan_devices(options, hosts("abc"))] == [0, ALL_LAYERS, ALL_LAYERS]
+    check_devices(alone := asked("CUDA0,CUDA1"), 1)
+    assert devices_of(alone, hosts("a", 4)) == [("CUDA0", "CUDA1")]
 
 
 def test_ranks_of_a_host_share_its_gpus() -> None:
@@ -100,19 +104,14 @@ def test_ranks_of_a_host_share_its_gpus() -> None:
     assert share_of([], 0, 2) == []
 
 
-def test_unless_told_a_rank_has_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpus, "gpus", lambda: FOUR)
-
-    def found(options: RunOptions, places: list[Host]) -> list[tuple[str, ...] | None]:
-        return [rank_devices(options, places, rank) for rank in range(len(places))]
-
+def test_unless_told_a_rank_has_its_share() -> None:
     auto = asked("auto")
-    assert found(auto, hosts("abab")) == [("CUDA0", "CUDA1")] * 2 + [("CUDA2", "CUDA3")] * 2
-    assert found(auto, hosts("aab")) == [("CUDA0", "CUDA1"), ("CUDA2", "CUDA3"), None]
-    assert found(asked("auto", n_gpu_layers=(0, ALL_LAYERS)), hosts("aa")) == [None, None]
-    own = [replace(host, gpus_given=f"CUDA_VISIBLE_DEVICES={rank}") for rank, host in enumerate(hosts("aa"))]
-    assert found(auto, own) == [None, None], "the launcher has shared them out"
-    assert found(asked("none,auto,auto"), hosts("aaa")) == [(), ("CUDA0", "CUDA1"), ("CUDA2", "CUDA3")]
+    assert devices_of(auto, hosts("abab", 4)) == [("CUDA0", "CUDA1")] * 2 + [("CUDA2", "CUDA3")] * 2
+    assert devices_of(auto, hosts("aab", 4)) == [("CUDA0", "CUDA1"), ("CUDA2", "CUDA3"), None]
+    assert devices_of(asked("auto", n_gpu_layers=(0, ALL_LAYERS)), hosts("aa", 4)) == [None, None]
+    own = [replace(host, gpus_given=f"CUDA_VISIBLE_DEVICES={rank}") for rank, host in enumerate(hosts("aa", 4))]
+    assert devices_of(auto, own) == [None, None], "the launcher has shared them out"
+    assert devices_of(asked("none,auto,auto"), hosts("aaa", 4)) == [(), ("CUDA0", "CUDA1"), ("CUDA2", "CUDA3")]
 
 
 def test_what_a_launcher_gave_is_told_apart() -> None:
@@ -129,20 +128,20 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are() -> None:
     with pytest.raises(UserError, match="libllama sees no GPU there"):
         check_present(["CPU"], [])
     places = hosts("ab")
-    check_own_devices(asked("auto"), places, 0)
-    check_own_devices(asked("none,CUDA1"), places, 0)
+    describe_own(asked("auto"), places, 0)
+    describe_own(asked("none,CUDA1"), places, 0)
     with pytest.raises(UserError, match="3 values, and the number of ranks is 2"):
-        check_own_devices(asked("x,y,z"), places, 0)
+        describe_own(asked("x,y,z"), places, 0)
     with pytest.raises(UserError, match=r"^rank 1 \(host b\): --device CUDA1 is not there"):
-        check_own_devices(asked("none,CUDA1"), places, 1)
+        describe_own(asked("none,CUDA1"), places, 1)
 
 
 def test_the_plan_shows_devices_where_some_are_asked_for() -> None:
     info = read_model_info(TARGET)
 
     def shown(text: str) -> tuple[list[str], list[Any]]:
-        deployment = lay_out(asked(text), hosts("abc"), info, [], 256, 8)
-        rows = plan_rows(deployment, list(map(Node, deployment.hosts)))
+        plan = lay_out(asked(text), hosts("abc"), info, [], 256, 8)
+        rows = plan_rows(plan, list(map(Node, plan.hosts)))
         return plan_cells(rows)[0], [row["device"] for row in rows]
 
     columns, devices = shown("none,CUDA1+CUDA2,auto")

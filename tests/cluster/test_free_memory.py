@@ -21,7 +21,7 @@ from pipeinfer.cluster.hosts.free_memory import (
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deploy import deploy
-from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.placement.model_files import open_models
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies import PipeInfer
@@ -99,16 +99,16 @@ def test_this_machine_says_what_it_has() -> None:
 # -- plans
 
 
-def plan_on(rooms: Sequence[int], split: str | None = None) -> Deployment:
+def plan_on(rooms: Sequence[int], split: str | None = None) -> JobPlan:
     options = RunOptions(
         model=TARGET, drafts=(DRAFT,), policy=PipeInfer(), predict=8, ctx_size=100_000, layer_split=split
     )
     hosts = [Host(f"h{rank}", frozenset({rank}), 1, FreeMemory(host=room)) for rank, room in enumerate(rooms)]
-    return deploy(options, hosts, open_models(options)[0], 100_000, n_prompt=3)
+    return deploy(options, hosts, open_models(options.model, options.drafts_in_use)[0], 100_000, n_prompt=3)
 
 
-def layers(deployment: Deployment) -> list[int]:
-    return [stage.last - stage.first for stage in deployment.plan.stages]
+def layers(plan: JobPlan) -> list[int]:
+    return [stage.last - stage.first for stage in plan.assignment.stages]
 
 
 def test_a_host_with_little_memory_gets_fewer_layers_instead_of_a_refusal() -> None:
@@ -127,20 +127,20 @@ def test_what_no_split_fits_into_is_refused_with_the_numbers() -> None:
 
 
 def test_a_larger_draft_is_cut_to_what_its_hosts_hold() -> None:
-    def plan(rooms: Sequence[int]) -> Deployment:
+    def plan(rooms: Sequence[int]) -> JobPlan:
         options = RunOptions(
             model=TARGET, drafts=(TARGET, DRAFT), policy=PipeInfer(), predict=8, ctx_size=100_000, draft_split=(2,)
         )
         hosts = [Host(f"h{rank}", frozenset({rank}), 1, FreeMemory(host=room)) for rank, room in enumerate(rooms)]
-        return deploy(options, hosts, open_models(options)[0], 100_000, n_prompt=3)
+        return deploy(options, hosts, open_models(options.model, options.drafts_in_use)[0], 100_000, n_prompt=3)
 
     even = plan([GB] * 4)
-    assert [stage.last for stage in even.plan.drafts[1]] == [5, 9]
+    assert [stage.last for stage in even.assignment.drafts[1]] == [5, 9]
     whole = even.memory[1].kv + even.memory[2].kv
     assert whole == even.memory[3].kv, "each rank has the keys and values of its own layers"
     small = even.memory[1].needed - 1
     uneven = plan([GB, small, GB, GB])
-    assert [stage.last for stage in uneven.plan.drafts[1]] == [4, 9] and uneven.memory[1].needed <= small
+    assert [stage.last for stage in uneven.assignment.drafts[1]] == [4, 9] and uneven.memory[1].needed <= small
 
 
 # -- jobs

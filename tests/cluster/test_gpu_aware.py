@@ -15,12 +15,14 @@ from pipeinfer.job.loading.device_messages import sends_from_device
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.limits import AUTO, OFF, ON
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import lay_out
+from pipeinfer.job.placement.devices import DevicePlan, plan_devices
+from pipeinfer.job.profiling.hosts import describe_own
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.torch.library import torch_version
 from pipeinfer.policies.registry import POLICIES
 from tests.support.jobs import finish, run_json
+from tests.support.planned import lay_out
 
 needs_torch = pytest.mark.skipif(not torch_version(), reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
 HOSTS = [Host("node", frozenset(range(8)), 8) for _ in range(4)]
@@ -36,13 +38,19 @@ def words(
 ) -> list[bool]:
     """What each rank, on what it has of GPUs, comes to. Raises UserError."""
 
-    def gpu_of(options: RunOptions, hosts: Sequence[Host], rank: int) -> str:
-        if gpus[rank] == "lost":
-            raise UserError("no such device")
-        return gpus[rank]
+    devices = plan_devices(options, HOSTS)
 
-    monkeypatch.setattr("pipeinfer.job.loading.device_messages.gpu_of", gpu_of)
-    return [sends_from_device(options, HOSTS, rank, lambda: is_aware) for rank in range(4)]
+    def word(rank: int) -> bool:
+        def gpu_of(device: DevicePlan) -> str:
+            assert device is devices[rank].target
+            if gpus[rank] == "lost":
+                raise UserError("no such device")
+            return gpus[rank]
+
+        monkeypatch.setattr("pipeinfer.job.loading.device_messages.gpu_of", gpu_of)
+        return sends_from_device(options.gpu_aware, devices, HOSTS[rank], rank, lambda: is_aware)
+
+    return [word(rank) for rank in range(4)]
 
 
 MIXED = RunOptions(model=TARGET, backend=(TORCH, TORCH, LLAMA, TORCH))
@@ -83,7 +91,7 @@ def test_who_has_no_use_for_it_is_not_asked(options: RunOptions) -> None:
     def never() -> bool:
         raise AssertionError
 
-    assert not any(sends_from_device(options, HOSTS, rank, never) for rank in range(4))
+    assert not any(describe_own(options, HOSTS, rank, never).device_messages for rank in range(4))
 
 
 def test_only_neighbours_that_both_do_and_have_layers_of_the_target() -> None:

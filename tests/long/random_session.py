@@ -16,6 +16,7 @@ from typing import Any
 from pipeinfer.cluster.hosts.launch import rank_from_environment
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.job.placement.capacity import EngineSettings
 from pipeinfer.policies import PipeInfer
 from tests.long.auditing import AuditedEngine, random_policy, random_sampling, some
 from tests.support.delayed import Pauses, pause_everywhere
@@ -61,15 +62,14 @@ def main() -> None:
     session.Engine = AuditedEngine  # type: ignore[misc]
     generate = session.Session.generate
 
-    def generate_many(own: Any, asked: Any, options: Any, *given: Any, **more: Any) -> Any:
+    def generate_many(own: Any, asked: Any, *given: Any, **more: Any) -> Any:
         for number in range(int(os.environ["SESSION_CASES"])):
             case = random_case(number)
             found = generate(
                 own,
                 replace(asked, prompt=case.prompt, n_predict=case.n_predict, n_ctx=N_CTX, sampling=case.sampling,
-                        end_tokens=frozenset()),
-                replace(options, policy=case.policy, sequences=case.n_sequences, cancel=case.cancel), case.policy,
-                Stopping(case.stop_after),
+                        end_tokens=frozenset(), policy=case.policy),
+                Stopping(case.stop_after), settings=settings_of(case, own.plan.looks_up),
             )  # fmt: skip
             told = {
                 "case": number, "tokens": found.request.tokens[len(case.prompt) :],
@@ -77,10 +77,16 @@ def main() -> None:
                 "ranks": {rank: [each["rss_bytes"], each["open_files"]] for rank, each in found.figures.items()},
             }  # fmt: skip
             print(json.dumps(told), flush=True)
-        return generate(own, asked, options, *given, **more)
+        return generate(own, asked, *given, **more)
 
     setattr(session.Session, "generate", generate_many)  # noqa: B010 (the types differ)
     pipeinfer()
+
+
+def settings_of(case: Case, lookup: bool | None) -> EngineSettings:
+    """Of the engine, where the target rewinds. `lookup`: as asked of the job."""
+    looks_up = case.policy.looks_up if lookup is None else lookup and case.policy.drafts
+    return EngineSettings(case.cancel, looks_up, case.n_sequences, case.n_sequences)
 
 
 class Stopping:

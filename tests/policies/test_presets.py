@@ -13,6 +13,7 @@ from pipeinfer.core.policy import PAPER, PaperPolicy
 from pipeinfer.core.runs import Run
 from pipeinfer.core.settings import settings_of
 from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.capacity import capacity_of
 from pipeinfer.observe.experiment import settings_text, variant_text
 from pipeinfer.policies import Auto, FlowSpec, PipeDec, PipeInfer, PipeSpec, Speculative
 from pipeinfer.policies.registry import POLICIES, make_policy
@@ -114,7 +115,7 @@ def test_a_run_is_as_wide_as_was_asked(policy: PaperPolicy, monkeypatch: pytest.
     asked = {"pipedec": "layer_width", "flowspec": "segment", "speculative": "n_draft", "pipeinfer": "microbatch"}
     width = getattr(policy, asked[policy.name]) + (policy.name == "speculative")  # the root goes with its tree
     assert max(rows) == width
-    assert RunOptions(model=Path("m"), policy=policy).n_nodes == width
+    assert capacity_of(RunOptions(model=Path("m"), policy=policy), 512, rewinds=True).n_nodes == width
 
 
 def test_models_that_policies_share_have_room_for_the_widest() -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from pipeinfer.core.requests import Finish
+from pipeinfer.job.placement.capacity import EngineSettings
 from pipeinfer.policies import Iterative
 
 
@@ -18,20 +19,18 @@ def main() -> None:
 
     generate = Session.generate
 
-    def generate_again(session: Session, asked: Any, options: Any, policy: Any, *hear: Any, **more: Any) -> Generation:
-        def once(options: Any, policy: Any) -> list[int]:
-            found = generate(session, asked, options, policy, lambda tokens: None)
+    def generate_again(session: Session, asked: Any, *hear: Any, **more: Any) -> Generation:
+        def once(asked: Any, settings: EngineSettings | None = None) -> list[int]:
+            found = generate(session, asked, lambda tokens: None, settings=settings)
             check(found)
             return found.request.tokens
 
         cut = replace(asked, n_predict=asked.n_predict // 2)
-        assert generate(session, cut, options, policy.begin(), lambda tokens: None).request.finish is Finish.LENGTH
-        texts = [
-            once(options, policy.begin()),
-            once(replace(options, partitions=False, cancel=False), policy.begin()),
-            once(options, Iterative()),
-        ]
-        last = generate(session, asked, options, policy, *hear, **more)
+        assert generate(session, cut, lambda tokens: None).request.finish is Finish.LENGTH
+        lone = session.plan.capacity.n_requests  # sequences without partitions
+        without = replace(session.plan.engine, cancel=False, n_seq=lone, n_target_seq=lone)
+        texts = [once(asked), once(asked, without), once(replace(asked, policy=Iterative()))]
+        last = generate(session, asked, *hear, **more)
         check(last)
         assert texts == [last.request.tokens] * 3
         return last

@@ -24,7 +24,7 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.scheduling.batch_planner import ONE_CHUNK
 from pipeinfer.core.scheduling.run_cost import RunCost
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.requests.asked import options_text
+from pipeinfer.job.requests.experiment import ExperimentSettings
 from pipeinfer.models.demo import TARGET
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import Iterative
@@ -176,8 +176,9 @@ def test_it_is_of_many_requests(command: Any, words: list[str]) -> None:
 
 def test_loads_with_other_limits_are_other_loads() -> None:
     options = RunOptions(model=Path("m.gguf"))
-    assert options_text(options) == "" and options_text(replace(options, max_delay_s=0.25)) == "max-delay 0.25"
-    assert options_text(replace(options, max_delay_s=ONE_CHUNK)) == "max-delay chunk"
+    of = ExperimentSettings.of
+    assert of(options).options == "" and of(replace(options, max_delay_s=0.25)).options == "max-delay 0.25"
+    assert of(replace(options, max_delay_s=ONE_CHUNK)).options == "max-delay chunk"
 
 
 def test_real_ranks_write_the_same_texts_and_say_what_a_block_takes(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeinfer.cluster.plan import Sizes, make_plan
+from pipeinfer.cluster.assignment import Sizes, assign
 from pipeinfer.cluster.timing.costs import Work, roofline
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp
@@ -284,11 +284,11 @@ def test_simulate_splits_what_was_measured_as_run_does(tmp_path: Path) -> None:
         n_layers, n_ranks = rng.randint(6, 40), rng.randint(2, 6)
         layers = tuple(rng.choice((1_000_003, 1_250_000)) for _ in range(n_layers))
         sizes = Sizes(layers, rng.randint(1, 9_000_000))
-        with_draft = make_plan(n_ranks, [sizes], sizes)
+        with_draft = assign(n_ranks, [sizes], sizes)
         path = write(tmp_path, measured_text(sizes, [stage.last - stage.first for stage in with_draft.stages], rng))
         for n_drafts in (0, 1):
             profile = load_profile(path).lay_out(has_draft=bool(n_drafts))
-            planned = [stage.last - stage.first for stage in make_plan(n_ranks, [sizes] * n_drafts, sizes).stages]
+            planned = [stage.last - stage.first for stage in assign(n_ranks, [sizes] * n_drafts, sizes).stages]
             assert [stage.layers for stage in profile.stages] == planned
 
 
@@ -303,7 +303,7 @@ def test_simulate_splits_over_equal_machines_as_run_does(tmp_path: Path) -> None
         sizes = Sizes((layer_mb,) * n_layers, output_mb)
         for n_drafts in (0, 1):
             profile = load_profile(path).lay_out(has_draft=bool(n_drafts))
-            planned = [stage.last - stage.first for stage in make_plan(n_ranks, [sizes] * n_drafts, sizes).stages]
+            planned = [stage.last - stage.first for stage in assign(n_ranks, [sizes] * n_drafts, sizes).stages]
             assert [stage.layers for stage in profile.stages] == planned
 
 

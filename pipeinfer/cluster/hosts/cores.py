@@ -42,6 +42,10 @@ class Host:
     """The processor's name; empty: unknown."""
     gpus_given: str = ""
     """Ranks of a host with the same text see the same GPUs; else the launcher gave each its own."""
+    offloads: bool = False
+    """Whether this rank's libllama can put layers on GPUs."""
+    gpu_names: tuple[str, ...] = ()
+    """Of the GPUs that it sees, where some rank's layers go to GPUs."""
     gpus: tuple[tuple[str, int], ...] = ()
     """The devices of this rank's layers, and the bytes free on each; empty: none, or unknown."""
     repacked: tuple[tuple[int, int, str], ...] = ()

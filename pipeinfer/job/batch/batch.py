@@ -6,19 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 from pipeinfer import __version__
-from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.core.requests import Finish
 from pipeinfer.errors import StopRequested, UserError
 from pipeinfer.job.batch.batch_file import BatchRequest
 from pipeinfer.job.batch.batch_prepare import BatchOptions, BatchWork, prepare_batch
 from pipeinfer.job.batch.batch_results import refusal_of, result_of
 from pipeinfer.job.launch.context import CLOCK, Context
-from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.planning.plan_table import show_start
 from pipeinfer.job.planning.prepared import start_prepared
 from pipeinfer.job.process.complain import complain
-from pipeinfer.job.requests.asked import describe_drafts, describe_model
+from pipeinfer.job.requests.experiment import describe_drafts, describe_model
 from pipeinfer.job.requests.logprobs import Entry, speller
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.session.open_requests import News, Open, OpenRequests
@@ -34,18 +32,17 @@ from pipeinfer.observe.throughput import Throughput, show_throughput
 
 def run_batch(asked: BatchOptions) -> int:
     """`pipeinfer batch`, on every rank; returns the exit code."""
-
-    def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, BatchWork] | None:
-        return prepare_batch(replace(asked, run=options), hosts)
-
-    return start_prepared(asked, asked.run, prepare, lambda *head: Batch(*head).run())
+    return start_prepared(
+        asked, asked.run, lambda options, hosts: prepare_batch(replace(asked, run=options), hosts),
+        lambda *head: Batch(*head).run(),
+    )  # fmt: skip
 
 
 class Batch:
     """Rank 0's part of one."""
 
-    def __init__(self, context: Context, deployment: Deployment, work: BatchWork) -> None:
-        self.context, self.deployment, self.work, self.options = context, deployment, work, context.options
+    def __init__(self, context: Context, plan: JobPlan, work: BatchWork) -> None:
+        self.context, self.plan, self.work, self.printing = context, plan, work, work.printing
         self.console = stderr_console()
         self.throughput = Throughput()
         self.n_completed = self.n_failed = self.open_max = 0
@@ -58,13 +55,13 @@ class Batch:
     def run(self) -> int:
         """Returns the exit code."""
         work = self.work
-        brief = f"context {work.n_ctx}, {work.n_left} of {work.n_requests} requests left"
-        show_start(self.console, self.deployment, brief, self._about(), self.options.verbose)
-        with closing(work), open_session(self.context, self.deployment) as self.session:
+        brief = f"context {self.plan.capacity.n_ctx}, {work.n_left} of {work.n_requests} requests left"
+        show_start(self.console, self.plan, brief, self._about(), self.printing.verbose)
+        with closing(work), open_session(self.context, self.plan, verbose=self.printing.verbose) as self.session:
             self.progress = ProgressBar(self.console, CLOCK, "batch", work.n_requests, "requests", stays=True)
-            self.requests = OpenRequests(self.context, self.session, work.prompts.tokenizer, work.n_ctx, self._take)
+            self.requests = OpenRequests(self.context, self.session, work.prompts.tokenizer, self._take)
             self.start_s = CLOCK()
-            self.uses = RankUses(self.deployment, self.start_s)
+            self.uses = RankUses(self.plan, self.start_s)
             try:
                 self._serve()
             except StopRequested:
@@ -78,10 +75,10 @@ class Batch:
         return self._report()
 
     def _about(self) -> str:
-        work, policy = self.work, self.options.policy.name
+        work, n_open = self.work, self.plan.capacity.n_requests
         return (
-            f"policy {policy}, {work.n_left} of {work.n_requests} requests left, up to {self.options.parallel} at a "
-            f"time, context {work.n_ctx}"
+            f"policy {work.policy.name}, {work.n_left} of {work.n_requests} requests left, up to {n_open} at a time, "
+            f"context {self.plan.capacity.n_ctx}"
         )
 
     def _serve(self) -> None:
@@ -109,7 +106,7 @@ class Batch:
             if isinstance(asked, UserError):
                 self._refuse(request, id, str(asked))
             elif self.requests.has_room(asked):
-                self._asked[self.requests.begin(asked, self.options.policy.begin())] = request, id
+                self._asked[self.requests.begin(asked)] = request, id
                 self.open_max = max(self.open_max, len(self.requests))
             else:
                 return
@@ -132,7 +129,7 @@ class Batch:
 
     def _write(self, opened: Open) -> None:
         """The request has ended: keep its result, and forget it."""
-        (asked, id), model = self._asked.pop(opened), self.deployment.model.path.name
+        (asked, id), model = self._asked.pop(opened), self.plan.model.path.name
         entries = self._entries.pop(opened, [])
         if opened.request.finish is Finish.FAILED:
             self._refuse(asked, id, TOO_MUCH)
@@ -153,8 +150,8 @@ class Batch:
     def _report(self) -> int:
         """Returns the exit code."""
         flag, result = self.context.flag, self._figures()
-        show_throughput(self.console, result, self.options.verbose)
-        if self.options.json:
+        show_throughput(self.console, result, self.printing.verbose)
+        if self.printing.json:
             print(json_text(result), flush=True)
         if flag.reason:
             kept = f"{self.work.output.path} has what is complete" if self._n_written else "no result is complete yet"
@@ -163,7 +160,7 @@ class Batch:
 
     def _figures(self) -> dict[str, Any]:
         """The object that --json prints and the statistics show."""
-        work, drafts = self.work, self.deployment.drafts
+        work, drafts = self.work, self.plan.drafts
         return {
             "requests": work.n_requests,
             "done_before": work.n_done,
@@ -174,7 +171,7 @@ class Batch:
             "preempted_n": self.throughput.n_preempted,
             **self.throughput.figures(self.end_s - self.start_s, self.n_completed),
             "version": __version__,
-            "model": describe_model(self.deployment.model),
+            "model": describe_model(self.plan.model),
             "model_draft": describe_drafts(drafts) if drafts else None,
             "ranks": self.uses.ranks(),
         }

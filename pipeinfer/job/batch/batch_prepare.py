@@ -1,23 +1,25 @@
 """Rank 0 checks a batch before anything loads: every line, what is done already, what room it takes. Runs nothing."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
 from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
 from pipeinfer.job.batch.batch_file import BatchFile, BatchRequest
 from pipeinfer.job.batch.batch_output import WHAT, BatchOutput
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.options.sections import Output
+from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.placement.model_files import open_models
 from pipeinfer.job.planning.prepare import check_outputs, deploy_largest, inputs_of
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.body_prompts import BodyPrompts
 from pipeinfer.job.requests.constraints import constrained
-from pipeinfer.job.requests.journal import Journal, ModelId, open_journal
+from pipeinfer.job.requests.journal import Journal, ModelId, model_id, open_journal
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.requests.request_body import Defaults
 from pipeinfer.models.gguf.model_info import ModelInfo
@@ -52,16 +54,17 @@ class BatchOptions:
 
 @dataclass(slots=True)
 class BatchWork:
-    """What is left of a batch. `n_ctx`: tokens of all requests that are open at a time."""
+    """What is left of a batch."""
 
     file: BatchFile
     output: BatchOutput
     prompts: BodyPrompts
     is_done: bytearray  # of each line
     journal: Journal
+    policy: Policy
+    printing: Output
     n_requests: int = 0
     n_done: int = 0
-    n_ctx: int = 0
 
     @property
     def n_left(self) -> int:
@@ -99,28 +102,27 @@ class BatchWork:
         self.output.close()
 
 
-def prepare_batch(asked: BatchOptions, hosts: Sequence[Host]) -> tuple[Deployment, BatchWork] | None:
+def prepare_batch(asked: BatchOptions, hosts: Sequence[Host]) -> tuple[JobPlan, BatchWork] | None:
     """None when nothing is left to do. Raises UserError for whatever is wrong with options, files and lines."""
     options = asked.run
     check_outputs(options)
     outputs = {WHAT: asked.output, "--resume": options.resume}
     check_separate(outputs, inputs_of(options) | {"the batch": [asked.source]})
-    info, tokenizer = open_models(options)
+    info, tokenizer = open_models(options.model, options.drafts_in_use)
     options = constrained(options, tokenizer)
     file = BatchFile(asked.source, _defaults(replace(asked, run=options), info))
     output, prompts = BatchOutput(asked.output), BodyPrompts(options, info, tokenizer)
-    work = BatchWork(file, output, prompts, bytearray(), Journal())
+    work = BatchWork(file, output, prompts, bytearray(), Journal(), options.policy, options)
     try:
         _check_lines(work)
-        deployment = _deploy(options, hosts, info, work) if work.n_left else None
-        numerics = deployment.numerics if deployment else options.rounding
-        _open_journal(work, options, (info.fingerprint, options.kept_numerics or numerics))
-        if not deployment:
+        plan = _plan(work, lambda *sizes: deploy_largest(options, hosts, info, *sizes)) if work.n_left else None
+        _open_journal(work, options.resume, model_id(plan) if plan else (info.fingerprint, options.rounding))
+        if not plan:
             work.output.go_on()
             _tell_done(work)
             work.close()
             return None
-        return deployment, work
+        return plan, work
     except BaseException:
         work.close()
         raise
@@ -140,13 +142,13 @@ def _defaults(asked: BatchOptions, info: ModelInfo) -> Defaults:
 def _tell_done(work: BatchWork) -> None:
     n = work.n_requests
     complain(f"{work.output.path}: all {n} results are there")
-    if work.prompts.options.json:
+    if work.printing.json:
         print(json_text({"requests": n, "done_before": n, "completed": 0, "failed": 0, "left": 0}), flush=True)
 
 
-def _open_journal(work: BatchWork, options: RunOptions, model: ModelId) -> None:
+def _open_journal(work: BatchWork, path: Path | None, model: ModelId) -> None:
     """With the texts that are not complete: an interruption may have left notes of one whose result is there."""
-    work.journal = open_journal(options.resume, model)
+    work.journal = open_journal(path, model)
     for _, id in work.output.ids():
         if id in work.journal.texts:
             work.journal.ended(id)
@@ -183,8 +185,9 @@ def _check_lines(work: BatchWork) -> None:
         )
 
 
-def _deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, work: BatchWork) -> Deployment:
-    """Where -c does not say, as much context as --parallel of the longest request take, or as much as fits."""
+def _plan(work: BatchWork, deploy: Callable[[int, int, int], JobPlan]) -> JobPlan:
+    """Where -c does not say, as much context as --parallel of the longest request take, or as much as fits. `deploy`:
+    with so much, so much at least, for prompts of so many tokens."""
     longest = longest_prompt = n_total = 1
     start_s, told_s = time.monotonic(), PATIENCE_S
     for n_checked, (_, asked) in enumerate(work.ready()):
@@ -194,6 +197,6 @@ def _deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, work: B
         if not isinstance(asked, UserError):
             longest, n_total = max(longest, asked.n_ctx), n_total + asked.n_ctx
             longest_prompt = max(longest_prompt, len(asked.prompt))
+    options = work.prompts.options
     n_ctx = options.ctx_size or max(longest, min(n_total, options.parallel * longest))
-    deployment, work.n_ctx = deploy_largest(options, hosts, info, n_ctx, longest, longest_prompt)
-    return deployment
+    return deploy(n_ctx, longest, longest_prompt)

@@ -13,16 +13,16 @@ from pipeinfer import __version__
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import StopRequested, UserError
-from pipeinfer.job.bench.sweep import Group, Key, Sweep, describe, variants_of
+from pipeinfer.job.bench.sweep import Group, Key, Sweep, Variant, describe, variants_of
 from pipeinfer.job.bench.sweep_job import WARM_UP_TOKENS, SweepHead, start_sweep
 from pipeinfer.job.launch.context import CLOCK
 from pipeinfer.job.options.loads import Loads
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deploy import deploy
-from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.placement.model_files import open_models
-from pipeinfer.job.requests.asked import asked_of
 from pipeinfer.job.requests.conversation import first_turns
+from pipeinfer.job.requests.experiment import experiment_columns
 from pipeinfer.job.requests.request import GenerationRequest, make_request
 from pipeinfer.job.session.open_requests import News, Open, OpenRequests
 from pipeinfer.job.session.rank_uses import RankUses
@@ -39,6 +39,7 @@ from pipeinfer.observe.traffic import come_text, falls_behind, print_loads
 from pipeinfer.virtual.traffic import arrivals_s
 
 SEED_END = 2**32
+OF_PLAN = ("numerics_name", "plan_hash")
 USES = ("busy_s", "cancelled_s", "waiting_s", "idle_s", "peak_rss_bytes")
 
 
@@ -53,7 +54,7 @@ def run_loads(sweep: Sweep) -> int:
 class LoadCase:
     """One load to measure. `concurrency` 0: its requests come at a `rate`. `prompt`: whose texts they continue."""
 
-    options: RunOptions
+    variant: Variant
     requests: tuple[GenerationRequest, ...]
     prompt: str
     concurrency: int
@@ -64,21 +65,22 @@ class LoadCase:
     def seed(self) -> int:
         return self.requests[0].sampling.seed
 
-    def without(self, deployment: Deployment, known: Set[Key]) -> "LoadCase | None":
-        return None if LOADS.key_of(LOADS.as_read(self.asked(deployment))) in known else self
+    def without(self, plan: JobPlan, known: Set[Key]) -> "LoadCase | None":
+        return None if LOADS.key_of(LOADS.as_read(self.asked(plan))) in known else self
 
     def arrivals_s(self) -> list[float]:
         """When its requests come, from the first one on, where clients do not say."""
         return arrivals_s(len(self.requests), self.rate, self.seed)
 
-    def asked(self, deployment: Deployment) -> Record:
+    def asked(self, plan: JobPlan) -> Record:
         """The columns that say what is asked."""
         first = self.requests[0]
         tokens = [request.prompt for request in self.requests]
-        row = asked_of(deployment, first, self.options, self.prompt, digest(tokens), self.repetition)
+        settings = self.variant.settings
+        row = experiment_columns(plan, first, settings, self.prompt, digest(tokens), self.repetition)
         load = {"n_requests": len(tokens), "predict": first.n_predict, "concurrency": self.concurrency,
-                "rate": math.nan if self.concurrency else self.rate, "parallel": self.options.parallel}  # fmt: skip
-        return {name: value for name, value in row.items() if name in LOADS.asked} | load
+                "rate": math.nan if self.concurrency else self.rate, "parallel": plan.capacity.n_requests}  # fmt: skip
+        return {name: value for name, value in row.items() if name in (*LOADS.asked, *OF_PLAN)} | load
 
 
 def n_requests(loads: Loads, n_prompts: int) -> int:
@@ -88,13 +90,13 @@ def n_requests(loads: Loads, n_prompts: int) -> int:
 
 def load_group(options: RunOptions, policies: Sequence[Policy], sweep: Sweep, hosts: Sequence[Host]) -> Group[LoadCase]:
     """What is measured of some policies on what they share. Raises UserError for what does not fit."""
-    info, tokenizer, loads = *open_models(options), sweep.loads or Loads()
+    info, tokenizer, loads = *open_models(options.model, options.drafts_in_use), sweep.loads or Loads()
     asked = first_turns(sweep.prompts, n_requests(loads, len(sweep.prompts)), tokenizer, sweep.cut)
     n_predict, n_prompt = max(sweep.predicts), max(map(len, asked))
     request = make_request(replace(options, predict=n_predict, ctx_size=0), info, tokenizer, asked[0], n_prompt)
     n_ctx = options.ctx_size or min(len(asked), options.parallel) * (n_prompt + n_predict)
-    _check_room(options, n_ctx, n_prompt + n_predict, loads)
-    deployment = deploy(options, hosts, info, n_ctx, n_prompt)
+    _check_room(options.ctx_size, n_ctx, n_prompt + n_predict, loads)
+    plan = deploy(options, hosts, info, n_ctx, n_prompt)
     name = "+".join(dict.fromkeys(prompt.name.partition("/")[0] for prompt in sweep.prompts))
     points = [(count, math.nan) for count in loads.concurrencies] + [(0, rate) for rate in loads.rates]
     cases = tuple(
@@ -102,9 +104,9 @@ def load_group(options: RunOptions, policies: Sequence[Policy], sweep: Sweep, ho
         for repetition in range(1, sweep.repetitions + 1)
         for n in sweep.predicts
         for point in points
-        for chosen in variants_of(options, policies, sweep.ablations)
+        for chosen in variants_of(options, policies, sweep.ablations, info.layers.rewinds)
     )
-    return Group(options, deployment, cases, n_ctx)
+    return Group(plan, cases)
 
 
 def _requests(
@@ -121,12 +123,12 @@ def _requests(
     )  # fmt: skip
 
 
-def _check_room(options: RunOptions, n_ctx: int, longest: int, loads: Loads) -> None:
+def _check_room(ctx_size: int, n_ctx: int, longest: int, loads: Loads) -> None:
     """Raises UserError where not as many could be open as clients ask."""
     most = max(loads.concurrencies, default=1)
     if n_ctx < most * longest:
         clients = f"{most} requests" if most > 1 else "a request"
-        raise UserError(f"-c {options.ctx_size} has no room for {clients} of up to {longest} tokens, prompt and text; "
+        raise UserError(f"-c {ctx_size} has no room for {clients} of up to {longest} tokens, prompt and text; "
                         f"use -c {most * longest}, or leave it out")  # fmt: skip
 
 
@@ -170,16 +172,16 @@ class LoadBench(SweepHead[LoadCase]):
         return self._next_can_begin()
 
     def measure(self, session: Session, group: Group[LoadCase]) -> None:
-        tokenizer, self._news = Tokenizer(group.options.model), deque[News]()
+        tokenizer, self._news = Tokenizer(group.plan.model.path), deque[News]()
         for case in [*[_warm_up(group.cases[0])] * self.sweep.warm_up, *group.cases]:
             if self.crew.flag.reason:
                 return
-            self.progress.update(self.task, description=_describe(case))
+            self.progress.update(self.task, description=self._describe(case))
             session.unlearn()  # no load gains by those before it
-            case = replace(case, options=replace(case.options, policy=case.options.policy.fresh()))
-            context = replace(session.context, options=case.options)
+            policy = case.variant.settings.policy.fresh()
+            case = replace(case, requests=tuple(replace(request, policy=policy) for request in case.requests))
             self._requests = requests = OpenRequests(
-                context, session, tokenizer, group.n_ctx, self._news.extend, partial(self._say, case)
+                session.context, session, tokenizer, self._news.extend, partial(self._say, case), case.variant.engine
             )
             requests.engine.forget()  # what the load before it has left would spare this one some prompts
             session.take_figures()
@@ -194,8 +196,13 @@ class LoadBench(SweepHead[LoadCase]):
                 self._keep(session, case, figures)
 
     def _say(self, case: LoadCase, line: str) -> None:
-        name = _describe(case).rpartition(", ")[0]  # whichever repetition
+        name = self._describe(case).rpartition(", ")[0]  # whichever repetition
         self.notice(name, [f"{name}: {line}"])
+
+    def _describe(self, case: LoadCase) -> str:
+        parallel = self.sweep.base.parallel
+        come = come_text({"concurrency": case.concurrency, "rate": case.rate, "parallel": parallel})
+        return describe(case.variant.settings, case.repetition, come, f"n {case.requests[0].n_predict}")
 
     # -- one load
 
@@ -211,7 +218,7 @@ class LoadBench(SweepHead[LoadCase]):
             requests.step()
             while self._news:
                 news = self._news.popleft()
-                uses = uses or RankUses(session.deployment, news.opened.metrics.token_s[0])
+                uses = uses or RankUses(session.plan, news.opened.metrics.token_s[0])
                 if news.ended:
                     coming.ended(news.opened.metrics.token_s[-1])
                     throughput.add(news.opened.metrics)
@@ -234,16 +241,16 @@ class LoadBench(SweepHead[LoadCase]):
         return requests.has_room(coming.case.requests[coming.number])
 
     def _begin(self, case: LoadCase, coming: Coming, requests: OpenRequests) -> Open:
-        opened = requests.begin(case.requests[coming.number], case.options.policy.begin())
+        opened = requests.begin(case.requests[coming.number])
         opened.metrics.submitted_s = coming.due_s.popleft()  # it may have waited for room
         coming.number += 1
         return opened
 
     def _keep(self, session: Session, case: LoadCase, figures: Record) -> None:
-        row = self.keep(case.options, case.asked(session.deployment) | figures)
+        row = self.keep(case.asked(session.plan) | figures)
         if self.progress.disable:
             self.console.print(
-                f"[{len(self.rows)}] {_describe(case)}: {number(row['predicted_per_second'])} tokens/s, TTFT p50 "
+                f"[{len(self.rows)}] {self._describe(case)}: {number(row['predicted_per_second'])} tokens/s, TTFT p50 "
                 f"{milliseconds(row['ttft_p50_s'])}, ITL p50 {milliseconds(row['itl_p50_s'])}"
                 + (
                     f"; {number(row['served_per_second'])} requests/s answered of {number(row['offered_per_second'])} "
@@ -259,12 +266,12 @@ def _figures(
     session: Session, throughput: Throughput, uses: RankUses, wall_s: float, n_requests: int
 ) -> dict[str, Any]:
     """What was measured, by the columns' names."""
-    plan, ranks = session.deployment.plan, uses.ranks()
+    assignment, ranks = session.plan.assignment, uses.ranks()
     kept = {name: getattr(throughput, f"{name}_s") for name in LATENCIES}
     spread = {name: percentiles(values, range(101)) if values else [] for name, values in kept.items()}
     return throughput.figures(wall_s, n_requests) | {
         **{f"{name}_percentiles_s": values for name, values in spread.items()},
-        "busy": [_share(ranks[stage.rank]) for stage in plan.stages],
+        "busy": [_share(ranks[stage.rank]) for stage in assignment.stages],
         **{name: [rank[name] for rank in ranks] for name in USES},
         "roles": ";".join(rank["role"] for rank in ranks),
         "hosts": ",".join(rank["host"] for rank in ranks),
@@ -285,8 +292,3 @@ def _warm_up(case: LoadCase) -> LoadCase:
     return replace(
         case, requests=(replace(first, n_predict=min(WARM_UP_TOKENS, first.n_predict)),), concurrency=1, repetition=0
     )
-
-
-def _describe(case: LoadCase) -> str:
-    come = come_text({"concurrency": case.concurrency, "rate": case.rate, "parallel": case.options.parallel})
-    return describe(case.options, case.repetition, come, f"n {case.requests[0].n_predict}")

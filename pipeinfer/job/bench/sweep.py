@@ -3,17 +3,18 @@
 from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
+from pipeinfer.cluster.assignment import draft_widths, parse_split, stage_ranks
 from pipeinfer.cluster.hosts.cores import Host
-from pipeinfer.cluster.plan import draft_widths, parse_split, stage_ranks
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.loads import Loads
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.placement.capacity import EngineSettings, engine_settings
+from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.requests.conversation import Prompt
-from pipeinfer.observe.experiment import variant_text
+from pipeinfer.job.requests.experiment import ExperimentSettings
 from pipeinfer.policies.registry import POLICIES, ablations_of
 
 Key = tuple[object, ...]
@@ -42,7 +43,7 @@ class Sweep:
 class Measured(Protocol):
     """A case of a sweep: what is measured as one."""
 
-    def without(self: "M", deployment: Deployment, known: Set[Key]) -> "M | None":
+    def without(self: "M", plan: JobPlan, known: Set[Key]) -> "M | None":
         """What is left of it; None if all of it is `known`."""
         ...
 
@@ -52,17 +53,14 @@ M = TypeVar("M", bound=Measured)
 
 @dataclass(frozen=True, slots=True)
 class Group(Generic[M]):
-    """Cases that share the loaded models. `options` and `deployment` say what to load, on every rank. `n_ctx`: tokens
-    of all requests that are open at a time."""
+    """Cases that share the models that are loaded by a plan."""
 
-    options: RunOptions
-    deployment: Deployment
+    plan: JobPlan
     cases: tuple[M, ...]
-    n_ctx: int
 
     def without(self, known: Set[Key]) -> "Group[M]":
         """The same with the cases in which something is left to be measured."""
-        left = [case.without(self.deployment, known) for case in self.cases]
+        left = [case.without(self.plan, known) for case in self.cases]
         return replace(self, cases=tuple(case for case in left if case))
 
 
@@ -128,25 +126,32 @@ def _loaded_alike(policies: Sequence[Policy]) -> Iterator[tuple[Policy, ...]]:
         yield together
 
 
-def variants_of(options: RunOptions, policies: Sequence[Policy], ablations: Sequence[str]) -> list[RunOptions]:
-    """Every policy, whole and without each of these that it has."""
-    return [variant for policy in policies for variant in _variants(replace(options, policy=policy), ablations)]
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A policy as it is measured, whole or without a part, and what the engine is set to for it."""
+
+    settings: ExperimentSettings
+    engine: EngineSettings
 
 
-def _variants(options: RunOptions, ablations: Sequence[str]) -> Iterator[RunOptions]:
-    """The whole policy, then without each of these that is part of it."""
-    yield options
-    for name in (name for name in ablations if name in ablations_of(type(options.policy))):
-        if getattr(options.policy, name, None) is False:
+def variants_of(
+    options: RunOptions, policies: Sequence[Policy], ablations: Sequence[str], rewinds: bool
+) -> list[Variant]:
+    """Every policy, whole and without each of these that it has. `rewinds`: as in `engine_settings`."""
+    variants = (replace(options, **change) for policy in policies for change in _changes(policy, ablations))
+    return [Variant(ExperimentSettings.of(variant), engine_settings(variant, rewinds)) for variant in variants]
+
+
+def _changes(policy: Policy, ablations: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Of options: for the whole policy, then without each of these that is part of it."""
+    yield {"policy": policy}
+    for name in (name for name in ablations if name in ablations_of(type(policy))):
+        if getattr(policy, name, None) is False:
             continue  # the preset has it off
-        if name in options.policy.uses:
-            yield replace(options, **{name: False})  # type: ignore[arg-type]
-        else:
-            yield replace(options, policy=replace(options.policy, **{name: False}))
+        yield {"policy": policy, name: False} if name in policy.uses else {"policy": replace(policy, **{name: False})}
 
 
-def describe(options: RunOptions, repetition: int, *about: str) -> str:
+def describe(settings: ExperimentSettings, repetition: int, *about: str) -> str:
     """A case in words; repetition 0: a warm-up."""
-    variant = variant_text(options.policy, options.cancel, options.partitions)
     number = f"repetition {repetition}" if repetition else "warm-up"
-    return ", ".join(filter(None, (options.policy.name, variant, *about, number)))
+    return ", ".join(filter(None, (settings.policy.name, settings.variant, *about, number)))

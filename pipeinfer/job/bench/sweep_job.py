@@ -11,8 +11,8 @@ from pipeinfer.job.bench.sweep import Group, Key, M, MakeGroup, Sweep, loaded_to
 from pipeinfer.job.launch.context import forget_peak
 from pipeinfer.job.launch.start import Crew, start_job
 from pipeinfer.job.loading.worker import run_stage
-from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.options.options import with_plan
+from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.placement.model_files import fetch_files
 from pipeinfer.job.planning.prepare import check_outputs
 from pipeinfer.job.planning.prepared import get_ready
@@ -28,30 +28,30 @@ WARM_UP_TOKENS = 16
 
 def start_sweep(sweep: Sweep, table: Table, group_of: MakeGroup[M], head: "type[SweepHead[M]]") -> int:
     """A job, on every rank; returns the exit code. `table`: where --results are; `head`: rank 0's part."""
-    return start_job(lambda crew: _run(crew, sweep, table, group_of, head), sweep, sweep.base)
+    return start_job(lambda crew: _run(crew, sweep, table, group_of, head), sweep, sweep.base, sweep.base.verbose)
 
 
 def _run(crew: Crew, sweep: Sweep, table: Table, group_of: MakeGroup[M], head: "type[SweepHead[M]]") -> int:
     link, groups = crew.link, list[Group[M]]()
     if link.rank:
         get_ready()
-    sweep = link.agree(lambda: _fetched(sweep))
+    sweep = link.agree(lambda: _fetched(sweep, link.size))
     # rank 0 finds out which splits fit: where some are given nothing is timed
     split = sweep.splits[0] if sweep.splits else None
     hosts_of = [find_hosts(crew, replace(each, layer_split=split))[1] for each, _ in loaded_together(sweep)]
 
-    def plan_all() -> list[tuple[RunOptions, Deployment]]:
+    def plan_all() -> list[JobPlan]:
         check_outputs(sweep.base, table)
         known = _known(sweep, table)
         groups.extend(left for group in plan_groups(sweep, hosts_of, group_of) if (left := group.without(known)).cases)
-        return [(group.options, group.deployment) for group in groups]
+        return [group.plan for group in groups]
 
-    loads = link.agree(plan_all)
-    if not loads:
+    plans = link.agree(plan_all)
+    if not plans:
         if link.rank == 0:
             complain(f"nothing left to measure: {sweep.base.results} has it all")
         return 0
-    return _serve(crew, loads) if link.rank else head(crew, sweep, groups, table).run()
+    return _serve(crew, plans, sweep.base.trace is not None) if link.rank else head(crew, sweep, groups, table).run()
 
 
 def _known(sweep: Sweep, table: Table) -> set[Key]:
@@ -62,23 +62,24 @@ def _known(sweep: Sweep, table: Table) -> set[Key]:
     return {table.key_of(row) for row in table.read(path)}
 
 
-def _fetched(sweep: Sweep) -> Sweep:
-    """With files in the place of names of models on the hub."""
+def _fetched(sweep: Sweep, n_ranks: int) -> Sweep:
+    """With what --plan decides, and with files in the place of names of models on the hub. Raises UserError."""
     offline = sweep.base.offline
+    base = with_plan(sweep.base, n_ranks)
     pairs = [(fetch_files([model, *drafts], offline)) for model, drafts in sweep.pairs]
     return replace(
-        sweep, base=replace(sweep.base, model=pairs[0][0]), pairs=tuple((pair[0], tuple(pair[1:])) for pair in pairs)
+        sweep, base=replace(base, model=pairs[0][0]), pairs=tuple((pair[0], tuple(pair[1:])) for pair in pairs)
     )
 
 
-def _serve(crew: Crew, loads: list[tuple[RunOptions, Deployment]]) -> int:
+def _serve(crew: Crew, plans: Sequence[JobPlan], traces: bool) -> int:
     """A stage's part: one group after another, as long as rank 0 says so."""
     code = 0
-    for options, deployment in loads:
+    for plan in plans:
         if not crew.link.broadcast(None):  # rank 0 has every rank's errors, and every rank must hear it
             break
         forget_peak()
-        code = run_stage(crew.context(options, deployment), deployment)
+        code = run_stage(crew.context(plan, traces), plan)
     return code
 
 
@@ -131,7 +132,7 @@ class SweepHead(Generic[M]):
 
     def _kept(self) -> str:
         """What an interruption leaves, and where."""
-        results = self.groups[0].options.results
+        results = self.sweep.base.results
         if not self.rows:
             return f"nothing {'more ' if results else ''}had been measured"
         if results is None:
@@ -142,10 +143,10 @@ class SweepHead(Generic[M]):
 
     def _measure_group(self, group: Group[M]) -> int:
         forget_peak()
-        context = self.crew.context(group.options, group.deployment)
+        context = self.crew.context(group.plan, self.sweep.base.trace is not None)
         try:
             with open_session(
-                context, group.deployment, self.called, say=lambda line: self.notice(line, [line])
+                context, group.plan, self.called, lambda line: self.notice(line, [line]), self.sweep.base.verbose
             ) as session:
                 self.measure(session, group)
         except JobError as error:  # what was measured before is shown
@@ -153,12 +154,12 @@ class SweepHead(Generic[M]):
             return 2
         return 0
 
-    def keep(self, options: RunOptions, measured: Record) -> Record:
+    def keep(self, measured: Record) -> Record:
         """A row, as it is read."""
         self.rows.append(row := self.table.as_read(measured))
-        if options.results:
+        if results := self.sweep.base.results:
             try:
-                self.table.append(options.results, measured)
+                self.table.append(results, measured)
                 self.n_kept += 1
             except UserError as error:  # a full disk: nothing more could be kept
                 self.crew.flag.note(str(error), 2)

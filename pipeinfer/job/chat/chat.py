@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.core.requests import Finish
@@ -15,12 +15,13 @@ from pipeinfer.job.chat.notes import ChatNotes, Turn
 from pipeinfer.job.chat.open_lines import open_lines
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.options.sections import Output
+from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.planning.plan_table import show_start
 from pipeinfer.job.planning.prepare import ChatSetup, prepare_chat
 from pipeinfer.job.planning.prepared import start_prepared
 from pipeinfer.job.process.complain import complain
-from pipeinfer.job.requests.asked import asked_of
+from pipeinfer.job.requests.experiment import ExperimentSettings, experiment_columns
 from pipeinfer.job.requests.journal import model_id, open_journal
 from pipeinfer.job.requests.printer import Printer
 from pipeinfer.job.requests.request import GenerationRequest
@@ -58,29 +59,41 @@ def run_chat(options: RunOptions) -> int:
     return start_prepared(options, options, _prepare, _run_head)
 
 
-def _prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, tuple[ChatSetup, ChatNotes]]:
-    deployment, setup = prepare_chat(options, hosts)
+@dataclass(frozen=True, slots=True)
+class ChatWork:
+    """What rank 0 has to do."""
+
+    setup: ChatSetup
+    notes: ChatNotes
+    settings: ExperimentSettings
+    output: Output
+
+
+def _prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[JobPlan, ChatWork]:
+    plan, setup = prepare_chat(options, hosts)
     asked = replace(setup.request, sampling=replace(setup.request.sampling, seed=options.sampling.seed))
-    model = model_id(options, deployment)
+    model = model_id(plan)
     about = digest(
         (asked, options.chat, model[0], options.rounding, *(["special"] if options.special_in_messages else []))
     )
-    return deployment, (setup, ChatNotes(open_journal(options.resume, model), about))
+    notes = ChatNotes(open_journal(options.resume, model), about)
+    return plan, ChatWork(setup, notes, ExperimentSettings.of(options), options)
 
 
-def _run_head(context: Context, deployment: Deployment, work: tuple[ChatSetup, ChatNotes]) -> int:
-    with closing(work[1].journal):
-        return Chat(context, deployment, *work).run()
+def _run_head(context: Context, plan: JobPlan, work: ChatWork) -> int:
+    with closing(work.notes.journal):
+        return Chat(context, plan, work).run()
 
 
 class Chat:
     """Rank 0's part of one."""
 
-    def __init__(self, context: Context, deployment: Deployment, setup: ChatSetup, notes: ChatNotes) -> None:
-        self.context, self.deployment, self.setup, self.options = context, deployment, setup, context.options
+    def __init__(self, context: Context, plan: JobPlan, work: ChatWork) -> None:
+        self.context, self.plan, self.settings, self.output = context, plan, work.settings, work.output
+        self.setup, notes = work.setup, work.notes
         self.console = stderr_console()
-        self.history, self.notes = History(setup.format), notes
-        self.sampling = setup.request.sampling
+        self.history, self.notes = History(self.setup.format), notes
+        self.sampling = self.setup.request.sampling
         if notes.past:
             self.sampling = replace(self.sampling, seed=notes.past[0].seed)
         self.n_asked = self.n_refused = 0  # turns
@@ -89,10 +102,11 @@ class Chat:
     def run(self) -> int:
         """Returns the exit code."""
         flag, request = self.context.flag, self.setup.request
-        about = f"policy {self.options.policy.name}, chat, context {request.n_ctx}, seed {self.sampling.seed}"
+        about = f"policy {request.policy.name}, chat, context {request.n_ctx}, seed {self.sampling.seed}"
         brief = f"context {request.n_ctx}, seed {self.sampling.seed}"
-        show_start(self.console, self.deployment, brief, about, self.options.verbose)
-        with open_session(self.context, self.deployment) as self.session, closing(self._open_lines()) as self.lines:
+        show_start(self.console, self.plan, brief, about, verbose := self.output.verbose)
+        opened = open_session(self.context, self.plan, verbose=verbose)
+        with opened as self.session, closing(self._open_lines()) as self.lines:
             flag.interrupts = self.interrupts
             code = self._converse()
         if flag.reason:
@@ -139,7 +153,7 @@ class Chat:
 
     def _take_again(self, turn: Turn) -> None:
         """A line that was noted; who reads it for the first time is shown it."""
-        if turn.n_read < 0 and turn.said and not self.options.json:
+        if turn.n_read < 0 and turn.said and not self.output.json:
             self.console.print(f"{PROMPT}{turn.said}", markup=False, highlight=False, soft_wrap=True)
         self._take(turn.said, turn)
 
@@ -184,7 +198,7 @@ class Chat:
         n_predict = min(request.n_predict, request.n_ctx - len(asked.tokens))
         request = replace(request, prompt=asked.tokens, spans=asked.spans, n_predict=n_predict, sampling=self.sampling)
         request = self.notes.begin(request, turn)
-        printer = Printer(self.context.flag, self.setup.format.tokenizer, request, self.options.json)
+        printer = Printer(self.context.flag, self.setup.format.tokenizer, request, self.output.json)
         printer.push(request.begun)
 
         def take(tokens: Sequence[int]) -> bool:
@@ -192,8 +206,7 @@ class Chat:
             return printer.push(tokens)
 
         progress = ProgressBar(self.console, CLOCK, "prompt", len(request.prompt) - 1, "tokens")
-        policy = self.options.policy.begin()
-        found = self.session.generate(request, self.options, policy, take, progress.update)
+        found = self.session.generate(request, take, progress.update)
         progress.close()
         printer.finish()
         self.history.answered(found.request.tokens, printer.text, whole=not printer.was_cut)
@@ -201,12 +214,12 @@ class Chat:
             self.notes.said(ANSWERED, self.sampling.seed, self.lines.n_read)
         if not (turn and turn.is_whole):
             self._report(found, request, printer.text)
-        elif not self.options.json:
+        elif not self.output.json:
             print(flush=True)
 
     def _report(self, found: Generation, request: GenerationRequest, text: str) -> None:
-        if self.options.json:
-            result = make_result(text, found, self.deployment, asked_of(self.deployment, request, self.options))
+        if self.output.json:
+            result = make_result(text, found, self.plan, experiment_columns(self.plan, request, self.settings))
             print(json_text(result), flush=True)
         elif self.context.flag.reason:
             self.console.print()  # standard output may go on with the answer, in a later job

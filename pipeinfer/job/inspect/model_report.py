@@ -4,13 +4,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.cluster.plan import make_plan
+from pipeinfer.cluster.assignment import assign
 from pipeinfer.core.kv.blocks import rows_in_blocks
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_CTX
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import cells_for, sizes_of
+from pipeinfer.job.placement.capacity import capacity_of
+from pipeinfer.job.placement.devices import DevicePlan, RankDevices
+from pipeinfer.job.placement.job_plan import sizes_of
 from pipeinfer.job.placement.memory import MemoryNeeds
+from pipeinfer.job.placement.numerics import numerics_of
 from pipeinfer.job.requests.request import DEFAULT_CTX
 from pipeinfer.models.gguf.header import Header, Value
 from pipeinfer.models.gguf.model_info import ModelInfo, check_is_model, layer_of, model_of, read_parts
@@ -107,22 +110,22 @@ def _stages(info: ModelInfo, ctx_size: int, numerics: str) -> dict[str, Any]:
     n_ctx = ctx_size or min(info.n_ctx_train, DEFAULT_CTX)
     if n_ctx > MAX_CTX:
         raise UserError(f"-c {n_ctx} is more than the {MAX_CTX} tokens that a context holds; give fewer")
-    options, n_cells = RunOptions(model=info.path, numerics=numerics), cells_for(n_ctx)
-    n_rows = max(min(options.batch_size, n_ctx) + 1, options.n_guess_rows)
+    options, on_cpus = RunOptions(model=info.path, numerics=numerics), [RankDevices(DevicePlan(), DevicePlan())]
     n_in_blocks = rows_in_blocks(n_ctx) if numerics == "exact" and info.layers.known.flash else 0
-    needs = MemoryNeeds(options, info, (), n_cells, n_rows, n_in_blocks)
+    capacity, plain = capacity_of(options, n_ctx, info.layers.rewinds), numerics_of(options, (), n_in_blocks > 0)
+    needs = MemoryNeeds(info, (), capacity, plain, on_cpus * MAX_STAGES, n_in_blocks)
     rows = []
     for n_stages in (1 << power for power in range(MAX_STAGES.bit_length())):
         try:
-            plan = make_plan(n_stages, [], sizes_of(info))
+            assignment = assign(n_stages, [], sizes_of(info))
         except UserError:  # it has not so many layers, or not so many places to cut
             break
-        memory = needs.of_plan(plan)
+        memory = needs.of_ranks(assignment)
         rank = max(range(n_stages), key=lambda rank: memory[rank].total)
         rows.append(
             {
                 "n_stages": n_stages,
-                "layers": [plan.stages[rank].first, plan.stages[rank].last],
+                "layers": [assignment.stages[rank].first, assignment.stages[rank].last],
                 "weight_bytes": memory[rank].weights + memory[rank].mapped,
                 "kv_bytes": memory[rank].kv,
                 "memory_bytes": memory[rank].total,

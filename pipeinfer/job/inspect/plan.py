@@ -16,7 +16,7 @@ from pipeinfer.job.inspect.plan_report import plan_report
 from pipeinfer.job.options.limits import MAX_GBIT, MAX_TOKENS
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.options.values import PROBABILITY, File, Number, Text, Whole
-from pipeinfer.job.placement.gpus import gpu_names
+from pipeinfer.job.placement.gpus import can_offload, gpu_names
 from pipeinfer.job.placement.model_files import fetch_models, open_models
 from pipeinfer.job.planning.planner import ETHERNET, N_PROMPT, open_planner
 from pipeinfer.job.profiling.host_speeds import known_speeds, own_speed, with_speeds
@@ -70,18 +70,19 @@ class _Settings:
 
 def plan(options: RunOptions, question: PlanQuestion) -> int:
     """Returns the exit code. Raises UserError, also for what does not fit, with the plan printed."""
+    asked = _Settings(options, question)
     if question.profile or question.hosts:
         nodes, link = _described(question)
-        return tell(options, question, _repacking(options, nodes), link)
+        return _tell(asked, _as_here(nodes, options.repack and options.numerics == "exact"), link)
     if not is_launched():
         from pipeinfer.job.profiling.hosts import describe_own  # what it loads with takes a while
 
-        options = fetch_models(options)
-        alone = [describe_own(options, [this_host(socket.gethostname())], 0)]
-        return tell(options, question, with_speeds([own_speed(alone, 0)], alone, [gpu_names()]), ETHERNET)
+        asked = replace(asked, options=fetch_models(options))
+        alone = [describe_own(asked.options, [this_host(socket.gethostname())], 0)]
+        return _tell(asked, with_speeds([own_speed(alone, 0)], alone, [gpu_names()]), ETHERNET)
     from pipeinfer.job.launch.start import start_job  # initialises MPI
 
-    return start_job(lambda crew: _plan_ranks(crew, options, question), _Settings(options, question), options)
+    return start_job(lambda crew: _plan_ranks(crew, asked), asked, options, options.verbose)
 
 
 def _described(question: PlanQuestion) -> tuple[list[Node], LinkCost]:
@@ -92,16 +93,16 @@ def _described(question: PlanQuestion) -> tuple[list[Node], LinkCost]:
     return first_ranks(read_hosts(question.hosts), question.n_ranks, f"--hosts {question.hosts}"), ETHERNET
 
 
-def _repacking(options: RunOptions, nodes: Sequence[Node]) -> list[Node]:
-    """Nodes that somebody describes, whose processors repack weights as this host's does."""
+def _as_here(nodes: Sequence[Node], may_repack: bool) -> list[Node]:
+    """Nodes that somebody describes, whose processors and builds are taken to be this host's. `may_repack`: weights,
+    with exact numerics."""
     from pipeinfer.models.llama.repacking import repacked_types  # what it loads with takes a while
 
-    may_repack = options.repack and options.numerics == "exact"
     types = repacked_types() if may_repack else ()
-    return [replace(node, host=replace(node.host, repacked=types)) for node in nodes]
+    return [replace(node, host=replace(node.host, repacked=types, offloads=can_offload())) for node in nodes]
 
 
-def _plan_ranks(crew: "Crew", options: RunOptions, question: PlanQuestion) -> int:
+def _plan_ranks(crew: "Crew", asked: _Settings) -> int:
     """On every rank. Returns the exit code."""
     from pipeinfer.job.profiling.hosts import find_hosts  # what it loads with takes a while
 
@@ -109,16 +110,17 @@ def _plan_ranks(crew: "Crew", options: RunOptions, question: PlanQuestion) -> in
     speeds = known_speeds(link, crew.hosts)
     gpus = link.all_gather(gpu_names())
     cost = replace(ETHERNET, bytes_per_s=1e9 / 8 * bandwidth_gbit(link)) if link.size > 1 else ETHERNET
-    options, hosts = find_hosts(crew, options)
-    return link.agree(lambda: tell(options, question, with_speeds(speeds, hosts, gpus), cost))
+    options, hosts = find_hosts(crew, asked.options)
+    return link.agree(lambda: _tell(replace(asked, options=options), with_speeds(speeds, hosts, gpus), cost))
 
 
-def tell(options: RunOptions, question: PlanQuestion, nodes: Sequence[Node], link: LinkCost) -> int:
+def _tell(asked: _Settings, nodes: Sequence[Node], link: LinkCost) -> int:
     """Print the plan; returns the exit code. Raises UserError where it does not fit."""
+    question = asked.question
     if question.gbit is not None:
         link = replace(link, bytes_per_s=1e9 / 8 * question.gbit)
-    options = fetch_models(options)
-    info, tokenizer = open_models(options)
+    options = fetch_models(asked.options)
+    info, tokenizer = open_models(options.model, options.drafts_in_use)
     tokenizer.close()
     is_described = bool(question.profile or question.hosts)
     n_prompt = question.n_prompt or min(N_PROMPT, max(1, (options.ctx_size or info.n_ctx_train) // 2))

@@ -16,7 +16,7 @@ from pipeinfer.virtual.study import DEFAULT_ACCEPTANCE
 def plan_report(planner: Planner) -> dict[str, Any]:
     """`shortage`: what is missing, with the nearest ways out; empty if it fits. Raises UserError for no possible
     plan."""
-    options, deployment = planner.options, planner.deployment
+    options, plan = planner.options, planner.plan
     predicted, unknown = _predictions(planner)
     helping = suggestions(planner, predicted)
     plain = next((each.tokens_per_s for each in predicted if each.policy == "iterative"), None)
@@ -27,14 +27,16 @@ def plan_report(planner: Planner) -> dict[str, Any]:
         "n_ctx": planner.n_ctx,
         "prompt_n": planner.n_prompt,
         "numerics": options.numerics,
-        "numerics_name": deployment.numerics,
+        "numerics_name": plan.numerics.name,
         "wire_type": str(options.wire_type),
         "link": {"bytes_per_s": planner.link.bytes_per_s, "latency_s": planner.link.latency_s},
         "acceptance": list(planner.acceptances) or [DEFAULT_ACCEPTANCE] * len(planner.drafts),
         "fits": not planner.shortage,
         "shortage": shortage_text(planner, helping),
-        "layer_split": [stage.last - stage.first for stage in deployment.plan.stages],
-        "ranks": plan_rows(deployment, planner.nodes),
+        "layer_split": [stage.last - stage.first for stage in plan.assignment.stages],
+        "ranks": plan_rows(plan, planner.nodes),
+        "plan": plan.decisions,
+        "plan_hash": plan.hash,
         "predictions": [
             asdict(each)
             | {
@@ -45,7 +47,7 @@ def plan_report(planner: Planner) -> dict[str, Any]:
         ],
         "not_predicted": unknown,
         "ways": [way.as_data() for way in helping],
-        "warnings": [*_translations(planner), *deployment.warnings],
+        "warnings": [*_translations(planner), *plan.warnings],
         "notes": list(_notes(planner)),
     }
 
@@ -73,10 +75,10 @@ def _predictions(planner: Planner) -> tuple[list[Prediction], dict[str, str]]:
 
 def _notes(planner: Planner) -> Iterator[str]:
     """What the figures leave out."""
-    are_timed = all(host.speed for host in planner.deployment.hosts)
+    are_timed = all(host.speed for host in planner.plan.hosts)
     if not planner.is_described:
         yield "predictions are estimates by how fast each host reads and multiplies; `measure` times the models there"
-    if planner.is_described and planner.deployment.repacked:
+    if planner.is_described and planner.plan.numerics.repacked:
         yield "the hosts' processors are taken to repack weights as this host's does"
     if any(backend.is_torch for backend in planner.options.backend) and not are_timed:
         yield "predictions take ranks of torch to be as fast as libllama"

@@ -13,7 +13,6 @@ from pipeinfer.cluster.stages.pace import PacedStage
 from pipeinfer.cluster.stages.stage import StageStats, StageWorker
 from pipeinfer.cluster.transport import Link, Outbox
 from pipeinfer.cluster.watch.flow import Flow
-from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.process.stop import StopFlag
 from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.text.vocabulary_file import VocabularyFile
@@ -25,9 +24,8 @@ CLOCK: Callable[[], float] = time.monotonic
 
 @dataclass(slots=True)
 class Context:
-    """This rank: its options, its link to the others, its stop flag and its timeline."""
+    """This rank: its link to the others, its stop flag and its timeline."""
 
-    options: RunOptions
     link: Link
     flag: StopFlag
     tracer: Tracer

@@ -28,8 +28,8 @@ from pipeinfer.cluster.watch.segments import marking, short_of_room, sweep
 from pipeinfer.cluster.watch.watch import Watch
 from pipeinfer.errors import JobError, UserError
 from pipeinfer.job.launch.context import CLOCK, Context
-from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.options.sections import Placement
+from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.process.bus_error import report_bus_errors
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.process.signals import on_signals
@@ -49,26 +49,27 @@ class Crew:
     watch: Watch
     hosts: list[Host]
 
-    def context(self, options: RunOptions, deployment: Deployment) -> Context:
+    def context(self, plan: JobPlan, traces: bool) -> Context:
         """What this rank needs for its part of a plan. Collective: clocks that may differ are compared."""
-        self.watch.describe(deployment.plan.describe(self.link.rank))
-        tracer = Tracer(CLOCK, on=options.trace is not None)
+        self.watch.describe(plan.assignment.describe(self.link.rank))
+        tracer = Tracer(CLOCK, on=traces)
         offset_s = clock_offset_s(self.link, CLOCK, other_clocks(self.hosts))
-        return Context(options, self.link, self.flag, tracer, self.watch.flow, offset_s)
+        return Context(self.link, self.flag, tracer, self.watch.flow, offset_s)
 
 
-def start_job(part: Callable[[Crew], int], settings: object, options: RunOptions) -> int:
+def start_job(part: Callable[[Crew], int], settings: object, ranks: Placement, verbose: bool = False) -> int:
     """Join the other ranks, do this rank's part, leave with them. Returns the part's exit code; 2 after a
     JobError, which rank 0 prints.
 
-    `settings`: a dataclass of all that was asked for, which must be the same on every rank; `options`: what it says of
-    the ranks themselves. Raises UserError, on every rank and with MPI ended, when ranks do not fit together.
+    `settings`: a dataclass of all that was asked for, which must be the same on every rank; `ranks`: what it says of
+    the ranks themselves; `verbose`: a traceback is printed when something fails. Raises UserError, on every rank and
+    with MPI ended, when ranks do not fit together.
     """
     sleep_on_time()
     flag, end = StopFlag(), partial(end_job, abort=abort)
     watch = Watch(
         rank_from_environment(), size_from_environment(), end, lambda reason: stopper.on_request(reason),
-        Limits.of(options.rank_timeout_s), getattr(settings, "goes_on_from", None),
+        Limits.of(ranks.rank_timeout_s), getattr(settings, "goes_on_from", None),
     )  # fmt: skip
     stopper = Stopper(flag, watch, end)
     on_signals(stopper.on_signal)
@@ -85,7 +86,7 @@ def start_job(part: Callable[[Crew], int], settings: object, options: RunOptions
     _meet(link, watch, settings)
     with watch:
         try:
-            hosts = _places(link, options)
+            hosts = _places(link, ranks.numa)
             with report_bus_errors(watch.fault):
                 code = part(Crew(link, flag, watch, hosts))
         except JobError as error:
@@ -93,7 +94,7 @@ def start_job(part: Callable[[Crew], int], settings: object, options: RunOptions
                 complain(str(error))
             code = 2
         except Exception:
-            if options.verbose:
+            if verbose:
                 traceback.print_exc()
             raise  # the watch says it in one line and ends the job
         link.finalize()
@@ -113,8 +114,8 @@ def _meet(link: Link, watch: Watch, settings: object) -> None:
     watch.join([Place(host, where) for _, host, where, _ in infos], link.broadcast)
 
 
-def _places(link: Link, options: RunOptions) -> list[Host]:
+def _places(link: Link, numa: str | None) -> list[Host]:
     """Where every rank runs."""
-    if options.numa:
-        use_nodes(options.numa)
+    if numa:
+        use_nodes(numa)
     return link.all_gather(this_host(socket.gethostname()))

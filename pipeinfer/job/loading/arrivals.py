@@ -11,12 +11,12 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from pipeinfer.cluster.assignment import StagePlan
 from pipeinfer.cluster.messages.chunked_transfer import receive_chunks, send_chunks
-from pipeinfer.cluster.plan import StagePlan
 from pipeinfer.cluster.transport import Link
 from pipeinfer.errors import UserError
 from pipeinfer.job.launch.context import CLOCK, Context
-from pipeinfer.job.placement.deployment import Deployment, ModelFile
+from pipeinfer.job.placement.job_plan import JobPlan, ModelFile
 from pipeinfer.job.process.complain import complain
 from pipeinfer.models.gguf.head import OWN_HEAD
 from pipeinfer.models.gguf.model_info import ModelInfo, part_paths, read_model_info
@@ -66,46 +66,44 @@ class StreamFeed:
             pass
 
 
-def fetch_layers(context: Context, deployment: Deployment) -> None:
+def fetch_layers(context: Context, plan: JobPlan) -> None:
     """On every rank: what this one hosts and has no file of goes into `context.arrived`. Collective.
 
     Raises UserError when something could not be read, sent or written, once all ranks are through.
     """
     link = context.link
-    if link.size == 1 or not context.options.send_layers:
+    if link.size == 1 or not plan.send_layers:
         return
-    missing = link.all_gather(_missing(context, deployment))
+    missing = link.all_gather(_missing(context, plan))
     if any(missing):
-        skeletons = _share_skeletons(link, deployment, sorted(set(chain(*missing))))
-        _Fetching(context, deployment, skeletons).run(missing)
+        skeletons = _share_skeletons(link, plan, sorted(set(chain(*missing))))
+        _Fetching(context, plan, skeletons).run(missing)
 
 
-def _missing(context: Context, deployment: Deployment) -> list[int]:
+def _missing(context: Context, plan: JobPlan) -> list[int]:
     """The models that this rank hosts and whose files are not on its host."""
-    return [
-        number for number in _hosted(context, deployment) if not all(map(os.path.exists, _files(deployment, number)))
-    ]
+    return [number for number in _hosted(context, plan) if not all(map(os.path.exists, _files(plan, number)))]
 
 
-def _files(deployment: Deployment, number: int) -> list[Path]:
-    path = model_file(deployment, number).path
-    return part_paths(deployment.model.path if path == OWN_HEAD else path)
+def _files(plan: JobPlan, number: int) -> list[Path]:
+    path = model_file(plan, number).path
+    return part_paths(plan.model.path if path == OWN_HEAD else path)
 
 
-def _hosted(context: Context, deployment: Deployment) -> dict[int, StagePlan]:
-    index = deployment.plan.stage_of(context.rank)
-    own = {} if index is None else {TARGET: deployment.plan.stages[index]}
-    return own | deployment.plan.drafts_on(context.rank)
+def _hosted(context: Context, plan: JobPlan) -> dict[int, StagePlan]:
+    index = plan.assignment.stage_of(context.rank)
+    own = {} if index is None else {TARGET: plan.assignment.stages[index]}
+    return own | plan.assignment.drafts_on(context.rank)
 
 
-def model_file(deployment: Deployment, number: int) -> ModelFile:
+def model_file(plan: JobPlan, number: int) -> ModelFile:
     """The target's, or that of the draft of this number."""
-    return deployment.model if number == TARGET else deployment.drafts[number]
+    return plan.model if number == TARGET else plan.drafts[number]
 
 
-def _share_skeletons(link: Link, deployment: Deployment, numbers: list[int]) -> dict[int, Skeleton]:
+def _share_skeletons(link: Link, plan: JobPlan, numbers: list[int]) -> dict[int, Skeleton]:
     """Rank 0's, of these models. Raises UserError, on all ranks, when it cannot read one."""
-    return link.agree(lambda: {each: take_skeleton(_read(model_file(deployment, each))) for each in numbers})
+    return link.agree(lambda: {each: take_skeleton(_read(model_file(plan, each))) for each in numbers})
 
 
 def _read(file: ModelFile) -> ModelInfo:
@@ -119,9 +117,9 @@ def _read(file: ModelFile) -> ModelInfo:
 class _Fetching:
     """One rank's part of sending and receiving, which goes on to the end whatever fails."""
 
-    def __init__(self, context: Context, deployment: Deployment, skeletons: dict[int, Skeleton]) -> None:
-        self.context, self.deployment, self.skeletons, self.link = context, deployment, skeletons, context.link
-        self.cache, self.error, self.failed = context.options.slice_cache, "", set[int]()
+    def __init__(self, context: Context, plan: JobPlan, skeletons: dict[int, Skeleton]) -> None:
+        self.context, self.plan, self.skeletons, self.link = context, plan, skeletons, context.link
+        self.cache, self.error, self.failed = plan.slice_cache, "", set[int]()
         self.progress: ProgressBar | None = None
 
     def run(self, missing: list[list[int]]) -> None:
@@ -160,7 +158,7 @@ class _Fetching:
             self.error = self.error or str(error)
 
     def _put_up(self, number: int, folder: Path) -> RemoteModel:
-        own, place = _hosted(self.context, self.deployment)[number], folder / str(number)
+        own, place = _hosted(self.context, self.plan)[number], folder / str(number)
         place.mkdir()
 
         def notice(line: str) -> None:
@@ -189,15 +187,15 @@ class _Fetching:
         from pipeinfer.observe.report import stderr_console
         from pipeinfer.sizes import size_text
 
-        host, n_bytes = self.deployment.hosts[rank].name, sum(want.n_bytes for want in wants)
-        files = ", ".join(sorted({str(model_file(self.deployment, want.number).path) for want in wants}))
+        host, n_bytes = self.plan.hosts[rank].name, sum(want.n_bytes for want in wants)
+        files = ", ".join(sorted({str(model_file(self.plan, want.number).path) for want in wants}))
         kept = "" if self.cache else "; --slice-cache DIR keeps it there for the next time"
         complain(f"rank {rank} ({host}) has no {files}: {size_text(n_bytes)} go there{kept}")
         self.progress = transfer_bar(stderr_console(), CLOCK, f"to rank {rank}", n_bytes)
 
     def _send(self, rank: int, want: Want) -> None:
         assert self.progress
-        send_chunks(self.link, rank, _pieces(model_file(self.deployment, want.number), want), self.progress.advance)
+        send_chunks(self.link, rank, _pieces(model_file(self.plan, want.number), want), self.progress.advance)
 
 
 def _pieces(file: ModelFile, want: Want) -> Iterator[bytes | memoryview]:

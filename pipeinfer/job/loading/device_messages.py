@@ -7,30 +7,31 @@ from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.errors import UserError
 from pipeinfer.job.loading.stages import gpu_of
 from pipeinfer.job.options.limits import AUTO, OFF
-from pipeinfer.job.options.options import RunOptions, backend_of
+from pipeinfer.job.placement.devices import RankDevices
 
 
 def sends_from_device(
-    options: RunOptions, hosts: Sequence[Host], rank: int, ask_mpi: Callable[[], bool | None]
+    gpu_aware: str, devices: Sequence[RankDevices], host: Host, rank: int, ask_mpi: Callable[[], bool | None]
 ) -> bool:
-    """Whether MPI shall move this rank's. `ask_mpi`: whether it says that it can; None where it does not tell.
+    """Whether MPI shall move this rank's. `gpu_aware`: the option's word; `ask_mpi`: whether MPI says that it can; None
+    where it does not tell.
 
     Raises UserError where that is asked for and MPI says that it cannot.
     """
-    by_torch = [backend_of(options, other).is_torch for other in range(len(hosts))]
-    if options.gpu_aware == OFF or options.pace is not None or sum(by_torch) < 2 or not by_torch[rank]:
+    by_torch = [target.is_torch for target, _ in devices]
+    if gpu_aware == OFF or sum(by_torch) < 2 or not by_torch[rank]:
         return False
     is_aware = ask_mpi()
-    if options.gpu_aware == AUTO and not is_aware:
+    if gpu_aware == AUTO and not is_aware:
         return False
     try:
-        gpu = gpu_of(options, hosts, rank)
+        gpu = gpu_of(devices[rank].target)
     except UserError:  # who loads the layers will say it
         return False
     if gpu and is_aware is False:
         raise UserError(
-            f"--gpu-aware {options.gpu_aware}: rank {rank} (host {hosts[rank].name}) is on a GPU, and MPI says there "
+            f"--gpu-aware {gpu_aware}: rank {rank} (host {host.name}) is on a GPU, and MPI says there "
             "that it does not send from a GPU's memory; leave the option out, or use a GPU-aware MPI (`pipeinfer info` "
             "under mpirun tells)"
         )
-    return bool(gpu) or options.gpu_aware != AUTO
+    return bool(gpu) or gpu_aware != AUTO

@@ -5,8 +5,8 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
+from pipeinfer.cluster.assignment import StagePlan
 from pipeinfer.cluster.messages.verdicts import verdict_bytes
-from pipeinfer.cluster.plan import StagePlan
 from pipeinfer.cluster.stages.pace import Courier, PacedHead, PacedStage
 from pipeinfer.cluster.stages.prunings import LocalPrunings
 from pipeinfer.cluster.stages.stage import DraftWorker, StageWorker
@@ -17,12 +17,8 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.loading.arrivals import TARGET, fetch_layers, model_file
 from pipeinfer.job.loading.run_costs import time_stage
-from pipeinfer.job.loading.stages import gpu_of, load_layers, local_rank
-from pipeinfer.job.options.options import RunOptions, backend_of
-from pipeinfer.job.placement.deployment import Deployment
-from pipeinfer.job.placement.draft_place import options_of_draft
-from pipeinfer.job.placement.gpus import rank_devices
-from pipeinfer.job.placement.memory import gpu_layers
+from pipeinfer.job.loading.stages import gpu_of, load_layers
+from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.process.complain import complain
 from pipeinfer.models.drafter import ModelDrafter
 from pipeinfer.models.gguf.model_info import ModelInfo
@@ -44,49 +40,50 @@ computation of a graph."""
 N_GUESS_BYTES = verdict_bytes(MAX_RUN, MAX_WIDTH * MAX_RUN)  # of a draft's answer at most
 
 
-def load_own(context: Context, deployment: Deployment) -> tuple[LoadedModel | None, dict[int, LoadedModel]]:
+def load_own(context: Context, plan: JobPlan) -> tuple[LoadedModel | None, dict[int, LoadedModel]]:
     """This rank's stage of the target, if it has one, and its drafts by number. Collective. Raises UserError."""
-    fetch_layers(context, deployment)
-    loaded = load_stage(context, deployment), load_drafts(context, deployment)
+    fetch_layers(context, plan)
+    loaded = load_stage(context, plan), load_drafts(context, plan)
     context.meter.take_joules()  # loading is no part of what is measured
     gc.collect()
     gc.freeze()  # Python's collector would pass over all that was imported in the middle of a text, for 25 to 80 ms
     return loaded
 
 
-def stage_report(context: Context, deployment: Deployment, stage: LoadedModel) -> dict[str, Any]:
+def stage_report(context: Context, plan: JobPlan, stage: LoadedModel) -> dict[str, Any]:
     """What rank 0 has to know of a stage: what its runs cost, as `RunCosts`, and its `gpu`, as in `gpu_of`."""
-    costs = time_stage(context, deployment, stage)
-    return {"costs": costs, "gpu": gpu_of(context.options, deployment.hosts, context.rank)}
+    costs = time_stage(context, plan, stage)
+    return {"costs": costs, "gpu": gpu_of(plan.ranks[context.rank].target)}
 
 
-def load_stage(context: Context, deployment: Deployment) -> LoadedModel | None:
+def load_stage(context: Context, plan: JobPlan) -> LoadedModel | None:
     """This rank's slice of the target, if it has one. Raises UserError when this host's file is not rank 0's."""
-    index = deployment.plan.stage_of(context.rank)
+    index = plan.assignment.stage_of(context.rank)
     if index is None:
         return None
-    options, stage = context.options, deployment.plan.stages[index]
-    info = _read(context, deployment, TARGET)
+    own, stage = plan.ranks[context.rank], plan.assignment.stages[index]
+    numerics, capacity = plan.numerics, plan.capacity
+    info = _read(context, plan, TARGET)
     if stage.last == info.n_layer and not context.vocabulary:
         context.vocabulary = VocabularyFile(info.paths[0])
     params = LlamaParams(
-        n_cells=deployment.n_cells,
+        n_cells=capacity.n_cells,
         # one more, in which exact numerics park rejected cells
-        n_seq_max=options.n_target_seq(info.layers.rewinds) + 1,
-        n_batch=deployment.n_rows_max,
-        n_outputs_max=deployment.n_nodes + 1,
-        n_threads=deployment.threads[context.rank],
-        n_gpu_layers=gpu_layers(options, context.rank),
-        exact=options.numerics == "exact",
-        cache=options.cache,
-        devices=rank_devices(options, deployment.hosts, context.rank),
+        n_seq_max=capacity.n_target_seq + 1,
+        n_batch=plan.n_rows_max,
+        n_outputs_max=capacity.n_nodes + 1,
+        n_threads=own.threads,
+        n_gpu_layers=own.target.n_gpu_layers,
+        exact=numerics.exact,
+        cache=numerics.cache,
+        devices=own.target.devices,
         stop_interval_s=STOP_INTERVAL_S,
-        repack=options.repack,
-        repacked=deployment.repacked,
-        taps=tuple(layer - stage.first for layer in deployment.layers_read if stage.first <= layer < stage.last),
+        repack=numerics.repack,
+        repacked=numerics.repacked,
+        taps=tuple(layer - stage.first for layer in plan.layers_read if stage.first <= layer < stage.last),
     )
-    model = _load(context, deployment, TARGET, stage, params, options)
-    return _paced(context, model, deployment.pace.stages[index]) if deployment.pace else model
+    model = load_layers(lambda: _open(context, plan, TARGET, stage), params, own.target)
+    return _paced(context, model, plan.pace.stages[index]) if plan.pace else model
 
 
 def _paced(context: Context, model: LoadedModel, cost: ModelCost) -> PacedStage:
@@ -95,47 +92,35 @@ def _paced(context: Context, model: LoadedModel, cost: ModelCost) -> PacedStage:
     return stage
 
 
-def _read(context: Context, deployment: Deployment, number: int) -> ModelInfo:
+def _read(context: Context, plan: JobPlan, number: int) -> ModelInfo:
     """Of a draft of this number, or of the target: what came from rank 0, else this host's file."""
     if arrived := context.arrived.get(number):
         return arrived.info
-    file = model_file(deployment, number)
-    info = draft_of(file.path, read_model_info(deployment.model.path)) if file.head else read_draft(file.path)
+    file = model_file(plan, number)
+    info = draft_of(file.path, read_model_info(plan.model.path)) if file.head else read_draft(file.path)
     if info.fingerprint != file.fingerprint:
         raise UserError(f"{info.path} differs from rank 0's; copy the same file to every host, or remove it there: "
                         "then its layers come from rank 0")  # fmt: skip
     return info
 
 
-def _load(
-    context: Context, deployment: Deployment, number: int, own: StagePlan, params: LlamaParams, options: RunOptions
-) -> LoadedModel:
-    """`options`: those by which this rank computes it."""
-    rank = context.rank
-    return load_layers(
-        lambda: _open(context, deployment, number, own),
-        params, backend_of(options, rank), local_rank(context.options, deployment.hosts, rank),
-    )  # fmt: skip
-
-
-def _open(context: Context, deployment: Deployment, number: int, own: StagePlan) -> SliceFile:
+def _open(context: Context, plan: JobPlan, number: int, own: StagePlan) -> SliceFile:
     if number in context.arrived:
         return context.arrived.pop(number)
-    cache, file = context.options.slice_cache, model_file(deployment, number)
-    info = _read(context, deployment, number)
-    return open_slice(info, own.first, own.last, cache, lambda line: _notice(context, line), file.states)
+    info, file = _read(context, plan, number), model_file(plan, number)
+    return open_slice(info, own.first, own.last, plan.slice_cache, lambda line: _notice(context, line), file.states)
 
 
 def _notice(context: Context, line: str) -> None:
     complain(f"rank {context.rank} ({socket.gethostname()}): {line}")
 
 
-def inexact_line(options: RunOptions, gpus: Mapping[int, str]) -> str:
+def inexact_line(plan: JobPlan, gpus: Mapping[int, str]) -> str:
     """What is to be said when exact numerics are asked of ranks that compute the target's layers so that they may not
     hold. `gpus`: of each of these ranks, see `gpu_of`."""
-    if options.numerics != "exact":
+    if not plan.numerics.exact:
         return ""
-    by_torch = {rank: gpu for rank, gpu in gpus.items() if backend_of(options, rank).is_torch}
+    by_torch = {rank: gpu for rank, gpu in gpus.items() if plan.ranks[rank].target.is_torch}
     inexact = [rank for rank, gpu in gpus.items() if gpu and rank not in by_torch]
     if inexact:
         return (
@@ -157,76 +142,76 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def make_worker(context: Context, deployment: Deployment, model: LoadedModel) -> StageWorker:
+def make_worker(context: Context, plan: JobPlan, model: LoadedModel) -> StageWorker:
     """What drives a loaded stage."""
-    index = deployment.plan.stage_of(context.rank)
+    index = plan.assignment.stage_of(context.rank)
     assert index is not None, f"rank {context.rank} has a model and no stage"
-    stage = deployment.plan.stages[index]
-    n_layers = deployment.pace.stages[index].layers if deployment.pace else stage.last - stage.first
-    constrain = open_grammars(context) if context.vocabulary else None
-    following = deployment.plan.stages[index + 1].rank if index + 1 < len(deployment.plan.stages) else None
-    leaves_as = context.options.wire_type if deployment.hop_is_out_of_band(context.rank, following) else None
+    stage = plan.assignment.stages[index]
+    n_layers = plan.pace.stages[index].layers if plan.pace else stage.last - stage.first
+    constrain = open_grammars(context, plan) if context.vocabulary else None
+    following = plan.assignment.stages[index + 1].rank if index + 1 < len(plan.assignment.stages) else None
+    leaves_as = plan.numerics.wire_type if plan.hop_is_out_of_band(context.rank, following) else None
     return StageWorker(model, LocalPrunings(), CLOCK, index == 0, context.tracer, n_layers, constrain, leaves_as)
 
 
-def open_grammars(context: Context) -> Grammars:
+def open_grammars(context: Context, plan: JobPlan) -> Grammars:
     """Of the vocabulary that this rank has. Where requests come beside others, none of these shall wait for it."""
     assert context.vocabulary
     grammars = Grammars(context.vocabulary.open)
-    if context.options.parallel > 1:
+    if plan.capacity.n_requests > 1:
         grammars.open_ahead()
     return grammars
 
 
-def load_drafts(context: Context, deployment: Deployment) -> dict[int, LoadedModel]:
+def load_drafts(context: Context, plan: JobPlan) -> dict[int, LoadedModel]:
     """What this rank hosts of drafts, by number, each with a KV cache for as many tokens as the target's."""
     return {
-        number: _load_draft(context, deployment, number, own)
-        for number, own in deployment.plan.drafts_on(context.rank).items()
+        number: _load_draft(context, plan, number, own)
+        for number, own in plan.assignment.drafts_on(context.rank).items()
     }
 
 
-def _load_draft(context: Context, deployment: Deployment, number: int, own: StagePlan) -> LoadedModel:
-    options = options_of_draft(context.options, len(deployment.hosts), context.rank)
+def _load_draft(context: Context, plan: JobPlan, number: int, own: StagePlan) -> LoadedModel:
+    rank, capacity = plan.ranks[context.rank], plan.capacity
     params = LlamaParams(
-        n_cells=deployment.n_cells,
-        n_seq_max=options.n_seq + 1,
-        n_batch=options.n_guess_rows,
-        n_outputs_max=options.n_guess_rows,
-        n_threads=deployment.threads[context.rank],
-        n_gpu_layers=gpu_layers(options, context.rank),
+        n_cells=capacity.n_cells,
+        n_seq_max=capacity.n_seq + 1,
+        n_batch=capacity.n_guess_rows,
+        n_outputs_max=capacity.n_guess_rows,
+        n_threads=rank.threads,
+        n_gpu_layers=rank.draft.n_gpu_layers,
         exact=False,  # guesses need not be reproducible to the bit: the target decides
-        cache=options.draft_cache,
-        devices=rank_devices(options, deployment.hosts, context.rank),
+        cache=plan.numerics.draft_cache,
+        devices=rank.draft.devices,
         stop_interval_s=STOP_INTERVAL_S,
-        repack=options.repack,
+        repack=plan.numerics.repack,
     )
-    model = _load(context, deployment, number, own, params, options)
-    if translation := deployment.translations[number]:
+    model = load_layers(lambda: _open(context, plan, number, own), params, rank.draft)
+    if translation := plan.translations[number]:
         model = TranslatedStage(model, translation)
-    return _paced(context, model, deployment.pace.drafts[number]) if deployment.pace else model
+    return _paced(context, model, plan.pace.drafts[number]) if plan.pace else model
 
 
-def make_drafter(context: Context, deployment: Deployment, options: RunOptions, model: LoadedModel) -> ModelDrafter:
+def make_drafter(context: Context, plan: JobPlan, model: LoadedModel) -> ModelDrafter:
     """On rank 0, which has the target's file. The model's cache must be empty."""
-    context.vocabulary = context.vocabulary or VocabularyFile(deployment.model.path)
-    pool = SequencePool(options.n_seq, deployment.n_cells, window=deployment.drafts[0].window)
-    given = pool, options.n_guess_rows, options.couple, open_grammars(context)
-    head = deployment.drafts[0].head
+    context.vocabulary = context.vocabulary or VocabularyFile(plan.model.path)
+    pool = SequencePool(plan.capacity.n_seq, plan.capacity.n_cells, window=plan.drafts[0].window)
+    given = pool, plan.capacity.n_guess_rows, plan.couple, open_grammars(context, plan)
+    head = plan.drafts[0].head
     return HeadDrafter(cast(HeadModel, model), *given, head.shift) if head else ModelDrafter(model, *given)
 
 
-def make_draft_worker(context: Context, deployment: Deployment, number: int, model: LoadedModel) -> DraftWorker:
+def make_draft_worker(context: Context, plan: JobPlan, number: int, model: LoadedModel) -> DraftWorker:
     """What drives a loaded draft that is asked by messages, or a stage of it."""
-    own, couple = deployment.plan.drafts_on(context.rank)[number], context.options.couple
+    own = plan.assignment.drafts_on(context.rank)[number]
     n_layers = own.last - own.first
-    return DraftWorker(model, LocalPrunings(), CLOCK, own.first == 0, context.tracer, n_layers, couple=couple)
+    return DraftWorker(model, LocalPrunings(), CLOCK, own.first == 0, context.tracer, n_layers, couple=plan.couple)
 
 
-def make_courier(context: Context, deployment: Deployment) -> Courier | None:
+def make_courier(context: Context, plan: JobPlan) -> Courier | None:
     """What makes messages take their modelled time, in a paced job; its clock is rank 0's."""
-    pace = deployment.pace
+    pace = plan.pace
     if pace is None:
         return None
-    clock, wire_type = lambda: CLOCK() + context.clock_offset_s, context.options.wire_type
-    return Courier(pace.link, clock, deployment.model.n_embd, pace.n_embd, wire_type)
+    clock = lambda: CLOCK() + context.clock_offset_s  # noqa: E731
+    return Courier(pace.link, clock, plan.model.n_embd, pace.n_embd, plan.numerics.wire_type)

@@ -1,15 +1,14 @@
 """The slices of a model for the stages of a plan, written before any job runs. Loads no weights and prints nothing."""
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from shutil import disk_usage
 
-from pipeinfer.cluster.plan import StagePlan, make_plan
+from pipeinfer.cluster.assignment import StagePlan, assign
 from pipeinfer.errors import UserError
-from pipeinfer.job.placement.deployment import sizes_of
+from pipeinfer.job.placement.job_plan import sizes_of
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.gguf.remote import cached_table, write_table
 from pipeinfer.models.gguf.slice import is_cached, open_slice, slice_bytes, slice_path
@@ -27,32 +26,19 @@ class Written:
     is_new: bool
 
 
-def split_of_plan(path: Path) -> list[float]:
-    """The layers of each stage of a plan that `pipeinfer plan --json` wrote. Raises UserError."""
-    try:
-        counts = json.loads(path.read_text())["layer_split"]
-        if not all(type(count) is int for count in counts):
-            raise ValueError
-        return list(map(float, counts))
-    except OSError as error:
-        raise UserError(f"--plan {path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"--plan {path} is no plan; write one with: pipeinfer plan … --json > plan.json") from None
-
-
 def write_slices(
-    target: Path, split: list[float] | None, n_stages: int, output: Path, only: Sequence[int] = ()
+    target: Path, split: Sequence[float] | None, n_stages: int, output: Path, only: Sequence[int] = ()
 ) -> Iterator[Written]:
     """One after another; `n_stages` where no split says how many: by size. `only`: those of these stages, else of all.
     Beside a first stage's the token table, for hosts that have no file of the model. Raises UserError, before anything
     is written where the disk has no room for all of it."""
     info = read_model_info(target)
-    plan = make_plan(len(split) if split else n_stages, [], sizes_of(info), split)
-    if len(plan.stages) == 1:
+    assignment = assign(len(split) if split else n_stages, [], sizes_of(info), split)
+    if len(assignment.stages) == 1:
         raise UserError("one stage has the whole model, which is read from its own file; split it for 2 stages or more")
-    if unknown := [number for number in only if number >= len(plan.stages)]:
-        raise UserError(f"--only {unknown[0]}: there are stages 0 to {len(plan.stages) - 1}")
-    stages = {number: plan.stages[number] for number in sorted(set(only)) or range(len(plan.stages))}
+    if unknown := [number for number in only if number >= len(assignment.stages)]:
+        raise UserError(f"--only {unknown[0]}: there are stages 0 to {len(assignment.stages) - 1}")
+    stages = {number: assignment.stages[number] for number in sorted(set(only)) or range(len(assignment.stages))}
     try:
         output.mkdir(parents=True, exist_ok=True)
         sweep(output)

@@ -10,11 +10,11 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.launch.context import CLOCK, Context
 from pipeinfer.job.loading.load import load_own, make_courier, make_draft_worker, make_worker, stage_report
 from pipeinfer.job.loading.run_costs import time_draft
-from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.observe.ledger import StageLedger
 
 
-def run_stage(context: Context, deployment: Deployment) -> int:
+def run_stage(context: Context, plan: JobPlan) -> int:
     """Load, serve, and send figures home whenever rank 0 asks for them, until it ends the session.
 
     Returns the exit code.
@@ -23,36 +23,35 @@ def run_stage(context: Context, deployment: Deployment) -> int:
     worker: StageWorker | None = None
     models: list[LoadedModel] = []
     try:
-        stage, drafts = load_own(context, deployment)
+        stage, drafts = load_own(context, plan)
         models, loaded_s = [*([stage] if stage else []), *drafts.values()], CLOCK() - start_s
         if stage:
-            own = stage_report(context, deployment, stage)
-            worker = make_worker(context, deployment, stage)
+            own = stage_report(context, plan, stage)
+            worker = make_worker(context, plan, stage)
         else:
             ((number, draft),) = drafts.items()
-            own = {"costs": time_draft(context, deployment, draft, number)}
-            worker = make_draft_worker(context, deployment, number, draft)
+            own = {"costs": time_draft(context, plan, draft, number)}
+            worker = make_draft_worker(context, plan, number, draft)
         ready_s = CLOCK()  # rank 0 may begin a request as soon as it has the report
         context.link.report({"loaded_s": loaded_s} | own)
     except UserError as error:
         context.link.report({"error": f"rank {context.rank} ({socket.gethostname()}): {error}"})
-    ranks = [stage.rank for stage in deployment.plan.pipeline_of(context.rank)]
+    ranks = [stage.rank for stage in plan.assignment.pipeline_of(context.rank)]
     index = ranks.index(context.rank)
     previous = ranks[index - 1] if index else 0
     following = ranks[index + 1] if index + 1 < len(ranks) else None
-    courier = make_courier(context, deployment)
+    courier = make_courier(context, plan)
 
     def report(outbox: Outbox, ledger: StageLedger) -> None:
         context.link.report(context.take_figures(worker, outbox, ledger))
 
-    n_rows, n_embd = deployment.largest_input(context.rank)
-    samplers = 0 if deployment.plan.stage_of(context.rank) is None else deployment.samplers
+    n_rows, n_embd = plan.largest_input(context.rank)
     pipe = Pipe(
-        previous, following, n_rows, n_embd, context.options.wire_type, courier, samplers,
-        N_UNDER_WAY if context.options.prepare_ahead else 1, N_POSTED if context.options.post_ahead else 0,
-        deployment.hop_is_out_of_band(previous, context.rank), len(deployment.layers_read),
+        previous, following, n_rows, n_embd, plan.numerics.wire_type, courier, plan.ranks[context.rank].samplers,
+        N_UNDER_WAY if plan.prepare_ahead else 1, N_POSTED if plan.post_ahead else 0,
+        plan.hop_is_out_of_band(previous, context.rank), len(plan.layers_read),
     )  # fmt: skip
-    progress = progress_between(context.link.comm, deployment.host_names)
+    progress = progress_between(context.link.comm, plan.host_names)
     StageLoop(context.link.comm, pipe, worker, report, ready_s, context.flow, progress).run()
     for model in models:
         model.close()

@@ -1,18 +1,17 @@
 """What a run is asked to do, built once from the command line and checked as far as that goes without a model."""
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
+from pipeinfer.cluster.assignment import draft_widths, stage_ranks
 from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.backends import Backend
-from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS, MAX_SEQUENCES, NO_DEVICE, NO_DRAFT
+from pipeinfer.job.options.limits import AUTO_LAYERS, MAX_SEQUENCES, NO_DRAFT
+from pipeinfer.job.options.plan_file import PlanFile, read_plan
 from pipeinfer.job.options.sections import (
     Ablations,
     Experiments,
@@ -25,10 +24,8 @@ from pipeinfer.job.options.sections import (
     Resuming,
 )
 from pipeinfer.job.options.text_sections import ChatOptions, Context, GrammarOptions, Length, Prompt, Traffic
-from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
 from pipeinfer.policies import Iterative
-
-MAX_PROMPTS = 4
+from pipeinfer.sizes import count_text
 
 N_GUESS_STATES = 16
 """Guesses that trees may have at a time where layers keep states: each has a sequence, with a state, of its own."""
@@ -69,6 +66,8 @@ class RunOptions(
     """So are those in a message."""
     grammar: GrammarOptions = GrammarOptions()  # noqa: RUF009 (so is it)
     sampling: SamplingParams = SamplingParams()  # noqa: RUF009 (it is frozen)
+    planned: PlanFile | None = None
+    """What `plan` names, once it was read."""
     kept_numerics: str = ""
     """The name of those with which what goes on was begun; empty: nothing goes on."""
     parallel: int = 1
@@ -94,32 +93,6 @@ class RunOptions(
         return max(policy.n_rows for policy in (self.policy, *self.also))
 
     @property
-    def n_nodes(self) -> int:
-        """Nodes that a run of the target carries at most: guesses, or a root of each request."""
-        return max(self.n_guess_rows, self.parallel)
-
-    @property
-    def cache(self) -> CacheTypes:
-        """Of the target, with fast numerics."""
-        return CacheTypes(self.cache_type_k, self.cache_type_v)
-
-    @property
-    def draft_cache(self) -> CacheTypes:
-        return CacheTypes(self.cache_type_k_draft, self.cache_type_v_draft)
-
-    @property
-    def kernels(self) -> str:
-        """How the target's layers are computed: numerics, and layout of weights and types of the cache where they are
-        others."""
-        layout = () if self.repack else ("no", "repack")
-        return "-".join((self.numerics, *layout, *(self.cache if self.cache != F16_CACHE else ())))
-
-    @property
-    def rounding(self) -> str:
-        """Numerics, and what else rounds: where these differ a text may be another one."""
-        return self.kernels if self.wire_type is WireType.F32 else f"{self.kernels}-{self.wire_type}"
-
-    @property
     def may_have_samplers(self) -> bool:
         """Whether threads may choose tokens beside the last stage: unasked for many requests, if not all cores
         compute."""
@@ -127,10 +100,19 @@ class RunOptions(
             return self.samplers > 0
         return self.parallel > 1 and bool(self.threads or any(self.n_gpu_layers))
 
-    @property
-    def n_prompts(self) -> int:
-        """Prompts in blocks that are read at a time: each has a context of its own meanwhile."""
-        return min(MAX_PROMPTS, self.parallel)
+    def n_samplers(self, rank: int, is_spare: bool) -> int:
+        """Sampler threads beside the last stage, on this rank: as asked, else one where it has a spare core or a GPU.
+        None on rank 0."""
+        if rank == 0 or not self.may_have_samplers:
+            return 0
+        return int(is_spare) if self.samplers is None else self.samplers
+
+    def target_ranks(self, n_ranks: int) -> list[int]:
+        """The ranks with layers of the target, where no rank is chosen for the draft. Raises UserError for too few
+        ranks."""
+        n_drafts = len(self.drafts_in_use)
+        widths = draft_widths(n_drafts, self.draft_split if n_drafts else ())
+        return stage_ranks(n_ranks, widths, (self.draft_rank or 0) if n_drafts else 0)
 
     def n_target_guesses(self, rewinds: bool) -> int:
         """Of a target that does not rewind: guesses that trees may have at a time, each in a sequence of its own."""
@@ -143,14 +125,14 @@ class RunOptions(
         return self.n_seq if rewinds else self.parallel + self.n_target_guesses(rewinds)
 
     @property
-    def fixed_draft_rank(self) -> int:
-        """The rank of a lone draft where no other is chosen."""
-        return self.draft_rank or 0
-
-    @property
-    def is_by_rank(self) -> bool:
-        """Whether something is given for each rank or stage by itself: in another order it would be for others."""
-        return bool(self.layer_split) or max(map(len, (self.threads, self.n_gpu_layers, self.device, self.backend))) > 1
+    def may_choose_draft_rank(self) -> bool:
+        """Whether the planner chooses the rank of the draft: with one draft, and where nothing is given for each rank
+        or stage by its role."""
+        by_role = bool(self.layer_split or self.pace or self.lookup) or any(
+            len(values) > 1 for values in (self.n_gpu_layers, self.device, self.backend)
+        )
+        by_role = by_role or self.n_gpu_layers_draft != AUTO_LAYERS  # its speed there is nowhere timed
+        return self.draft_rank is None and len(self.drafts_in_use) == 1 and not by_role
 
     @property
     def drafts_in_use(self) -> tuple[Path, ...]:
@@ -178,95 +160,39 @@ def _escaped(found: re.Match[bytes]) -> bytes:
     return bytes.fromhex(word[1:].decode()) if word[:1] == b"x" else PLAIN.get(word, word)
 
 
-def threads_of_rank(threads: tuple[int, ...], rank: int, n_ranks: int, default: int) -> int:
-    if len(threads) not in (0, 1, n_ranks):
-        shown = ",".join(map(str, threads))
-        raise UserError(
-            f"--threads {shown} has {len(threads)} values, and the number of ranks is {n_ranks}; give one, or one for "
-            "each rank"
-        )
-    return (threads * n_ranks)[rank] if threads else default
+def with_plan(options: RunOptions, n_ranks: int) -> RunOptions:
+    """With what --plan decides. Raises UserError for a file that is no plan, or one for another number of ranks, and
+    for options that decide the same."""
+    if options.plan is None:
+        return options
+    planned = read_plan(options.plan)
+    if n_ranks != (n := len(planned.decisions["ranks"])):
+        raise UserError(f"--plan {options.plan} is for {count_text(n, 'rank')}, and the number of ranks is {n_ranks}; "
+                        "start as many, or plan again")  # fmt: skip
+    decided = planned.options()
+    for name, default, setting in settings_of(RunOptions):
+        if name in decided and getattr(options, name) != default:
+            raise UserError(f"{setting.flag} is what --plan {options.plan} decides; leave one of them out")
+    return replace(options, planned=planned, **decided)
 
 
-def gpu_layers_asked(options: RunOptions, rank: int) -> int:
-    """Of a rank, as given: ALL_LAYERS and AUTO_LAYERS are numbers too. 0 where it shall use no device."""
-    if device_of(options, rank) == NO_DEVICE:
-        return 0
-    given = options.n_gpu_layers
-    return given[rank] if len(given) > 1 else given[0]
+def check_draft_rank(options: RunOptions, n_ranks: int) -> None:
+    """Raises UserError for a rank that there is not, or that cannot be another than 0."""
+    rank = options.draft_rank
+    if not rank:
+        return
+    if rank >= n_ranks:
+        raise UserError(f"--draft-rank {rank}: the highest rank is {n_ranks - 1}; give one up to that, or start more")
+    reasons = {
+        f"{len(options.drafts)} drafts": len(options.drafts) > 1, "--lookup": options.lookup,
+        "--pace": options.pace is not None,
+    }  # fmt: skip
+    for reason in (each for each, holds in reasons.items() if holds):
+        raise UserError(f"--draft-rank {rank} is for one draft without lookup or pace, and here is {reason}; leave one "
+                        "of them out")  # fmt: skip
 
 
-def device_of(options: RunOptions, rank: int, n_ranks: int = 0) -> tuple[str, ...]:
-    """Names of the devices asked for on a rank, or NO_DEVICE; empty: none is named. A lone rank has all that are."""
-    given = options.device
-    if n_ranks == 1:
-        return tuple(name for names in given for name in names)
-    return given[rank % len(given)]
-
-
-def device_text(names: tuple[str, ...]) -> str:
-    """As the command line has it."""
-    return "+".join(names) or "auto"
-
-
-def backend_of(options: RunOptions, rank: int) -> Backend:
-    return options.backend[rank] if len(options.backend) > 1 else options.backend[0]
-
-
-def check_by_rank(options: RunOptions, n_ranks: int) -> None:
-    """Raises UserError unless options of ranks have one value, or one a rank, and go together on each rank."""
-    lists: tuple[tuple[str, tuple[Any, ...], Callable[[Any], str], str], ...] = (
-        ("--gpu-layers", options.n_gpu_layers, gpu_layers_text, ""),
-        ("--backend", options.backend, str, ""),
-        ("--device", options.device, device_text, " (several of one rank as CUDA0+CUDA1)"),
-    )
-    for flag, values, text, further in lists:
-        if len(values) not in (1, n_ranks) and not (flag == "--device" and n_ranks == 1):
-            raise UserError(
-                f"{flag} {','.join(map(text, values))} has {len(values)} values, and the number of ranks is {n_ranks}; "
-                f"give one, or one for each rank{further}"
-            )
-    for rank in range(n_ranks):
-        _check_rank(rank, backend_of(options, rank), gpu_layers_asked(options, rank), device_of(options, rank, n_ranks))
-
-
-def _check_rank(rank: int, backend: Backend, n_gpu_layers: int, names: tuple[str, ...]) -> None:
-    """`names`: of its devices. Raises UserError for what does not go together."""
-    shown = device_text(names)
-    if backend.is_torch and n_gpu_layers:
-        raise UserError(
-            f"-ngl is for layers that libllama computes, and rank {rank} has --backend {backend}; torch puts all of a "
-            "rank's layers on its GPU: leave -ngl out, or give it as 0 there"
-        )
-    if len(set(names)) < len(names) or ("none" in names and len(names) > 1):
-        raise UserError(f"--device {shown}: rank {rank} has {shown}; name each device once, or none alone")
-    if names and backend.is_torch:
-        raise UserError(
-            f"--device is for layers that libllama computes, and rank {rank} has --backend {backend}; say its device "
-            "there (torch:cuda:1), and auto here"
-        )
-    if names not in ((), NO_DEVICE) and not n_gpu_layers:
-        raise UserError(f"--device {shown}: rank {rank} has no layers for it, as -ngl is 0 there; give -ngl all, or a "
-                        "number of layers")  # fmt: skip
-
-
-def check_one_backend(options: RunOptions, ranks: Sequence[int]) -> None:
-    """Raises UserError when exact numerics are asked of target layers on these ranks that are computed in two ways."""
-    ways: dict[str, list[int]] = {}
-    for rank in ranks:
-        own = backend_of(options, rank)
-        ways.setdefault(str(Backend(own.name, dtype=own.dtype)), []).append(rank)
-    if options.numerics == "exact" and len(ways) > 1:
-        shown = ", ".join(
-            f"rank{'s' * (len(own) > 1)} {' '.join(map(str, own))} {way}" for way, own in sorted(ways.items())
-        )
-        raise UserError(
-            f"--numerics exact needs one --backend for all layers of the target, else the text depends on where it is "
-            f"cut; here they have: {shown}; give one, or --numerics fast"
-        )
-
-
-def check_wire_type(options: RunOptions) -> None:
+def check_wire_type(options: Numerics) -> None:
     """Raises UserError when exact numerics are asked of activations that are rounded between stages."""
     if options.numerics == "exact" and options.wire_type is not WireType.F32:
         raise UserError(
@@ -294,10 +220,6 @@ def without_effect(options: RunOptions, n_stages: int) -> tuple[str, ...]:
             f"--wire-type {options.wire_type} is without effect: one rank has all layers, no activations travel"
         )
     return tuple(lines)
-
-
-def gpu_layers_text(value: int) -> str:
-    return {ALL_LAYERS: "all", AUTO_LAYERS: "auto"}.get(value, str(value))
 
 
 def choose_drafts(given: tuple[Path, ...], default: tuple[Path, ...]) -> tuple[Path, ...]:

@@ -30,7 +30,7 @@ from pipeinfer.job.options.values import (
     Whole,
     WireName,
 )
-from pipeinfer.models.gguf.cache_types import CACHE_TYPES, F16_CACHE
+from pipeinfer.models.gguf.cache_types import CACHE_TYPES, F16_CACHE, CacheTypes
 from pipeinfer.models.hub_names import HubName
 from pipeinfer.models.llama.params import NUMA_STRATEGIES
 from pipeinfer.policies.registry import POLICIES
@@ -150,10 +150,15 @@ class Placement(Watching):
         "else on the CPU in f32; torch:cpu, torch:cuda:1, torch:cpu:bf16, torch:int8, torch:int4 say which. One value, "
         "or one a rank.",
     )  # fmt: skip
+    plan: Path | None = setting(
+        None, "--plan", type=File(),
+        help="Run by a plan that `pipeinfer plan --json` wrote: layers, threads, devices, numerics, context. Refused "
+        "where hosts or files are others.",
+    )  # fmt: skip
     layer_split: str | None = setting(
         None, "--layer-split", type=SPLIT,
-        help="Layers a stage (4,4,8) or proportions (0.25,0.25,0.5). [default: by size, or as ranks that are not alike "
-        "are timed]",
+        help="Layers a stage (4,4,8), proportions (0.25,0.25,0.5), or the file of a plan (plan.json). [default: by "
+        "size, or as ranks that are not alike are timed]",
     )  # fmt: skip
     draft_split: tuple[int, ...] = setting(
         (), "--draft-split", type=Listed(Whole(1, MAX_LAYERS)),
@@ -212,6 +217,27 @@ class Numerics:
         column=True, for_guesses=True,
         help="And its values.",
     )  # fmt: skip
+
+    @property
+    def cache(self) -> CacheTypes:
+        """Of the target, with fast numerics."""
+        return CacheTypes(self.cache_type_k, self.cache_type_v)
+
+    @property
+    def draft_cache(self) -> CacheTypes:
+        return CacheTypes(self.cache_type_k_draft, self.cache_type_v_draft)
+
+    @property
+    def kernels(self) -> str:
+        """How the target's layers are computed: numerics, and layout of weights and types of the cache where they are
+        others."""
+        layout = () if self.repack else ("no", "repack")
+        return "-".join((self.numerics, *layout, *(self.cache if self.cache != F16_CACHE else ())))
+
+    @property
+    def rounding(self) -> str:
+        """Numerics, and what else rounds: where these differ a text may be another one."""
+        return self.kernels if self.wire_type is WireType.F32 else f"{self.kernels}-{self.wire_type}"
 
 
 # -- guesses

@@ -14,13 +14,14 @@ from typing import Any
 import click
 from click.shell_completion import CompletionItem
 
+from pipeinfer.cluster.assignment import parse_split
 from pipeinfer.cluster.messages.activations import WireType
-from pipeinfer.cluster.plan import parse_split
 from pipeinfer.core.logit_bias import read_one
 from pipeinfer.core.scheduling.batch_planner import ONE_CHUNK
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS, INT32_MAX, MAX_CTX, MAX_THREADS
+from pipeinfer.job.options.plan_file import read_plan
 from pipeinfer.models.hub_names import parse_name
 
 NAME_MAX, PATH_MAX = 255, 4095
@@ -185,6 +186,8 @@ class Parsed(Text):
 
 
 def _split(text: str) -> str:
+    if text.endswith(".json"):
+        return ",".join(map(str, read_plan(Path(text)).layer_split))
     parse_split(text)
     return text
 

@@ -3,14 +3,17 @@
 from collections.abc import Sequence
 
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import RunOptions, backend_of
+from pipeinfer.job.options.sections import Numerics
+from pipeinfer.job.placement.devices import RankDevices
 from pipeinfer.models.gguf.cache_types import F16_CACHE, block_length
 from pipeinfer.models.gguf.model_info import ModelInfo
 
 AS_IT_IS = "leave them out, or give f16"
 
 
-def check_cache_types(options: RunOptions, n_ranks: int, info: ModelInfo, drafts: Sequence[ModelInfo]) -> None:
+def check_cache_types(
+    options: Numerics, devices: Sequence[RankDevices], info: ModelInfo, drafts: Sequence[ModelInfo]
+) -> None:
     """Raises UserError when types are asked for that the numerics, a backend or a model does not have."""
     if options.numerics == "exact" and options.cache != F16_CACHE:
         raise UserError(
@@ -19,11 +22,11 @@ def check_cache_types(options: RunOptions, n_ranks: int, info: ModelInfo, drafts
         )
     asked = options.cache, options.draft_cache
     if any(types != F16_CACHE for types in asked):
-        for rank in range(n_ranks):
-            if backend_of(options, rank).is_torch:
+        for rank, (own, _) in enumerate(devices):
+            if own.is_torch:
                 raise UserError(
                     f"--cache-type-k and -v are for layers that libllama computes, and rank {rank} has --backend "
-                    f"{backend_of(options, rank)}, whose caches are as its weights; {AS_IT_IS}"
+                    f"{own.backend}, whose caches are as its weights; {AS_IT_IS}"
                 )
     for model, types, end in ((info, asked[0], ""), *((draft, asked[1], "-draft") for draft in drafts)):
         for letter, name, lengths in (

@@ -1,14 +1,15 @@
-"""The deployment that runs: the layout of weights is chosen, and what does not fit is refused. Loads nothing."""
+"""The plan that a job runs: its numerics are chosen, and what does not fit is refused. Loads nothing."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from pipeinfer.cluster.assignment import Assignment
 from pipeinfer.cluster.hosts.cores import Host
-from pipeinfer.cluster.plan import Plan
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import Deployment, check_memory, lay_out, read_drafts
-from pipeinfer.job.placement.model_files import draft_translation
+from pipeinfer.job.placement.job_plan import JobPlan, check_memory
+from pipeinfer.job.placement.lay_out import PlanInputs, lay_out
+from pipeinfer.job.placement.model_files import draft_translation, read_drafts
 from pipeinfer.job.placement.numerics import other_numerics_text
 from pipeinfer.models.gguf.model_info import ModelInfo
 
@@ -22,61 +23,61 @@ OTHER_NUMERICS = (
 
 
 class DoesNotFit(UserError):
-    """A deployment takes more memory than there is; the message has the numbers."""
+    """A plan takes more memory than there is; the message has the numbers."""
 
-    def __init__(self, message: str, deployment: Deployment) -> None:
+    def __init__(self, message: str, plan: JobPlan) -> None:
         super().__init__(message)
-        self.deployment = deployment
+        self.plan = plan
 
 
-def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: int, n_prompt: int) -> Deployment:
+def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: int, n_prompt: int) -> JobPlan:
     """The plan for contexts of `n_ctx` tokens. Raises UserError for a wrong option, DoesNotFit for too little
     memory."""
-    drafts = read_drafts(options.drafts_in_use, info)
-    deployment = choose_layout(options, hosts, info, drafts, n_ctx, n_prompt)
-    kept, goes_on = options.kept_numerics, options.allow_other_numerics
-    if kept and deployment.numerics != kept:
-        same = _kept_layout(options, hosts, info, drafts, n_ctx, n_prompt)
-        deployment = same if same and (not goes_on or same.fits) else deployment
+    inputs = PlanInputs(options, hosts, info, read_drafts(options.drafts_in_use, info), n_ctx, n_prompt)
+    if planned := options.planned:
+        planned.check({"model": info.fingerprint, "drafts": [draft.fingerprint for draft in inputs.drafts]})
+    plan, kept, goes_on = choose_numerics(inputs), options.kept_numerics, options.allow_other_numerics
+    if (wanted := kept or (planned.numerics_name if planned else "")) and plan.numerics.name != wanted:
+        same = _with_numerics(inputs, wanted)
+        plan = same if same and (not goes_on or same.fits) else plan
+    if planned:
+        planned.check(plan.decisions)
     try:
-        check_memory(deployment, _way_out(deployment.plan, options.layer_split is not None))
+        check_memory(plan, _way_out(plan.assignment, options.layer_split is not None))
     except UserError as error:
         began = f"; what is to go on was begun with numerics {kept}, --allow-other-numerics goes on with others" if (
             kept and not goes_on) else ""  # fmt: skip
-        raise DoesNotFit(f"{error}{began}", deployment) from None
-    if kept and deployment.numerics != kept:
+        raise DoesNotFit(f"{error}{began}", plan) from None
+    if kept and plan.numerics.name != kept:
         if not goes_on:
-            raise UserError(other_numerics_text(kept, deployment.numerics))
-        deployment = replace(deployment, notes=(*deployment.notes, OTHER_NUMERICS.format(kept, deployment.numerics)))
-    translations = [None if draft.head else draft_translation(info.path, draft.path) for draft in deployment.drafts]
-    return replace(deployment, translations=tuple(translations))
+            raise UserError(other_numerics_text(kept, plan.numerics.name))
+        plan = replace(plan, notes=(*plan.notes, OTHER_NUMERICS.format(kept, plan.numerics.name)))
+    translations = [None if draft.head else draft_translation(info.path, draft.path) for draft in plan.drafts]
+    return replace(plan, translations=tuple(translations), begun=kept)
 
 
-def choose_layout(
-    options: RunOptions, hosts: Sequence[Host], info: ModelInfo, drafts: Sequence[ModelInfo], n_ctx: int, n_prompt: int
-) -> Deployment:
-    """With weights repacked where that is worth it and fits, else as they are in the file, which needs less memory: the
-    layout is chosen here, and nowhere later."""
-    deployment = lay_out(options, hosts, info, drafts, n_ctx, n_prompt)
-    if not deployment.repacked or deployment.fits:
-        return deployment
-    mapped = lay_out(options, _without_repacking(hosts), info, drafts, n_ctx, n_prompt)
-    return replace(mapped, notes=(*mapped.notes, NOT_REPACKED.format(deployment.numerics, mapped.numerics)))
+def choose_numerics(inputs: PlanInputs) -> JobPlan:
+    """With weights repacked where that is worth it and fits, else as they are in the file, which needs less memory:
+    that is chosen here, and nowhere later."""
+    plan = lay_out(inputs)
+    if not plan.numerics.repacked or plan.fits:
+        return plan
+    mapped = lay_out(_without_repacking(inputs))
+    return replace(mapped, notes=(*mapped.notes, NOT_REPACKED.format(plan.numerics.name, mapped.numerics.name)))
 
 
-def _kept_layout(
-    options: RunOptions, hosts: Sequence[Host], info: ModelInfo, drafts: Sequence[ModelInfo], n_ctx: int, n_prompt: int
-) -> Deployment | None:
-    """That with the numerics which a job began with, whether it fits or not; None where there is none."""
-    both = [lay_out(options, each, info, drafts, n_ctx, n_prompt) for each in (hosts, _without_repacking(hosts))]
-    return next((each for each in both if each.numerics == options.kept_numerics), None)
+def _with_numerics(inputs: PlanInputs, name: str) -> JobPlan | None:
+    """With the numerics of this name, whether it fits or not; None where there is none."""
+    both = [lay_out(each) for each in (inputs, _without_repacking(inputs))]
+    return next((each for each in both if each.numerics.name == name), None)
 
 
-def _without_repacking(hosts: Sequence[Host]) -> list[Host]:
-    return [replace(host, repacked=()) for host in hosts]
+def _without_repacking(inputs: PlanInputs) -> PlanInputs:
+    return replace(inputs, hosts=[replace(host, repacked=()) for host in inputs.hosts])
 
 
-def _way_out(plan: Plan, chosen: bool) -> str:
+def _way_out(assignment: Assignment, chosen: bool) -> str:
     """Where memory is short. `chosen`: the user has split the layers."""
-    first = "leave --layer-split out, " if chosen else "no split was found that fits; " if len(plan.stages) > 1 else ""
+    is_cut = len(assignment.stages) > 1
+    first = "leave --layer-split out, " if chosen else "no split was found that fits; " if is_cut else ""
     return f"{first}use a smaller context (-c), more ranks on further hosts, or a smaller quantisation"

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from functools import cache, lru_cache, partial
 from typing import NamedTuple
 
+from pipeinfer.cluster.assignment import Assignment, Stages
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.cluster.hosts.free_memory import Memory, check_fits, free_memory
 from pipeinfer.cluster.hosts.gpu_memory import left_on_gpus
-from pipeinfer.cluster.plan import Plan, Stages
 from pipeinfer.cluster.spread import StageRoom
 from pipeinfer.cluster.stages.samplers import N_BUFFERS
 from pipeinfer.core.kv.blocks import LARGEST
-from pipeinfer.job.options.backends import Backend
-from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS
-from pipeinfer.job.options.options import RunOptions, backend_of, gpu_layers_asked
+from pipeinfer.job.placement.capacity import CELLS_PADDING, Capacity
+from pipeinfer.job.placement.devices import DevicePlan, RankDevices
+from pipeinfer.job.placement.numerics import NumericsPlan
 from pipeinfer.job.placement.torch_memory import torch_memory
 from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
 from pipeinfer.models.gguf.head import layers_read
@@ -24,10 +24,8 @@ from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.slice import slice_bytes
 from pipeinfer.models.heads.head_drafter import N_KEPT
 from pipeinfer.models.llama.buffers import buffer_bytes
-from pipeinfer.models.llama.ggml import load_library
 from pipeinfer.models.llama.prefill import N_SEQ, STATE_CELLS
 
-CELLS_PADDING = 256  # libllama's
 N_SPARE_STATES = 2  # of sequences beside those of requests
 N_MESSAGES = 4  # on their way in and out of a rank at a time
 TOKEN_BYTES, MERGE_BYTES = 250, 200  # of a vocabulary, on rank 0 (measured)
@@ -39,31 +37,36 @@ _slice_bytes = lru_cache(maxsize=1 << 16)(slice_bytes)
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """What a target and its drafts take of ranks' memory. `n_rows`: of the largest run; `n_in_blocks`: of a prompt."""
+    """What a target and its drafts take of ranks' memory.
 
-    options: RunOptions
+    drafts       the smallest first
+    devices      of each rank
+    n_in_blocks  rows of a prompt in blocks
+    lacks        of each rank, the models whose files are not on its host, as far as that is known
+    in_cache     slices are kept on disks
+    has_samplers threads may choose tokens beside the last stage
+    """
+
     info: ModelInfo
-    drafts: Sequence[ModelInfo]  # the smallest first
-    n_cells: int
-    n_rows: int
+    drafts: Sequence[ModelInfo]
+    capacity: Capacity
+    numerics: NumericsPlan
+    devices: Sequence[RankDevices]
     n_in_blocks: int
     lacks: Sequence[frozenset[str]] = ()
-    """Of each rank, the models whose files are not on its host, as far as that is known."""
-    draft_options: Sequence[RunOptions] = ()
-    """Of each rank, those by which it computes what it has of drafts; empty: the job's."""
-    repacked: tuple[tuple[int, int], ...] = ()
-    """See `Deployment`."""
+    in_cache: bool = False
+    has_samplers: bool = False
 
-    def of_plan(self, plan: Plan) -> tuple[Memory, ...]:
+    def of_ranks(self, assignment: Assignment) -> tuple[Memory, ...]:
         """Of every rank."""
-        found = self._with_drafts(plan.n_ranks, plan.drafts)
-        for stage in plan.stages:
+        found = self._with_drafts(assignment.n_ranks, assignment.drafts)
+        for stage in assignment.stages:
             found[stage.rank] += self.of_stage(self._computed_by(stage.rank), stage.first, stage.last)
         return tuple(found)
 
-    def on_gpus(self, plan: Plan) -> tuple[int, ...]:
+    def on_gpus(self, assignment: Assignment) -> tuple[int, ...]:
         """Bytes that libllama puts on each rank's GPUs, without the driver's and without torch's."""
-        return tuple(self._on_gpus(plan.n_ranks, (*plan.drafts, plan.stages)))
+        return tuple(self._on_gpus(assignment.n_ranks, (*assignment.drafts, assignment.stages)))
 
     def _on_gpus(self, n_ranks: int, placed: Sequence[Stages]) -> list[int]:
         """The same of the models that have their ranks: the drafts, the smallest first, and then the target."""
@@ -76,12 +79,13 @@ class MemoryNeeds:
 
     def _of_gpu(self, number: int, by: Computed, first: int, last: int) -> int:
         """Of layers [first, last) of a draft, or of the target, whose number comes after theirs."""
-        if not by.n_on_gpu or by.backend.is_torch:
+        if not by.device.uses_gpus:
             return 0
-        is_draft = number < len(self.drafts)
-        info, n_rows = (self.drafts[number], self.options.n_guess_rows) if is_draft else (self.info, self.n_rows)
-        types = self.options.draft_cache if is_draft else self.options.cache
-        return gpu_bytes(info, first, last, self.n_cells, n_rows, self._n_outputs, by.n_on_gpu, types)
+        is_draft, capacity = number < len(self.drafts), self.capacity
+        info, n_rows = (self.drafts[number], capacity.n_guess_rows) if is_draft else (self.info, capacity.n_rows)
+        types = self.numerics.draft_cache if is_draft else self.numerics.cache
+        n_on_gpu = by.device.n_gpu_layers
+        return gpu_bytes(info, first, last, capacity.n_cells, n_rows, capacity.n_outputs, n_on_gpu, types)
 
     def room(self, hosts: Sequence[Host], placed: Sequence[Stages], ranks: Sequence[int]) -> StageRoom:
         """What is left on `ranks`, one host a rank, for the next draft, or for the target after all drafts."""
@@ -107,11 +111,11 @@ class MemoryNeeds:
     def _with_drafts(self, n_ranks: int, placed: Sequence[Stages]) -> list[Memory]:
         """Of every rank, what it holds besides layers of models that have no place yet."""
         row_bytes = (4 + 2 * len(self.layers_read)) * self.info.n_embd  # activations, and features in bf16
-        found = [Memory(buffers=N_MESSAGES * row_bytes * self.n_rows)] * n_ranks
+        found = [Memory(buffers=N_MESSAGES * row_bytes * self.capacity.n_rows)] * n_ranks
         # drafts' vocabularies are freed before weights are loaded
         found[0] += Memory(buffers=HEAD_BYTES + vocabulary_bytes(self.info))
         n_features = len(self.layers_read) * self.info.n_embd  # of a token; the draft keeps some
-        found[0] += Memory(buffers=4 * n_features * min(self.n_cells, N_KEPT))
+        found[0] += Memory(buffers=4 * n_features * min(self.capacity.n_cells, N_KEPT))
         for number, stages in enumerate(placed):
             for stage in stages:
                 found[stage.rank] += self.of_draft(number, self._computed_by(stage.rank, True), stage.first, stage.last)
@@ -119,74 +123,61 @@ class MemoryNeeds:
 
     def _computed_by(self, rank: int, is_draft: bool = False) -> Computed:
         lacks = self.lacks[rank] if self.lacks else frozenset[str]()
-        options = self.draft_options[rank] if is_draft and self.draft_options else self.options
-        return Computed(backend_of(options, rank), gpu_layers(options, rank), lacks)
+        return Computed(self.devices[rank].draft if is_draft else self.devices[rank].target, lacks)
 
     def of_draft(self, number: int, by: Computed, first: int, last: int) -> Memory:
         """Of layers [first, last) of a draft."""
-        draft, types = self.drafts[number], self.options.draft_cache
+        draft, types = self.drafts[number], self.numerics.draft_cache
         is_cut = last - first < draft.n_layer
-        n_rows = self.options.n_guess_rows
+        n_rows = self.capacity.n_guess_rows
         messages = Memory(buffers=N_MESSAGES * 4 * n_rows * draft.n_embd if is_cut else 0)
         return messages + self._of_layers(draft, by, first, last, n_rows, exact=False, types=types)
 
     def of_stage(self, by: Computed, first: int, last: int) -> Memory:
         """Of layers [first, last) of the target."""
-        info, options = self.info, self.options
-        found = self._of_layers(info, by, first, last, self.n_rows, options.numerics == "exact", options.cache)
+        info, capacity, numerics = self.info, self.capacity, self.numerics
+        found = self._of_layers(info, by, first, last, capacity.n_rows, numerics.exact, numerics.cache)
         n_read = sum(first <= layer < last for layer in self.layers_read)
-        found += Memory(buffers=4 * n_read * self.n_rows * info.n_embd)
-        if last == info.n_layer and options.may_have_samplers:
-            found += Memory(buffers=N_BUFFERS * 4 * self._n_outputs * info.n_vocab)
-        if by.backend.is_torch:
+        found += Memory(buffers=4 * n_read * capacity.n_rows * info.n_embd)
+        if last == info.n_layer and self.has_samplers:
+            found += Memory(buffers=N_BUFFERS * 4 * capacity.n_outputs * info.n_vocab)
+        if by.device.is_torch:
             return found
         if not info.layers.rewinds:
-            n_states = options.n_target_seq(False) + N_SPARE_STATES
+            n_states = capacity.n_target_seq + N_SPARE_STATES
             return found + Memory(kv=n_states * sum(info.layers.state_bytes[first:last]))
         if self.n_in_blocks:
-            n_prompts = options.n_prompts
+            n_prompts = capacity.n_prompts
             # prompts that are read at a time have as many rows together as the cache has cells at most
-            n_rows = min(n_prompts * self.n_in_blocks, max(self.n_in_blocks, self.n_cells))
-            found += prefill_memory(info, first, last, n_prompts, n_rows, self.n_rows)
+            n_rows = min(n_prompts * self.n_in_blocks, max(self.n_in_blocks, capacity.n_cells))
+            found += prefill_memory(info, first, last, n_prompts, n_rows, capacity.n_rows)
         return found
 
     def _of_layers(
         self, info: ModelInfo, by: Computed, first: int, last: int, n_rows: int, exact: bool, types: CacheTypes
     ) -> Memory:
         """Of layers [first, last) with one context for runs of up to `n_rows`."""
-        in_file = self.options.slice_cache is not None
+        in_file = self.in_cache
         is_sent = str(info.path) in by.lacks and not in_file  # by rank 0, and there is no cache to keep it in
         # a first stage looks tokens up in the model's file where there is one
         table = Memory(weights=info.input_bytes if first == 0 and last < info.n_layer and is_sent else 0)
-        sizes = (self.n_cells, n_rows, self._n_outputs)
-        if by.backend.is_torch:
-            return table + torch_memory(info, first, last, *sizes, by.backend, in_file, is_sent)
-        mapped = not self.options.repack or (exact and not self.repacked)
-        return table + slice_memory(info, first, last, *sizes, exact, in_file, by.n_on_gpu, is_sent, types, mapped)
+        sizes, numerics = (self.capacity.n_cells, n_rows, self.capacity.n_outputs), self.numerics
+        if by.device.is_torch:
+            return table + torch_memory(info, first, last, *sizes, by.device.backend, in_file, is_sent)
+        n_on_gpu, mapped = by.device.n_gpu_layers, not numerics.repack or (exact and not numerics.repacked)
+        return table + slice_memory(info, first, last, *sizes, exact, in_file, n_on_gpu, is_sent, types, mapped)
 
     @property
     def layers_read(self) -> tuple[int, ...]:
         """Of the target, by a draft."""
         return layers_read(draft.head for draft in self.drafts)
 
-    @property
-    def _n_outputs(self) -> int:
-        return max(self.options.n_guess_rows, self.options.n_seq) + 1
-
 
 class Computed(NamedTuple):
-    """What computes a rank's layers. `n_on_gpu`: of libllama's, negative: all. `lacks`: models without a file there."""
+    """What computes a rank's layers. `lacks`: models without a file there."""
 
-    backend: Backend
-    n_on_gpu: int
+    device: DevicePlan
     lacks: frozenset[str] = frozenset()
-
-
-def gpu_layers(options: RunOptions, rank: int) -> int:
-    """How many of a model's layers a rank puts on its GPU, negative: all. Auto: as this rank's library can."""
-    if (asked := gpu_layers_asked(options, rank)) != AUTO_LAYERS:
-        return asked
-    return ALL_LAYERS if load_library().llama_supports_gpu_offload() else 0
 
 
 def vocabulary_bytes(info: ModelInfo) -> int:

@@ -17,20 +17,26 @@ from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.models.text.vocabularies import Translation, find_translation
 
 
-def open_models(options: RunOptions) -> tuple[ModelInfo, Tokenizer]:
+def open_models(target: Path, drafts: Sequence[Path]) -> tuple[ModelInfo, Tokenizer]:
     """The target's header and vocabulary. Raises UserError when a model is unusable or the draft's does not fit."""
-    info = read_model_info(options.model)
-    tokenizer = Tokenizer(options.model)
-    for path in options.drafts_in_use:
+    info = read_model_info(target)
+    tokenizer = Tokenizer(target)
+    for path in drafts:
         draft = draft_of(path, info)
         draft.check_rewinds("it cannot be a draft: take another one, or -md none")
-        translation = None if draft.head and draft.head.own else draft_translation(options.model, path)
+        translation = None if draft.head and draft.head.own else draft_translation(target, path)
         if draft.head and translation and not translation.alike:
             raise UserError(
-                f"{path} is a head for another model than {options.model}: they share {translation.n_shared} of "
+                f"{path} is a head for another model than {target}: they share {translation.n_shared} of "
                 f"{len(translation.said)} tokens; give the head that was trained for it, another draft, or -md none"
             )
     return info, tokenizer
+
+
+def read_drafts(paths: Sequence[Path], target: ModelInfo) -> list[ModelInfo]:
+    """Their headers, a head first, then the smallest. Raises UserError for what cannot draft for the target."""
+    found = [draft_of(path, target) for path in paths]
+    return sorted(found, key=lambda draft: (draft.head is None, draft.n_bytes))
 
 
 def draft_translation(target: Path, draft: Path) -> Translation | None:

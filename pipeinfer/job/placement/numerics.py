@@ -1,36 +1,71 @@
-"""The name of a job's numerics: everything that decides the bits of its texts beside the model and the request.
+"""What decides the bits of a job's texts beside the models and the requests, and its name.
 
 Free memory, the number of ranks, threads and the policy are no part of it. Knows no request.
 """
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from pipeinfer.cluster.hosts.cores import Host
-from pipeinfer.cluster.plan import Plan
-from pipeinfer.job.options.backends import Backend
-from pipeinfer.job.options.options import RunOptions, backend_of
-from pipeinfer.job.placement.memory import gpu_layers
+from pipeinfer.cluster.messages.activations import WireType
+from pipeinfer.job.options.sections import Numerics
+from pipeinfer.job.placement.devices import DevicePlan
+from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
 from pipeinfer.models.llama.ggml import type_name
 
 N_DIGITS = 4
 """Of a digest of what repacked kernels add up to: they differ between processors."""
 
 
-def numerics_name(options: RunOptions, hosts: Sequence[Host], plan: Plan, repacked: Sequence[tuple[int, int]]) -> str:
-    """`repacked`: types of weights that are laid out anew with exact numerics, and rows of each at once. Such as
+@dataclass(frozen=True, slots=True)
+class NumericsPlan:
+    """Jobs of the same name give the same texts.
+
+    exact      a row has the same bits in every batch and tree
+    repack     libllama may copy weights into the layout of faster kernels
+    repacked   types of the target's weights that are repacked with `exact`, and rows of each at once
+    blocks     prompts are evaluated in blocks that follow from their length; see pipeinfer.core.kv.blocks
+    parked     rejected cells of the target stay taken until all are packed
+    wire_type  of activations between ranks
+    cache      types of the target's keys and values, where `exact` does not choose them
+    kernels    how layers are computed, in names under which times are kept
+    """
+
+    name: str = ""
+    exact: bool = True
+    repack: bool = True
+    repacked: tuple[tuple[int, int], ...] = ()
+    blocks: bool = False
+    parked: bool = False
+    wire_type: WireType = WireType.F32
+    cache: CacheTypes = F16_CACHE
+    draft_cache: CacheTypes = F16_CACHE
+    kernels: str = "exact"
+
+
+def numerics_of(options: Numerics, repacked: tuple[tuple[int, int], ...], blocks: bool) -> NumericsPlan:
+    """Before ranks have their layers: without a name."""
+    return NumericsPlan(
+        "", options.numerics == "exact", options.repack, repacked, blocks, False, options.wire_type, options.cache,
+        options.draft_cache, options.kernels,
+    )  # fmt: skip
+
+
+def named(plan: NumericsPlan, target: Sequence[DevicePlan], host: Host) -> NumericsPlan:
+    """`target`: what computes each stage of the target. `host`: one of them; all repack alike. A name is such as
     `exact`, `exact-q4_0.32-1f3a`, `fast-q8_0-f16`, `exact-torch`."""
-    parts = [options.rounding]
-    if repacked:
-        parts += [f"{type_name(type)}.{n_rows}" for type, n_rows in repacked]
-        used = {type for type, _ in repacked}
-        results = "".join(digest for type, _, digest in hosts[0].repacked if type in used)
+    parts = [plan.kernels if plan.wire_type is WireType.F32 else f"{plan.kernels}-{plan.wire_type}"]
+    if plan.repacked:
+        parts += [f"{type_name(type)}.{n_rows}" for type, n_rows in plan.repacked]
+        used = {type for type, _ in plan.repacked}
+        results = "".join(digest for type, _, digest in host.repacked if type in used)
         parts.append(hashlib.sha256(results.encode()).hexdigest()[:N_DIGITS])
-    ranks = [stage.rank for stage in plan.stages]
-    backends = {Backend(own.name, dtype=own.dtype) for rank in ranks if (own := backend_of(options, rank)).is_torch}
-    parts += sorted(map(str, backends))
-    parts += ["gpu"] if any(gpu_layers(options, rank) for rank in ranks) else []
-    return "-".join(parts)
+    parts += sorted(str(kernels) for kernels in {own.kernels for own in target if own.is_torch})
+    parts += ["gpu"] if any(own.uses_gpus for own in target) else []
+    # libllama's exact numerics add in the order of cells; torch sorts them itself
+    parked = plan.exact and not all(own.is_torch for own in target)
+    return replace(plan, name="-".join(parts), parked=parked)
 
 
 def other_numerics_text(kept: str, name: str) -> str:

@@ -8,7 +8,7 @@ from rich.console import Console
 from pipeinfer.cluster.hosts.cores import sharers
 from pipeinfer.cluster.hosts.free_memory import UNLIMITED, spare_memory
 from pipeinfer.cluster.hosts.gpu_memory import spare_on_gpus
-from pipeinfer.job.placement.deployment import Deployment, ModelFile
+from pipeinfer.job.placement.job_plan import JobPlan, ModelFile
 from pipeinfer.observe.report import show_table, without_suffixes
 from pipeinfer.observe.texts.plan_text import ALWAYS, CELLS, plan_cells
 from pipeinfer.sizes import size_text
@@ -24,29 +24,30 @@ RANKS_SHOWN = 8
 """In a line."""
 
 
-def show_plan(console: Console, deployment: Deployment, about: str = "") -> None:
+def show_plan(console: Console, plan: JobPlan, about: str = "") -> None:
     """A row a rank, whether it fits or not. `about`: a line above the table."""
     if about:
         console.print(about)
-    rows = plan_rows(deployment, list(map(Node, deployment.hosts)))
+    rows = plan_rows(plan, list(map(Node, plan.hosts)))
     show_table(console, *plan_cells(rows, tuple(CELLS) if console.width >= ENOUGH else (*ALWAYS, *WHERE)))
 
 
-def show_start(console: Console, deployment: Deployment, brief: str, about: str, verbose: bool) -> None:
+def show_start(console: Console, plan: JobPlan, brief: str, about: str, verbose: bool) -> None:
     """A line of models, ranks and memory with what is `brief`, and a line of who has what; if `verbose` the plan with
     what is to be said `about` it, and the name of its numerics."""
     if verbose:
-        show_plan(console, deployment, f"{about}, numerics {deployment.numerics}")
+        show_plan(console, plan, f"{about}, numerics {plan.numerics.name}")
         return
-    hosts, plan = {host.name for host in deployment.hosts}, deployment.plan
-    models = " with the draft ".join(map(_named, [deployment.model, *deployment.drafts]))
-    where = f"{_counted(plan.n_ranks, 'rank')} of {_counted(len(hosts), 'host')}" if plan.n_ranks > 1 else "1 rank"
-    memory = size_text(sum(memory.total for memory in deployment.memory))
+    hosts, assignment = {host.name for host in plan.hosts}, plan.assignment
+    models = " with the draft ".join(map(_named, [plan.model, *plan.drafts]))
+    ranks = _counted(assignment.n_ranks, "rank")
+    where = f"{ranks} of {_counted(len(hosts), 'host')}" if assignment.n_ranks > 1 else ranks
+    memory = size_text(sum(memory.total for memory in plan.memory))
     shown = [
-        f"{rank}{f' ({deployment.hosts[rank].name})' if len(hosts) > 1 else ''} {plan.describe(rank)}"
-        for rank in range(min(plan.n_ranks, RANKS_SHOWN))
+        f"{rank}{f' ({plan.hosts[rank].name})' if len(hosts) > 1 else ''} {assignment.describe(rank)}"
+        for rank in range(min(assignment.n_ranks, RANKS_SHOWN))
     ]
-    more = f"; {plan.n_ranks - RANKS_SHOWN} more: -v" if plan.n_ranks > RANKS_SHOWN else ""
+    more = f"; {assignment.n_ranks - RANKS_SHOWN} more: -v" if assignment.n_ranks > RANKS_SHOWN else ""
     for line in (f"{models} on {where}, {memory}, {brief}", f"rank {'; '.join(shown)}{more}"):
         console.print(line, markup=False, soft_wrap=True)
 
@@ -59,7 +60,7 @@ def _counted(n: int, what: str) -> str:
     return f"{n} {what}{'s' * (n != 1)}"
 
 
-def plan_rows(deployment: Deployment, nodes: Sequence[Node]) -> list[dict[str, Any]]:
+def plan_rows(plan: JobPlan, nodes: Sequence[Node]) -> list[dict[str, Any]]:
     """Of every rank, in bytes; null where nobody knows. `nodes`: what each runs on.
 
     layer_s               a row in a layer of the target's mean size, and who says so
@@ -69,13 +70,13 @@ def plan_rows(deployment: Deployment, nodes: Sequence[Node]) -> list[dict[str, A
     gpu_bytes, gpu_spare_bytes   what libllama puts on its GPUs, and what is left there likewise; null: nobody knows
     spare_bytes           what is left there when all ranks of the host have theirs; negative: so much is missing
     """
-    hosts, memories = deployment.hosts, deployment.memory
-    spare = spare_memory(*deployment.free_memory, memories)
-    on_gpus = spare_on_gpus(hosts, deployment.on_gpus)
+    hosts, memories = plan.hosts, plan.memory
+    spare = spare_memory(*plan.free_memory, memories)
+    on_gpus = spare_on_gpus(hosts, plan.on_gpus)
     rows = []
     for rank, (node, memory, left) in enumerate(zip(nodes, memories, spare, strict=True)):
-        roles, room = deployment.plan.roles(rank), node.host.memory
-        share = sharers(hosts, deployment.plan.computing, rank)
+        roles, room = plan.assignment.roles(rank), node.host.memory
+        share = sharers(hosts, plan.assignment.computing, rank)
         speed = hosts[rank].speed
         room_bytes = min(room.host, room.own)
         rows.append(
@@ -85,12 +86,12 @@ def plan_rows(deployment: Deployment, nodes: Sequence[Node]) -> list[dict[str, A
                 "n_cores": node.host.n_cores if node.host.n_cores != UNKNOWN_CORES else None,
                 "room_bytes": room_bytes if room_bytes < UNLIMITED else None,
                 "gpu": node.gpu or None,
-                "backend": str(deployment.backends[rank]),
-                "device": deployment.devices[rank] or None,
+                "backend": str(plan.device(rank).backend),
+                "device": plan.device(rank).name or None,
                 "read_bytes_per_s": node.machine.bytes_per_s / share if node.machine else None,
                 "flop_per_s": node.machine.flop_per_s / share if node.machine else None,
                 "speed_source": node.source or None,
-                "layer_s": speed.layer_s(deployment.model.sizes.layer_bytes) if speed else None,
+                "layer_s": speed.layer_s(plan.model.sizes.layer_bytes) if speed else None,
                 "layer_source": speed.source if speed else None,
                 "role": " + ".join(name for name, _ in roles) or "head",
                 "layers": " + ".join(span for _, span in roles if span) or None,
@@ -100,10 +101,10 @@ def plan_rows(deployment: Deployment, nodes: Sequence[Node]) -> list[dict[str, A
                 "memory_bytes": memory.total,
                 "needed_bytes": memory.needed,
                 "spare_bytes": left,
-                "gpu_bytes": deployment.on_gpus[rank],
+                "gpu_bytes": plan.on_gpus[rank],
                 "gpu_spare_bytes": on_gpus[rank],
                 "fits": (left is None or left >= 0) and (on_gpus[rank] or 0) >= 0,
-                "threads": deployment.threads[rank] if node.host.n_cores != UNKNOWN_CORES else None,
+                "threads": plan.threads[rank] if node.host.n_cores != UNKNOWN_CORES else None,
             }
         )
     return rows

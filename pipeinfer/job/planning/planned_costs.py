@@ -1,14 +1,14 @@
-"""A deployment on known machines -> costs of its stages, drafts and links. Times nothing."""
+"""A plan on known machines -> costs of its stages, drafts and links. Times nothing."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 
+from pipeinfer.cluster.assignment import StagePlan
 from pipeinfer.cluster.hosts.cores import Host, sharers
 from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
-from pipeinfer.cluster.plan import StagePlan
 from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile
 from pipeinfer.errors import UserError
-from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
 from pipeinfer.models.gguf.model_info import ModelInfo, layer_of
 from pipeinfer.virtual.nodes import Node
@@ -47,7 +47,7 @@ def _share_of_experts(info: ModelInfo) -> float:
     return min(1.0, used.value / all_.value) if all_.value > 0 else 1.0
 
 
-def machines_of(deployment: Deployment, info: ModelInfo, nodes: Sequence[Node]) -> list[Machine]:
+def machines_of(plan: JobPlan, info: ModelInfo, nodes: Sequence[Node]) -> list[Machine]:
     """Of each rank its share of its host, whose ranks all compute, as fast as a row was in the layers of `info` where
     these were timed there. Raises UserError when some speed is not known."""
     found, model = [], model_of(info)
@@ -56,7 +56,7 @@ def machines_of(deployment: Deployment, info: ModelInfo, nodes: Sequence[Node]) 
             raise UserError(
                 f"the speed of {node.host.name} is not known; give gb_per_s and gflop_per_s in the hosts file"
             )
-        own = _slowed(node.machine, sharers(deployment.hosts, deployment.plan.computing, rank))
+        own = _slowed(node.machine, sharers(plan.hosts, plan.assignment.computing, rank))
         speed = node.host.speed
         if speed:
             factor = speed.layer_s(info.layer_bytes) / own.slice_of(model, 1, True).layer.at(1)
@@ -86,7 +86,7 @@ def _slowed(machine: Machine, factor: float) -> Machine:
 
 
 def planned_profile(
-    deployment: Deployment, info: ModelInfo, drafts: Sequence[ModelInfo], nodes: Sequence[Node], link: LinkCost,
+    plan: JobPlan, info: ModelInfo, drafts: Sequence[ModelInfo], nodes: Sequence[Node], link: LinkCost,
     cache: CacheTypes = F16_CACHE, draft_cache: CacheTypes = F16_CACHE,
 ) -> Profile:  # fmt: skip
     """What it costs; `info`, `drafts`: of its models; `cache`: of the target.
@@ -94,10 +94,10 @@ def planned_profile(
     Raises UserError for what virtual time does not know: a rank that has target and draft, a draft that is cut, a host
     whose speed nobody knows.
     """
-    plan, machines = deployment.plan, machines_of(deployment, info, nodes)
-    if plan.n_ranks == 1 and plan.drafts:
+    assignment, machines = plan.assignment, machines_of(plan, info, nodes)
+    if assignment.n_ranks == 1 and assignment.drafts:
         raise UserError("a lone rank computes target and draft in turns, which is not simulated")
-    if max(plan.draft_split, default=1) > 1:
+    if max(assignment.draft_split, default=1) > 1:
         raise UserError("a draft on several ranks is not simulated")
     target = model_of(info, cache)
 
@@ -107,14 +107,14 @@ def planned_profile(
     return Profile(
         name="the plan",
         n_embd=target.n_embd,
-        stages=tuple(cost(stage, target) for stage in plan.stages),
+        stages=tuple(cost(stage, target) for stage in assignment.stages),
         drafts=tuple(
-            cost(own, model_of(draft, draft_cache)) for draft, (own,) in zip(drafts, plan.drafts, strict=True)
+            cost(own, model_of(draft, draft_cache)) for draft, (own,) in zip(drafts, assignment.drafts, strict=True)
         ),
         link=link,
         head=HEAD,
-        head_is_first=plan.stages[0].rank == 0,
+        head_is_first=assignment.stages[0].rank == 0,
         sleeps=True,
-        blocks=deployment.blocks,
-        parked=deployment.parked,
+        blocks=plan.numerics.blocks,
+        parked=plan.numerics.parked,
     )

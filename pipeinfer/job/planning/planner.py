@@ -12,10 +12,13 @@ from pipeinfer.cluster.timing.costs import LinkCost, Profile
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deploy import choose_layout
-from pipeinfer.job.placement.deployment import Deployment, read_drafts
+from pipeinfer.job.placement.deploy import choose_numerics
+from pipeinfer.job.placement.devices import plan_devices
+from pipeinfer.job.placement.job_plan import JobPlan
+from pipeinfer.job.placement.lay_out import PlanInputs
+from pipeinfer.job.placement.model_files import read_drafts
 from pipeinfer.job.planning.planned_costs import planned_profile, with_described_speeds
-from pipeinfer.job.profiling.schedule import kinds_of, ranks_to_time
+from pipeinfer.job.profiling.schedule import all_threads, kinds_of, ranks_to_time
 from pipeinfer.job.requests.request import fit_context
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.observe.texts.plan_text import UNFIT
@@ -70,34 +73,36 @@ class Planner:
     @property
     def n_ctx(self) -> int:
         """Raises UserError when the prompt does not fit."""
-        return fit_context(self.options, self.info, self.n_prompt)[0]
+        return fit_context(self.options.ctx_size, self.options.predict, self.info, self.n_prompt)[0]
 
     @cached_property
-    def deployment(self) -> Deployment:
+    def plan(self) -> JobPlan:
         """Raises UserError when splits or threads do not fit; whether the memory does, `shortage` says."""
         timed = [node.host for node in self.nodes]
         hosts = with_described_speeds(self.nodes, self.info) if self.is_described else timed
-        return choose_layout(self.options, hosts, self.info, self.drafts_in_use, self.n_ctx, self.n_prompt)
+        inputs = PlanInputs(self.options, hosts, self.info, self.drafts_in_use, self.n_ctx, self.n_prompt)
+        return choose_numerics(inputs)
 
     @property
     def may_split_otherwise(self) -> bool:
         """Whether `run` would time ranks that do not look alike, and of which nobody says how fast they are."""
-        hosts, kinds = self.deployment.hosts, kinds_of(self.options, self.deployment.hosts)
+        hosts, devices = self.plan.hosts, plan_devices(self.options, self.plan.hosts)
+        kinds = kinds_of(hosts, all_threads(self.options.threads, hosts), devices)
         ranks = ranks_to_time(self.options, hosts)
         return len({kinds[rank] for rank in ranks}) > 1 and any(hosts[rank].speed is None for rank in ranks)
 
     @property
     def shortage(self) -> int:
         """Bytes that are missing where most are; 0: it fits."""
-        spare = spare_memory(*self.deployment.free_memory, self.deployment.memory)
-        on_gpus = spare_on_gpus(self.deployment.hosts, self.deployment.on_gpus)
+        spare = spare_memory(*self.plan.free_memory, self.plan.memory)
+        on_gpus = spare_on_gpus(self.plan.hosts, self.plan.on_gpus)
         return max(0, max((-each for each in (*spare, *on_gpus) if each is not None), default=0))
 
     def lay_out(self, has_draft: bool) -> Profile:
         """The costs of the plan; without a draft its rank has layers too, as in `run`."""
         asked = self if has_draft or not self.drafts_in_use else self.changed(policy=Iterative())
         caches = self.options.cache, self.options.draft_cache
-        costs = planned_profile(asked.deployment, self.info, asked.drafts_in_use, self.nodes, self.link, *caches)
+        costs = planned_profile(asked.plan, self.info, asked.drafts_in_use, self.nodes, self.link, *caches)
         return replace(costs, wire_type=self.options.wire_type)
 
     def predict(self, policy: Policy) -> Prediction:

@@ -1,4 +1,4 @@
-"""Rank 0 turns options into a deployment and a request, and checks all that can be wrong before models load."""
+"""Rank 0 turns options into a plan and a request, and checks all that can be wrong before models load."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import STDIN
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deploy import DoesNotFit, deploy
-from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.placement.model_files import open_models
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.chat_format import ChatFormat, open_format
@@ -21,6 +21,7 @@ from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.results import RESULTS
 from pipeinfer.observe.table import Table
 from pipeinfer.outputs import check_separate, check_writable
+from pipeinfer.virtual.nodes import Node
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +35,11 @@ class ChatSetup:
 
 def prepare(
     options: RunOptions, hosts: Sequence[Host], given: bool = True
-) -> tuple[Deployment, tuple[GenerationRequest, Tokenizer]]:
+) -> tuple[JobPlan, tuple[GenerationRequest, Tokenizer]]:
     """`given`: whether the prompt is the user's. Raises UserError for whatever is wrong with the options, the files and
     how they fit together."""
     check_outputs(options)
-    info, tokenizer = open_models(options)
+    info, tokenizer = open_models(options.model, options.drafts_in_use)
     options = constrained(options, tokenizer)
     text, format = read_prompt(options), open_format(options, info, tokenizer)
     names = tokenizer.control_names if options.parse_special else None
@@ -53,20 +54,22 @@ def prepare(
     if format:
         request = replace(request, stops=format.stops)
     try:
-        deployment = deploy(options, hosts, info, request.n_ctx, len(prompt))
+        plan = deploy(options, hosts, info, request.n_ctx, len(prompt))
     except DoesNotFit as error:
         if options.kept_numerics:  # advice would be for others
             raise
-        from pipeinfer.job.planning.suggestions import advised  # takes a while to import
+        from pipeinfer.job.planning.planner import ETHERNET, open_planner  # takes a while to import
+        from pipeinfer.job.planning.suggestions import advised
 
-        raise advised(error, options, hosts, info, len(prompt)) from None
-    return _noted(deployment, options, info), (request, tokenizer)
+        nodes = list(map(Node, hosts))
+        raise advised(error, open_planner(options, info, nodes, ETHERNET, len(prompt), ())) from None
+    return plan, (request, tokenizer)
 
 
-def prepare_chat(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, ChatSetup]:
+def prepare_chat(options: RunOptions, hosts: Sequence[Host]) -> tuple[JobPlan, ChatSetup]:
     """The same for a chat; `options.chat` must be there. A template that is broken is refused here."""
     check_outputs(options)
-    info, tokenizer = open_models(options)
+    info, tokenizer = open_models(options.model, options.drafts_in_use)
     options = constrained(options, tokenizer)
     format = open_format(options, info, tokenizer)
     assert format, "a chat without its options"
@@ -76,34 +79,23 @@ def prepare_chat(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment
     n_ctx = options.ctx_size or min(info.n_ctx_train, DEFAULT_CTX)
     n_predict = options.predict if options.predict >= 0 else n_ctx
     request = GenerationRequest(
-        (), n_predict, n_ctx, options.sampling.settled, end_tokens(options, tokenizer), format.stops, markers=True,
-        keep=True,
+        (), n_predict, n_ctx, options.sampling.settled, end_tokens(options.ignore_eos, tokenizer), format.stops,
+        markers=True, keep=True, policy=options.policy,
     )  # fmt: skip
-    return _noted(deploy(options, hosts, info, n_ctx, n_ctx), options, info), ChatSetup(request, format, first)
+    return deploy(options, hosts, info, n_ctx, n_ctx), ChatSetup(request, format, first)
 
 
 def deploy_largest(
     options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: int, least: int, n_prompt: int
-) -> tuple[Deployment, int]:
-    """The deployment and its context: `n_ctx` tokens, or without -c as many as fit, `least` at least. Raises
-    UserError."""
+) -> JobPlan:
+    """The plan for a context of `n_ctx` tokens, or without -c of as many as fit, `least` at least. Raises UserError."""
     while True:
         try:
-            return deploy(options, hosts, info, n_ctx, min(n_ctx, n_prompt)), n_ctx
+            return deploy(options, hosts, info, n_ctx, min(n_ctx, n_prompt))
         except DoesNotFit:
             if options.ctx_size or n_ctx <= least:
                 raise
             n_ctx = max(least, n_ctx // 2)
-
-
-def _noted(deployment: Deployment, options: RunOptions, info: ModelInfo) -> Deployment:
-    if options.ctx_size <= info.n_ctx_train:
-        return deployment
-    beyond = (
-        f"-c {options.ctx_size} is more than the {info.n_ctx_train} tokens that the model was trained for; what comes "
-        "behind these may be of no use"
-    )
-    return replace(deployment, notes=(*deployment.notes, beyond))
 
 
 def check_outputs(options: RunOptions, table: Table = RESULTS) -> None:

@@ -4,16 +4,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deploy import DoesNotFit
-from pipeinfer.job.placement.deployment import check_memory
+from pipeinfer.job.placement.job_plan import check_memory
 from pipeinfer.job.placement.memory import CELLS_PADDING
-from pipeinfer.job.planning.planner import ETHERNET, Planner, Prediction, open_planner
-from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.job.planning.planner import Planner, Prediction
 from pipeinfer.sizes import size_text
-from pipeinfer.virtual.nodes import Node
 
 MOST_NODES = 64
 """More than so many further hosts are not advised."""
@@ -67,18 +63,15 @@ def shortage_text(planner: Planner, helping: Sequence[Suggestion]) -> str:
         else f"{''.join(nearest)}take hosts with more memory, or a smaller quantisation"
     )
     try:
-        check_memory(planner.deployment, way_out)
+        check_memory(planner.plan, way_out)
     except UserError as error:
         return str(error)
     raise AssertionError(f"{planner.shortage} bytes are missing, and nothing is refused")
 
 
-def advised(
-    error: DoesNotFit, options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_prompt: int
-) -> DoesNotFit:
+def advised(error: DoesNotFit, planner: Planner) -> DoesNotFit:
     """The same refusal of a job with one prompt, with what would help there."""
-    planner = open_planner(options, info, list(map(Node, hosts)), ETHERNET, n_prompt, ())
-    return DoesNotFit(shortage_text(planner, suggestions(planner, [])) or str(error), error.deployment)
+    return DoesNotFit(shortage_text(planner, suggestions(planner, [])) or str(error), error.plan)
 
 
 def _tried(planner: Planner) -> Iterator[Suggestion]:
@@ -135,7 +128,7 @@ def _enough(wider: Callable[[int], Planner]) -> int:
 
     def is_plan(n: int) -> bool:
         try:
-            return bool(wider(n).deployment)
+            return bool(wider(n).plan)
         except UserError:  # more stages than layers
             return False
 

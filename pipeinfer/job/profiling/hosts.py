@@ -6,9 +6,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.errors import UserError
 from pipeinfer.job.loading.device_messages import sends_from_device
-from pipeinfer.job.options.options import RunOptions, backend_of
-from pipeinfer.job.placement.gpus import check_own_devices, own_gpus
+from pipeinfer.job.options.limits import OFF
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.devices import plan_devices
+from pipeinfer.job.placement.gpus import can_offload, check_present, gpus, own_gpus
 from pipeinfer.job.placement.model_files import fetch_models
 from pipeinfer.models.gguf.head import OWN_HEAD
 from pipeinfer.models.gguf.model_info import part_paths
@@ -34,15 +37,26 @@ def find_hosts(crew: "Crew", options: RunOptions) -> tuple[RunOptions, Sequence[
 def describe_own(
     options: RunOptions, hosts: Sequence[Host], rank: int, ask_mpi: Callable[[], bool | None] = lambda: None
 ) -> Host:
-    """A rank's host, asked there, with the models that it lacks, free memory of its GPUs, whether MPI reads that, and
-    the types of weights that may be repacked there with exact numerics. Raises UserError for wrong GPUs."""
-    check_own_devices(options, hosts, rank)
+    """A rank's host, asked there, with the models that it lacks, its GPUs and their free memory, whether MPI reads
+    that, and the types of weights that may be repacked there with exact numerics. Raises UserError for wrong GPUs."""
+    offloads = can_offload()
+    uses_gpus = offloads and (any(options.n_gpu_layers) or options.n_gpu_layers_draft != 0)
+    present = gpus() if uses_gpus or any(options.device) else []
+    alike = [replace(host, offloads=offloads) for host in hosts]  # where others' builds differ, they say so later
+    alike[rank] = own = replace(alike[rank], gpu_names=tuple(device.name for device in present))
+    devices = plan_devices(options, alike)
+    if named := devices[rank].target.devices:
+        try:
+            check_present(named, present)
+        except UserError as error:
+            raise UserError(f"rank {rank} (host {own.name}): {error}") from None
     paths = (options.model, *(path for path in options.drafts if path != OWN_HEAD))
-    may_repack = options.repack and options.numerics == "exact" and not backend_of(options, rank).is_torch
+    may_repack = options.repack and options.numerics == "exact" and not devices[rank].target.is_torch
+    gpu_aware = OFF if options.pace else options.gpu_aware
     return replace(
-        hosts[rank],
+        own,
         lacks=frozenset(str(path) for path in paths if not all(map(os.path.exists, part_paths(path)))),
-        gpus=own_gpus(options, hosts, rank),
-        device_messages=sends_from_device(options, hosts, rank, ask_mpi),
+        gpus=own_gpus(devices[rank], present),
+        device_messages=sends_from_device(gpu_aware, devices, own, rank, ask_mpi),
         repacked=repacked_types() if may_repack else (),
     )

@@ -4,19 +4,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from statistics import mean
 
+from pipeinfer.cluster.assignment import Sizes
 from pipeinfer.cluster.hosts.cores import Host, ranks_there, spare_cores
 from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
-from pipeinfer.cluster.plan import Sizes
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import (
-    RunOptions,
-    backend_of,
-    check_by_rank,
-    device_of,
-    gpu_layers_asked,
-)
-from pipeinfer.job.placement.deployment import threads_of_ranks
-from pipeinfer.job.placement.draft_rank import check_draft_rank, may_choose, target_ranks
+from pipeinfer.job.options.options import RunOptions, check_draft_rank
+from pipeinfer.job.placement.devices import RankDevices, plan_devices
+from pipeinfer.job.placement.lay_out import threads_of_ranks
 
 TIMED_BYTES = 128 << 20
 """Weights that are timed: more than caches hold, so that they come from where a stage's will."""
@@ -32,39 +26,35 @@ Kind = tuple[object, ...]
 
 
 def ranks_to_time(options: RunOptions, hosts: Sequence[Host]) -> list[int]:
-    """The ranks that get layers of the target, if they are not alike and the split is free; else none."""
-    ranks = stages_of_target(options, hosts) if not options.layer_split and not options.pace else []
-    kinds = kinds_of(options, hosts) if ranks else []
+    """The ranks that get layers of the target, or may get some, if they are not alike and the split is free; else
+    none. None where options are wrong, which planning says."""
+    n_ranks = len(hosts)
+    if options.layer_split or options.pace:
+        return []
+    try:
+        kinds = kinds_of(hosts, all_threads(options.threads, hosts), plan_devices(options, hosts))
+        check_draft_rank(options, n_ranks)
+        ranks = options.target_ranks(n_ranks)
+    except UserError:
+        return []
+    if options.may_choose_draft_rank and n_ranks > 1:
+        ranks = list(range(n_ranks))
     return ranks if len({(hosts[rank].name, kinds[rank]) for rank in ranks}) > 1 else []
 
 
-def stages_of_target(options: RunOptions, hosts: Sequence[Host]) -> list[int]:
-    """The ranks that get, or may get, layers of the target; none where the options are wrong."""
-    n_ranks, n_drafts = len(hosts), len(options.drafts_in_use)
-    try:
-        check_by_rank(options, n_ranks)
-        planned_threads(options, hosts)
-        check_draft_rank(options, n_ranks)
-        ranks = target_ranks(options, n_ranks, n_drafts)
-        return list(range(n_ranks)) if may_choose(options) and n_ranks > 1 else ranks
-    except UserError:
-        return []
+def all_threads(threads: tuple[int, ...], hosts: Sequence[Host]) -> tuple[int, ...]:
+    """Of each rank, all of which compute. `threads`: as given. Raises UserError for a wrong number of values."""
+    return threads_of_ranks(threads, frozenset(range(len(hosts))), hosts)
 
 
-def planned_threads(options: RunOptions, hosts: Sequence[Host]) -> tuple[int, ...]:
-    """Of each rank: all of them compute. Raises UserError when there are too few or too many values."""
-    return threads_of_ranks(options.threads, frozenset(range(len(hosts))), hosts)
+def kinds_of(hosts: Sequence[Host], threads: Sequence[int], devices: Sequence[RankDevices]) -> list[Kind]:
+    """Of every rank. Ranks of one kind should be equally fast."""
+    return [_kind(hosts, threads, devices[rank], rank) for rank in range(len(hosts))]
 
 
-def kinds_of(options: RunOptions, hosts: Sequence[Host]) -> list[Kind]:
-    """Of every rank. Ranks of one kind should be equally fast. Raises UserError for a wrong number of threads."""
-    threads = planned_threads(options, hosts)
-    return [_kind(options, hosts, threads, rank) for rank in range(len(hosts))]
-
-
-def _kind(options: RunOptions, hosts: Sequence[Host], threads: Sequence[int], rank: int) -> Kind:
+def _kind(hosts: Sequence[Host], threads: Sequence[int], own: RankDevices, rank: int) -> Kind:
     host, beside = hosts[rank], sorted(threads[other] for other in ranks_there(hosts, rank))
-    work = str(backend_of(options, rank)), gpu_layers_asked(options, rank), device_of(options, rank)
+    work = str(own.target.backend), own.target.n_gpu_layers, own.target.name
     return host.processor, host.n_cores, threads[rank], *work, tuple(beside)
 
 

@@ -41,7 +41,7 @@ class BodyPrompts:
         self._say, self._is_told = say, False
         self.warn: Callable[[str], object] = complain
         self.n_ctx = n_ctx or min(options.ctx_size or MAX_CTX, info.n_ctx_train)
-        self._ends = end_tokens(options, tokenizer)
+        self._ends = end_tokens(options.ignore_eos, tokenizer)
 
     @cached_property
     def format(self) -> ChatFormat:
@@ -120,7 +120,7 @@ class BodyPrompts:
         return GenerationRequest(
             tuple(prompt), n_predict, len(prompt) + max(1, n_predict), sampling.settled, ends | {*body.stop_tokens},
             stops, markers=bool(body.messages), spans=spans_of_turns([*earlier, prompt]) if earlier else None,
-            priority=body.priority, thought=thought,
+            priority=body.priority, thought=thought, policy=self.options.policy,
         )  # fmt: skip
 
     def _chat(self, body: Body, rendered: Rendered | UserError) -> tuple[list[int], str]:

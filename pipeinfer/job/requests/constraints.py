@@ -6,6 +6,7 @@ from pipeinfer.core.logit_bias import read_biases
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.options.text_sections import GrammarOptions
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.request import read_text
 from pipeinfer.models.text.grammar_check import check_grammar
@@ -17,7 +18,7 @@ from pipeinfer.models.text.tokenizer import Tokenizer
 
 def constrained(options: RunOptions, tokenizer: Tokenizer) -> RunOptions:
     """The same with the grammar that is asked for in its sampling. Raises UserError for what cannot be had."""
-    sampling = replace(options.sampling, grammar=_grammar(options))
+    sampling = replace(options.sampling, grammar=_grammar(options.grammar))
     check_constraints(sampling, options.ignore_eos, tokenizer)
     return replace(options, sampling=sampling)
 
@@ -52,8 +53,7 @@ def complain_of_mismatch(sampling: SamplingParams, text: str) -> None:
         complain(f"the text does not fit the JSON schema: {wrong}")
 
 
-def _grammar(options: RunOptions) -> str:
-    given = options.grammar
+def _grammar(given: GrammarOptions) -> str:
     if given.schema is not None:
         return _schema("--json-schema", given.schema)
     if given.schema_file is not None:

@@ -18,8 +18,7 @@ from typing import Any, TypeAlias
 
 from pipeinfer.cluster.watch.attempts import own_attempt
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.process.limited import MAX_LENGTH
 from pipeinfer.job.process.supervised import (
@@ -41,9 +40,9 @@ Part: TypeAlias = str | int | Sequence[int]
 ModelId: TypeAlias = tuple[str, str]  # fingerprint and numerics: what texts depend on but requests
 
 
-def model_id(options: RunOptions, deployment: Deployment) -> ModelId:
+def model_id(plan: JobPlan) -> ModelId:
     """Of texts that go on: with the numerics with which they were begun."""
-    return deployment.model.fingerprint, options.kept_numerics or deployment.numerics
+    return plan.model.fingerprint, plan.text_numerics
 
 
 def kept_numerics(path: Path | None) -> str:

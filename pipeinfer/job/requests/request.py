@@ -4,18 +4,21 @@ nothing and plans nothing."""
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from pipeinfer.core.kv.blocks import Span
+from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_CTX, STDIN
 from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.options.text_sections import Prompt
 from pipeinfer.job.process.limited import read_limited
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.policies import Iterative
 
 DEFAULT_CTX = 4096
 BYTE_ORDER_MARK = "\ufeff"
@@ -53,6 +56,9 @@ class GenerationRequest:
     thought: str = ""
     """What ends the reasoning that the prompt begins."""
 
+    policy: Policy = field(default_factory=Iterative, repr=False)
+    """No part of what names a request: the text is the same under every policy."""
+
     def open(self, id: int) -> Request:
         """Its state in an engine."""
         return Request(
@@ -65,19 +71,19 @@ def make_request(
     options: RunOptions, info: ModelInfo, tokenizer: Tokenizer, prompt: Sequence[int], n_most: int = 0
 ) -> GenerationRequest:
     """`n_most`: tokens of the longest prompt that the same context shall hold. Raises UserError when it does not."""
-    n_ctx, n_predict = fit_context(options, info, max(n_most, len(prompt)))
+    n_ctx, n_predict = fit_context(options.ctx_size, options.predict, info, max(n_most, len(prompt)))
     return GenerationRequest(
-        tuple(prompt), n_predict, n_ctx, options.sampling.settled, end_tokens(options, tokenizer), options.stops,
-        markers=options.chat is not None,
+        tuple(prompt), n_predict, n_ctx, options.sampling.settled, end_tokens(options.ignore_eos, tokenizer),
+        options.stops, markers=options.chat is not None, policy=options.policy,
     )  # fmt: skip
 
 
-def end_tokens(options: RunOptions, tokenizer: Tokenizer) -> frozenset[int]:
+def end_tokens(ignore_eos: bool, tokenizer: Tokenizer) -> frozenset[int]:
     """Those that end a generation."""
-    return frozenset() if options.ignore_eos else frozenset(tokenizer.ends)
+    return frozenset() if ignore_eos else frozenset(tokenizer.ends)
 
 
-def read_prompt(options: RunOptions) -> str:
+def read_prompt(options: Prompt) -> str:
     if options.prompt is not None and options.file is None:
         return options.prompt
     if options.prompt is not None or options.file is None:
@@ -109,20 +115,21 @@ def check_trained(info: ModelInfo, n_prompt: int, n_predict: int) -> None:
         )
 
 
-def fit_context(options: RunOptions, info: ModelInfo, n_prompt: int) -> tuple[int, int]:
-    """(context size, tokens to generate), both final. Raises UserError when they do not fit."""
-    limit = options.ctx_size or min(info.n_ctx_train, MAX_CTX)
-    source = f"-c {limit}" if options.ctx_size else f"the model's context of {limit}"
-    way_out = "raise -c" if options.ctx_size else "give -c to go beyond what it was trained for"
+def fit_context(ctx_size: int, predict: int, info: ModelInfo, n_prompt: int) -> tuple[int, int]:
+    """(context size, tokens to generate), both final; `ctx_size`, `predict`: as the options have them. Raises UserError
+    when they do not fit."""
+    limit = ctx_size or min(info.n_ctx_train, MAX_CTX)
+    source = f"-c {limit}" if ctx_size else f"the model's context of {limit}"
+    way_out = "raise -c" if ctx_size else "give -c to go beyond what it was trained for"
     if n_prompt >= limit:
         raise UserError(f"the prompt has {n_prompt} tokens, {source} holds {limit} with the text to come; {way_out}")
-    if options.predict < 0:
-        n_ctx = options.ctx_size or min(limit, max(DEFAULT_CTX, 2 * n_prompt))
+    if predict < 0:
+        n_ctx = ctx_size or min(limit, max(DEFAULT_CTX, 2 * n_prompt))
         return n_ctx, n_ctx - n_prompt
-    if n_prompt + options.predict > limit:
+    if n_prompt + predict > limit:
         raise UserError(
-            f"-n {options.predict} would be cut: {source} leaves {limit - n_prompt} tokens "
+            f"-n {predict} would be cut: {source} leaves {limit - n_prompt} tokens "
             f"after the {n_prompt} of the prompt; "
             f"use -n {limit - n_prompt} at most, or {way_out}"
         )
-    return options.ctx_size or n_prompt + options.predict, options.predict
+    return ctx_size or n_prompt + predict, predict

@@ -2,28 +2,18 @@
 
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.job.launch.context import Context
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.planning.prepare import prepare
 from pipeinfer.job.planning.prepared import start_prepared
-from pipeinfer.job.requests.journal import Journal, model_id, open_journal
-from pipeinfer.job.requests.request import GenerationRequest
-from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.job.requests.experiment import ExperimentSettings
+from pipeinfer.job.requests.journal import model_id, open_journal
+from pipeinfer.job.run.run_work import RunWork
 from pipeinfer.observe.experiment import digest
-
-
-@dataclass(frozen=True, slots=True)
-class RunWork:
-    """`key`: what is asked, in the notes."""
-
-    request: GenerationRequest
-    tokenizer: Tokenizer
-    key: str
-    journal: Journal
 
 
 def run_job(options: RunOptions) -> int:
@@ -31,17 +21,19 @@ def run_job(options: RunOptions) -> int:
     return start_prepared(options, options, _prepare, _run_head)
 
 
-def _prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, RunWork]:
-    deployment, (request, tokenizer) = prepare(options, hosts)
+def _prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[JobPlan, RunWork]:
+    plan, (request, tokenizer) = prepare(options, hosts)
     asked = replace(request, sampling=replace(request.sampling, seed=options.sampling.seed))
-    model = model_id(options, deployment)
-    return deployment, RunWork(
-        request, tokenizer, digest((asked, model[0], options.rounding)), open_journal(options.resume, model)
-    )
+    model = model_id(plan)
+    is_split = options.layer_split is not None and not options.plan
+    return plan, RunWork(
+        request, tokenizer, digest((asked, model[0], options.rounding)), open_journal(options.resume, model),
+        ExperimentSettings.of(options), options, options, bool(options.drafts), is_split,
+    )  # fmt: skip
 
 
-def _run_head(context: Context, deployment: Deployment, work: RunWork) -> int:
+def _run_head(context: Context, plan: JobPlan, work: RunWork) -> int:
     from pipeinfer.job.run.head import Head  # draws: only rank 0 pays for importing what it draws with
 
     with closing(work.journal):
-        return Head(context, deployment, work.request, work.tokenizer, work.key, work.journal).run()
+        return Head(context, plan, work).run()

@@ -2,7 +2,7 @@
 and because what ranks note would grow without end."""
 
 from pipeinfer.job.launch.context import CLOCK
-from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.serve.front import Picture
 from pipeinfer.job.session.rank_uses import RankUses
 from pipeinfer.job.session.session import Figures, Session
@@ -19,10 +19,10 @@ USES = ("busy", "cancelled", "waiting", "idle")
 class Pictures:
     """`on`: somebody watches."""
 
-    def __init__(self, session: Session, deployment: Deployment) -> None:
-        self.session, self.deployment, self.on = session, deployment, False
+    def __init__(self, session: Session, plan: JobPlan) -> None:
+        self.session, self.plan, self.on = session, plan, False
         self._asked_s = CLOCK()
-        self._uses = RankUses(deployment, self._asked_s)
+        self._uses = RankUses(plan, self._asked_s)
         self._found: Figures | None = None
 
     @property
@@ -46,7 +46,7 @@ class Pictures:
     def _picture(self, found: Figures) -> Picture:
         seconds, uses = self._asked_s - self._uses.noted_s, self._uses.note(found, self._asked_s)
         return Picture(seconds, [
-            {"rank": rank, "role": self.deployment.plan.describe(rank)}
+            {"rank": rank, "role": self.plan.assignment.describe(rank)}
             | {name: getattr(use, f"{name}_s") / max(seconds, 1e-9) for name in USES}
             for rank, use in uses.items()
         ])  # fmt: skip

@@ -9,11 +9,9 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.errors import JobError, StopRequested
 from pipeinfer.job.launch.context import CLOCK, Context
-from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.planning.plan_table import show_start
 from pipeinfer.job.planning.prepared import start_prepared
 from pipeinfer.job.process.complain import complain
@@ -50,18 +48,18 @@ def run_serve(asked: ServeOptions, open_front: Callable[[Any, str], Front]) -> i
     """`pipeinfer serve`, on every rank; returns the exit code. `open_front`: makes the front on rank 0 of its settings
     and a version, as `Setup` has it;
     raises UserError for what is wrong with them."""
-
-    def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[Deployment, ServeWork]:
-        return prepare_serve(replace(asked, run=options), hosts, open_front)
-
-    return start_prepared(asked, asked.run, prepare, lambda *head: Service(*head).run())
+    return start_prepared(
+        asked, asked.run, lambda options, hosts: prepare_serve(replace(asked, run=options), hosts, open_front),
+        lambda *head: Service(*head).run(),
+    )  # fmt: skip
 
 
 class Service:
     """Rank 0's part of one."""
 
-    def __init__(self, context: Context, deployment: Deployment, work: ServeWork) -> None:
-        self.context, self.deployment, self.work, self.options = context, deployment, work, context.options
+    def __init__(self, context: Context, plan: JobPlan, work: ServeWork) -> None:
+        self.context, self.plan, self.work = context, plan, work
+        self.n_requests = plan.capacity.n_requests
         self.front, self.drain = work.front, Drain(work.drain_s)
         self.console = stderr_console()
         self._waiting: list[tuple[Ask, GenerationRequest, float]] = []  # by priority, then as they came; when
@@ -73,14 +71,14 @@ class Service:
     def run(self) -> int:
         """Returns the exit code."""
         flag, n_ctx = self.context.flag, self.work.setup.n_ctx
-        brief = f"context {n_ctx}, up to {self.options.parallel} requests at a time"
-        show_start(self.console, self.deployment, brief, self._about(), self.options.verbose)
+        brief = f"context {n_ctx}, up to {self.n_requests} requests at a time"
+        show_start(self.console, self.plan, brief, self._about(), self.work.verbose)
         self.front.start(self.work.setup)
         try:
-            with open_session(self.context, self.deployment, self._is_called) as session:
+            with open_session(self.context, self.plan, self._is_called, verbose=self.work.verbose) as session:
                 flag.interrupts = self.drain
-                self.session, self.pictures = session, Pictures(session, self.deployment)
-                self.requests = OpenRequests(self.context, session, self.work.tokenizer, n_ctx, self._tell)
+                self.session, self.pictures = session, Pictures(session, self.plan)
+                self.requests = OpenRequests(self.context, session, self.work.tokenizer, self._tell)
                 self.front.tell(Ready(self.work.setup.limit))
                 with suppress(StopRequested):
                     self._serve()
@@ -97,8 +95,8 @@ class Service:
         return flag.exit_code or code
 
     def _about(self) -> str:
-        setup, policy = self.work.setup, self.options.policy.name
-        return f"policy {policy}, up to {self.options.parallel} requests at a time, context {setup.n_ctx}"
+        setup, policy = self.work.setup, self.work.policy.name
+        return f"policy {policy}, up to {self.n_requests} requests at a time, context {setup.n_ctx}"
 
     def _is_called(self) -> bool:
         """Whether there is something to do but for the engine: its waits end then."""
@@ -154,7 +152,7 @@ class Service:
         return GenerationRequest(
             ask.prompt, ask.n_predict, len(ask.prompt) + max(1, ask.n_predict), ask.sampling,
             frozenset(ask.ends), ask.stops, ask.markers, ask.spans, ask.keep,
-            ask.priority, ask.begun,
+            ask.priority, ask.begun, policy=self.work.policy,
         )  # fmt: skip
 
     def _drop(self, id: int) -> None:
@@ -172,7 +170,7 @@ class Service:
         while self._waiting and self.requests.has_room(self._waiting[at := self._first()][1]):
             ask, asked, came_s = self._waiting.pop(at)
             on_turn, on_prompt = partial(self._turn, ask.id), partial(self._read, ask.id)
-            opened = self.requests.begin(asked, self.options.policy.begin(), came_s, on_turn, on_prompt)
+            opened = self.requests.begin(asked, came_s, on_turn, on_prompt)
             self._open[ask.id], self._ids[opened], self._clients[ask.id] = opened, ask.id, ask.client
 
     def _first(self) -> int:

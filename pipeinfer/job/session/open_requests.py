@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 from pipeinfer.cluster.messages.wire import text_bytes
 from pipeinfer.cluster.stages.serve import N_TEXT_MAX
-from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.core.scheduling.admission import ahead_of
 from pipeinfer.job.launch.context import CLOCK, Context
+from pipeinfer.job.placement.capacity import EngineSettings
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.logprobs import Entries, Entry
 from pipeinfer.job.requests.printer import Printer
@@ -63,19 +63,21 @@ class News:
 
 
 class OpenRequests:
-    """`n_ctx`: tokens that the open requests have together at most. `take`: hears what has come of requests, as soon
-    as it has, all of the same run at a time; it may begin and stop some. `say`: is given the lines of `Notices`."""
+    """`take`: hears what has come of requests, as soon
+    as it has, all of the same run at a time; it may begin and stop some. `say`: is given the lines of `Notices`.
+    `settings`: of the engine, None: the plan's."""
 
     def __init__(
-        self, context: Context, session: Session, tokenizer: Tokenizer, n_ctx: int,
+        self, context: Context, session: Session, tokenizer: Tokenizer,
         take: Callable[[Sequence[News]], None], say: Callable[[str], object] = complain,
+        settings: EngineSettings | None = None,
     ) -> None:  # fmt: skip
         self.take, self.notices = take, Notices(say, CLOCK)
-        self.context, self.session, self.tokenizer, self.n_ctx = context, session, tokenizer, n_ctx
-        self.options = context.options
-        self.engine = session.set_up(self.options)
+        self.context, self.session, self.tokenizer = context, session, tokenizer
+        self.n_ctx, self.n_requests = session.plan.capacity.n_ctx, session.plan.capacity.n_requests
+        self.engine = session.set_up(settings)
         self.engine.taker = self._hear
-        self.engine.admission.ahead, self.engine.admission.n_open = ahead_of(n_ctx), self.options.parallel
+        self.engine.admission.ahead, self.engine.admission.n_open = ahead_of(self.n_ctx), self.n_requests
         self._open: dict[int, Open] = {}
 
     def __len__(self) -> int:
@@ -93,7 +95,7 @@ class OpenRequests:
         return self.n_text + text_bytes(asked.sampling) <= N_TEXT_MAX and (
             not self._open
             or admission.would_pass(asked.priority)
-            or (len(self._open) < self.options.parallel and admission.n_reserved + self._n_soon(asked) <= self.n_ctx)
+            or (len(self._open) < self.n_requests and admission.n_reserved + self._n_soon(asked) <= self.n_ctx)
         )
 
     def _n_soon(self, asked: GenerationRequest) -> int:
@@ -101,7 +103,7 @@ class OpenRequests:
         return min(asked.n_ctx, len(asked.prompt) + len(asked.begun) + self.engine.admission.ahead)
 
     def begin(
-        self, asked: GenerationRequest, policy: Policy, came_s: float | None = None,
+        self, asked: GenerationRequest, came_s: float | None = None,
         on_turn: Callable[[bool], None] | None = None, on_prompt: Callable[[int], None] | None = None,
     ) -> Open:  # fmt: skip
         """Hand it to the engine, where it may have to wait. `came_s`: since when it has waited already. `on_turn`:
@@ -115,7 +117,7 @@ class OpenRequests:
         request = replace(asked, n_predict=max(1, asked.n_predict)).open(self.session.next_id())
         opened = Open(asked, request, printer, metrics, entries, len(asked.begun))
         self._open[opened.request.id] = opened
-        self.engine.add(opened.request, policy, metrics)
+        self.engine.add(opened.request, asked.policy.begin(), metrics)
         if came_s is not None:
             metrics.submitted_s = came_s
         return opened

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from pipeinfer.job.launch.context import CLOCK, Context
-from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.session.session import Session
 from pipeinfer.observe.progress import ProgressBar
@@ -14,26 +14,28 @@ from pipeinfer.observe.report import stderr_console
 @contextmanager
 def open_session(
     context: Context,
-    deployment: Deployment,
+    plan: JobPlan,
     called: Callable[[], bool] = lambda: False,
     say: Callable[[str], object] = complain,
+    verbose: bool = False,
 ) -> Iterator[Session]:
     """A session whose models are loaded, closed at the end; within it the job stops in order. `called`: as in
-    `Session`; `say` takes the deployment's warnings. Raises JobError, as `Session.open` does."""
+    `Session`; `say` takes the plan's warnings; `verbose`: each rank that has loaded is told. Raises JobError, as
+    `Session.open` does."""
     console = stderr_console()
-    progress = ProgressBar(console, CLOCK, "loading", deployment.plan.n_ranks, "ranks")
+    progress = ProgressBar(console, CLOCK, "loading", plan.assignment.n_ranks, "ranks")
 
     def on_loaded(rank: int, loaded_s: float) -> None:
         progress.advance(1)
-        if context.options.verbose:
-            console.print(f"rank {rank} ({deployment.plan.describe(rank)}) loaded in {loaded_s:.1f} s", style="dim")
+        if verbose:
+            console.print(f"rank {rank} ({plan.assignment.describe(rank)}) loaded in {loaded_s:.1f} s", style="dim")
 
-    session = Session(context, deployment, called, on_loaded)
+    session = Session(context, plan, called, on_loaded)
     try:
         session.open()
     finally:
         progress.close()
-    for warning in deployment.warnings:
+    for warning in plan.warnings:
         say(warning)
     context.flag.orderly = True  # from now on there is something to keep
     yield session

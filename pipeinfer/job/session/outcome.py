@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeinfer.job.requests.asked import describe_drafts, describe_model
+from pipeinfer.job.requests.experiment import describe_drafts, describe_model
 from pipeinfer.observe.columns import SAMPLING
 from pipeinfer.observe.ledger import TimeUse, Window, head_time, stage_time
 from pipeinfer.observe.results import result_object
@@ -15,30 +15,29 @@ from pipeinfer.observe.table import Record
 from pipeinfer.observe.trace import Span, StageRun, gaps, head_spans, messages, write_chrome_trace
 
 if TYPE_CHECKING:  # these import MPI
-    from pipeinfer.cluster.plan import Stages
-    from pipeinfer.job.placement.deployment import Deployment
+    from pipeinfer.cluster.assignment import Stages
+    from pipeinfer.job.placement.job_plan import JobPlan
     from pipeinfer.job.session.session import Figures, Generation
 
-SHOWN = ("policy", "variant", "settings", "options", *SAMPLING, "numerics", "pace")  # of what was asked
+SHOWN = ("policy", "variant", "settings", "options", *SAMPLING, "numerics", "numerics_name", "plan_hash", "pace")
 OWN_FIGURES = ("spans", "n_messages", "n_bytes", "n_out_of_band", "runs")
 """Of a rank's figures, those that go elsewhere than its row."""
 
 
-def make_result(text: str, generation: Generation, deployment: Deployment, asked: Record) -> dict[str, Any]:
-    """`asked`: the columns that `asked_of` gives."""
+def make_result(text: str, generation: Generation, plan: JobPlan, asked: Record) -> dict[str, Any]:
+    """`asked`: the columns of `experiment_columns`."""
     return result_object(
         generation.request, generation.metrics, asked, SHOWN, text,
-        numerics_name=deployment.numerics,
-        model=describe_model(deployment.model),
-        model_draft=describe_drafts(deployment.drafts) if deployment.drafts else None,
-        stage_row_s=[generation.row_s[stage.rank] for stage in deployment.plan.stages],
-        wire=_wire(generation, deployment),
-        ranks=[_rank(rank, generation, deployment) for rank in range(deployment.plan.n_ranks)],
+        model=describe_model(plan.model),
+        model_draft=describe_drafts(plan.drafts) if plan.drafts else None,
+        stage_row_s=[generation.row_s[stage.rank] for stage in plan.assignment.stages],
+        wire=_wire(generation, plan),
+        ranks=[_rank(rank, generation, plan) for rank in range(plan.assignment.n_ranks)],
     )  # fmt: skip
 
 
-def _wire(generation: Generation, deployment: Deployment) -> dict[str, Any]:
-    ranks = [0, *(stage.rank for stage in deployment.plan.stages if stage.rank != 0)]
+def _wire(generation: Generation, plan: JobPlan) -> dict[str, Any]:
+    ranks = [0, *(stage.rank for stage in plan.assignment.stages if stage.rank != 0)]
     figures = generation.figures
     hops = [
         {
@@ -53,23 +52,23 @@ def _wire(generation: Generation, deployment: Deployment) -> dict[str, Any]:
     return {"hops": hops, "cancel_messages": generation.ledger.n_cancel_messages}
 
 
-def _rank(rank: int, generation: Generation, deployment: Deployment) -> dict[str, Any]:
-    index = deployment.plan.stage_of(rank)
-    stage = None if index is None else deployment.plan.stages[index]
-    memory = deployment.memory[rank]
+def _rank(rank: int, generation: Generation, plan: JobPlan) -> dict[str, Any]:
+    index = plan.assignment.stage_of(rank)
+    stage = None if index is None else plan.assignment.stages[index]
+    memory = plan.memory[rank]
     figures, metrics = generation.figures.get(rank, {}), generation.metrics
     window = metrics.submitted_s, metrics.finished_s or metrics.submitted_s
     return {
         "rank": rank,
-        "host": deployment.hosts[rank].name,
-        "role": deployment.plan.describe(rank),
+        "host": plan.hosts[rank].name,
+        "role": plan.assignment.describe(rank),
         "layers": [stage.first, stage.last] if stage else None,
         "weight_bytes": memory.weights + memory.mapped,
         "kv_bytes": memory.kv,
         "memory_bytes": memory.total,
-        "threads": deployment.threads[rank],
-        "backend": str(deployment.backends[rank]),
-        "device": deployment.devices[rank] or None,
+        "threads": plan.threads[rank],
+        "backend": str(plan.device(rank).backend),
+        "device": plan.device(rank).name or None,
         **{name: value for name, value in figures.items() if name not in OWN_FIGURES},
         **asdict(time_use(rank, generation, window)),
     }
@@ -83,7 +82,7 @@ def time_use(rank: int, found: Figures, window: Window) -> TimeUse:
     return stage_time(found.figures[rank]["runs"], ledger.submitted_s, window)
 
 
-def write_trace(path: Path, generation: Generation, deployment: Deployment) -> None:
+def write_trace(path: Path, generation: Generation, plan: JobPlan) -> None:
     """What --trace writes, a track a rank. Raises UserError when the file cannot be written."""
     tracks = []
     for rank, figures in sorted(generation.figures.items()):
@@ -93,9 +92,9 @@ def write_trace(path: Path, generation: Generation, deployment: Deployment) -> N
         else:
             unit = "question" if rank in generation.refiners else "run"
             spans += gaps(figures["runs"], generation.refiners.get(rank, generation.ledger), unit)
-        tracks.append((f"rank {rank}: {deployment.plan.describe(rank)}", sorted(spans, key=lambda span: span.start_s)))
-    arrows = list(messages(_remote_runs(deployment.plan.stages, generation), generation.ledger))
-    for stages in deployment.plan.asked.values():
+        tracks.append((f"rank {rank}: {plan.assignment.describe(rank)}", sorted(spans, key=lambda span: span.start_s)))
+    arrows = list(messages(_remote_runs(plan.assignment.stages, generation), generation.ledger))
+    for stages in plan.assignment.remote_drafts.values():
         ledger = generation.refiners[stages[0].rank]
         arrows += messages(_remote_runs(stages, generation), ledger, "question")
     write_chrome_trace(path, tracks, arrows)

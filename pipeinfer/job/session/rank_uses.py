@@ -3,7 +3,7 @@
 from dataclasses import asdict, astuple, replace
 from typing import Any
 
-from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.session.outcome import time_use
 from pipeinfer.job.session.session import Figures
 from pipeinfer.observe.ledger import TimeUse
@@ -14,10 +14,10 @@ NOTHING = TimeUse(0.0, 0.0, 0.0, 0.0, 0.0)
 class RankUses:
     """From `start_s` on."""
 
-    def __init__(self, deployment: Deployment, start_s: float) -> None:
-        self.deployment, self.noted_s = deployment, start_s
-        self._uses = [NOTHING] * deployment.plan.n_ranks
-        self._peaks = [0] * deployment.plan.n_ranks
+    def __init__(self, plan: JobPlan, start_s: float) -> None:
+        self.plan, self.noted_s = plan, start_s
+        self._uses = [NOTHING] * plan.assignment.n_ranks
+        self._peaks = [0] * plan.assignment.n_ranks
         self._sent_s: dict[int, float] = {}  # runs that may have been in flight when the ranks told of the others
 
     def note(self, found: Figures, now_s: float) -> dict[int, TimeUse]:
@@ -33,12 +33,12 @@ class RankUses:
 
     def ranks(self) -> list[dict[str, Any]]:
         """Of each rank what --json prints and the statistics show."""
-        deployment = self.deployment
+        plan = self.plan
         return [
             {
                 "rank": rank,
-                "host": deployment.hosts[rank].name,
-                "role": deployment.plan.describe(rank),
+                "host": plan.hosts[rank].name,
+                "role": plan.assignment.describe(rank),
                 **asdict(use),
                 "peak_rss_bytes": self._peaks[rank],
             }

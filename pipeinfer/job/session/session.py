@@ -1,6 +1,5 @@
 """Rank 0's hold on the loaded models of all ranks: one engine for all requests, and everyone's figures."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -15,7 +14,6 @@ from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import Drafter, LoadedModel
 from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
-from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.core.runs import GuessVerdict, Verdict
 from pipeinfer.errors import JobError, StopRequested, UserError
@@ -31,8 +29,8 @@ from pipeinfer.job.loading.load import (
     stage_report,
 )
 from pipeinfer.job.loading.run_costs import RunCosts, run_cost, time_draft
-from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.placement.capacity import EngineSettings
+from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.process.complain import complain
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.models.drafter import ModelDrafter
@@ -80,20 +78,20 @@ class Session:
     """
 
     def __init__(
-        self, context: Context, deployment: Deployment, called: Callable[[], bool] = lambda: False,
+        self, context: Context, plan: JobPlan, called: Callable[[], bool] = lambda: False,
         on_loaded: Callable[[int, float], object] = lambda rank, loaded_s: None,
     ) -> None:  # fmt: skip
         """`called`: whether there is something to do that is no run's: it ends the engine's waits. `on_loaded(rank,
         seconds)` is called for every rank that has loaded."""
-        self.context, self.deployment, self.on_loaded, self.called = context, deployment, on_loaded, called
-        self._ranks = [stage.rank for stage in deployment.plan.stages]
-        self.remote_ranks = sorted(deployment.plan.computing - {0})
+        self.context, self.plan, self.on_loaded, self.called = context, plan, on_loaded, called
+        self._ranks = [stage.rank for stage in plan.assignment.stages]
+        self.remote_ranks = sorted(plan.assignment.computing - {0})
         self._stage: LoadedModel | None = None
         self._drafts: dict[int, LoadedModel] = {}  # by number
         self._costs: dict[int, RunCosts] = {}  # of each stage's rank
         self._refiner_costs: dict[int, dict[int, float]] = {}  # of each draft that is asked: rows of a run -> seconds
         self._pipeline: HeadPipeline[Verdict] | None = None
-        self._asked: dict[int, HeadPipeline[GuessVerdict]] = {}  # of drafts elsewhere and larger ones, by number
+        self._draft_pipelines: dict[int, HeadPipeline[GuessVerdict]] = {}  # of remote drafts, by number
         self._drafter: ModelDrafter | None = None
         self._lookup: LookupDrafter | None = None
         self._draft_s = 0.0  # of a step of one row; 0 where no draft is on this rank
@@ -107,17 +105,17 @@ class Session:
         own: dict[str, Any] = {}
         start_s = CLOCK()
         try:
-            self._stage, self._drafts = load_own(self.context, self.deployment)
+            self._stage, self._drafts = load_own(self.context, self.plan)
             if self._drafts:
-                self._drafter = make_drafter(self.context, self.deployment, self.context.options, self._drafts[0])
+                self._drafter = make_drafter(self.context, self.plan, self._drafts[0])
                 self._draft_s = time_row(self._drafts[0], CLOCK)
             self.on_loaded(0, CLOCK() - start_s)
-            if (self._drafts or self.context.options.numerics == "fast") and not amx_works():
+            if (self._drafts or not self.plan.numerics.exact) and not amx_works():
                 complain(NO_AMX)
             if self._stage:
-                own = stage_report(self.context, self.deployment, self._stage)
+                own = stage_report(self.context, self.plan, self._stage)
             self._refiner_costs = {
-                number: time_draft(self.context, self.deployment, draft, number).rows
+                number: time_draft(self.context, self.plan, draft, number).rows
                 for number, draft in self._drafts.items()
                 if number
             }
@@ -126,7 +124,7 @@ class Session:
         reports = {0: own} | self._reports()
         costs = {rank: report.get("costs", RunCosts()) for rank, report in reports.items()}
         self._costs = {rank: costs[rank] for rank in self._ranks}
-        for number, stages in self.deployment.plan.asked.items():
+        for number, stages in self.plan.assignment.remote_drafts.items():
             if number not in self._drafts:
                 self._refiner_costs[number] = slowest_stage([costs[stage.rank].rows for stage in stages])
         self._connect()
@@ -137,59 +135,59 @@ class Session:
         if line := self._engine.batches.too_short:
             complain(line)
         gpus = {rank: reports[rank]["gpu"] for rank in self._ranks}
-        if line := inexact_line(self.context.options, gpus):
+        if line := inexact_line(self.plan, gpus):
             complain(line)
 
     def _connect(self) -> None:
         """Make this rank's ends of the pipelines, its own stages among them."""
-        context, deployment, worker = self.context, self.deployment, None
-        comm, courier = context.link.comm, make_courier(context, deployment)
-        wire_type, progress = context.options.wire_type, progress_between(comm, deployment.host_names)
-        n_posted = N_POSTED if context.options.post_ahead else 0
+        context, plan, worker = self.context, self.plan, None
+        comm, courier = context.link.comm, make_courier(context, plan)
+        wire_type, progress = plan.numerics.wire_type, progress_between(comm, plan.host_names)
+        n_posted = N_POSTED if plan.post_ahead else 0
         if self._stage:
-            worker = make_worker(context, deployment, self._stage)
-        n_features = len(deployment.layers_read) * deployment.model.n_embd
-        n_bytes = verdict_bytes(deployment.n_rows_max, n_scored=deployment.n_nodes, n_features=n_features)
+            worker = make_worker(context, plan, self._stage)
+        n_features = len(plan.layers_read) * plan.model.n_embd
+        n_bytes = verdict_bytes(plan.n_rows_max, n_scored=plan.capacity.n_nodes, n_features=n_features)
         self._pipeline = HeadPipeline(
             comm, self._ranks, worker, n_bytes, decode_verdict, courier, wire_type, progress, n_posted
         )
-        for number, stages in deployment.plan.asked.items():
+        for number, stages in plan.assignment.remote_drafts.items():
             draft, ranks = self._drafts.get(number), [stage.rank for stage in stages]
-            asker = make_draft_worker(context, deployment, number, draft) if draft else None
-            self._asked[number] = HeadPipeline(
+            asker = make_draft_worker(context, plan, number, draft) if draft else None
+            self._draft_pipelines[number] = HeadPipeline(
                 comm, ranks, asker, N_GUESS_BYTES, decode_guess_verdict, courier, wire_type, progress, n_posted
             )
 
     @property
     def _pipelines(self) -> list[HeadPipeline[Any]]:
-        return [*([self._pipeline] if self._pipeline else []), *self._asked.values()]
+        return [*([self._pipeline] if self._pipeline else []), *self._draft_pipelines.values()]
 
     def _make_engine(self) -> Engine:
-        context, deployment, options = self.context, self.deployment, self.context.options
+        context, plan, capacity = self.context, self.plan, self.plan.capacity
         assert self._pipeline
-        n_cells, parked, rewinds = deployment.n_cells, deployment.parked, deployment.model.rewinds
-        n_guesses = options.n_target_guesses(rewinds)
-        window = deployment.model.window
-        pool = SequencePool(options.n_target_seq(rewinds), n_cells, parked, rewinds, n_guesses, window)
+        n_cells, n_guess_rows, model = capacity.n_cells, capacity.n_guess_rows, plan.model
+        pool = SequencePool(
+            capacity.n_target_seq, n_cells, plan.numerics.parked, model.rewinds, capacity.n_target_guesses, model.window
+        )
         levels = {
             number: Level(
-                pipeline, SequencePool(options.n_seq, n_cells, window=deployment.drafts[number].window),
-                n_chunk=options.n_guess_rows,
-                n_rows=largest_question(self._refiner_costs[number]) if number else options.n_guess_rows,
+                pipeline, SequencePool(capacity.n_seq, n_cells, window=plan.drafts[number].window),
+                n_chunk=n_guess_rows,
+                n_rows=largest_question(self._refiner_costs[number]) if number else n_guess_rows,
             )
-            for number, pipeline in self._asked.items()
+            for number, pipeline in self._draft_pipelines.items()
         }  # fmt: skip
         target = Level(
-            self._pipeline, pool, n_chunk=deployment.n_batch, n_rows=deployment.n_nodes, blocks=deployment.blocks
+            self._pipeline, pool, n_chunk=capacity.n_batch, n_rows=capacity.n_nodes, blocks=plan.numerics.blocks
         )
         drafter: Drafter | Level | None = self._drafter or levels.pop(0, None)
-        if not isinstance(drafter, Level) and options.lookup is not False:
+        if not isinstance(drafter, Level) and plan.looks_up is not False:
             drafter = self._lookup = LookupDrafter(drafter)
         engine = Engine(
             target, drafter, HeadWaiter(context.flag.check, self._pipeline, self.called), CLOCK,
             drafts=list(levels.values()),
-            run_cost=run_cost(self._costs.values(), deployment, 0 < options.max_delay_s < math.inf),
-            n_prompts=options.n_prompts, max_delay_s=options.max_delay_s, draft_s=self._draft_s,
+            run_cost=run_cost(self._costs.values(), plan),
+            n_prompts=capacity.n_prompts, max_delay_s=plan.max_delay_s, draft_s=self._draft_s,
         )  # fmt: skip
         if not all(each.is_at_head for each in self._pipelines):  # else nothing comes while this rank evaluates
             for each in self._pipelines:
@@ -197,35 +195,36 @@ class Session:
         return engine
 
     def generate(
-        self, asked: GenerationRequest, options: RunOptions, policy: Policy,
-        on_tokens: Callable[[Sequence[int]], object], on_prompt: Callable[[int], None] | None = None,
+        self, asked: GenerationRequest, on_tokens: Callable[[Sequence[int]], object],
+        on_prompt: Callable[[int], None] | None = None, settings: EngineSettings | None = None,
     ) -> Generation:  # fmt: skip
         """One request, alone, to its end, also when the user stops it.
 
-        `options`: of them those that need no other models, ablations. `on_tokens` may answer that the text ends here,
-        whatever the model would say further. `on_prompt` hears how many rows of the prompt
-        have been evaluated.
+        `on_tokens` may answer that the text ends here, whatever the model would say further. `on_prompt` hears how many
+        rows of the prompt have been evaluated. `settings`: None: the plan's.
         """
-        engine = self.set_up(options)
-        request, has_draft = asked.open(next(self._request_ids)), bool(self.deployment.drafts)
+        engine = self.set_up(settings)
+        request, has_draft = asked.open(next(self._request_ids)), bool(self.plan.drafts)
         metrics = RequestMetrics(self.context.tracer, on_prompt, has_draft=has_draft)
-        engine.add(request, policy, metrics)
+        engine.add(request, asked.policy.begin(), metrics)
         self._drive(engine, request, on_tokens)
         found = self.take_figures()
         if missed := missed_pace(found.figures, CLOCK() - metrics.submitted_s):
             metrics.noticed(missed)
         return Generation(found.ledger, found.figures, found.refiners, found.row_s, request, metrics)
 
-    def set_up(self, options: RunOptions) -> Engine:
-        """The engine as the requests to come want it; none may be open. Who adds requests has ids from `next_id`."""
+    def set_up(self, settings: EngineSettings | None = None) -> Engine:
+        """The engine with settings for the requests to come, None: the plan's; none may be open. Who adds requests has
+        ids from `next_id`."""
         assert self._engine, "the session is not open"
-        self._engine.target.cancel = options.cancel
+        settings = settings or self.plan.engine
+        self._engine.target.cancel = settings.cancel
         if self._lookup:
-            self._lookup.is_on = options.looks_up
+            self._lookup.is_on = settings.looks_up
         pools = [level.pool for level in self._engine.levels] + ([self._drafter.pool] if self._drafter else [])
         for pool in pools:
             is_target = pool is self._engine.target.pool
-            n_seq = options.n_target_seq(self.deployment.model.rewinds) if is_target else options.n_seq
+            n_seq = settings.n_target_seq if is_target else settings.n_seq
             if pool.n_seq != n_seq:
                 self._engine.forget()
                 pool.resize(n_seq)
@@ -257,8 +256,8 @@ class Session:
         assert self._pipeline and not self.asks_figures
         for each in self._pipelines:
             each.ask_reports()
-        asked = {number: pipeline.take_ledger() for number, pipeline in self._asked.items()}
-        drafts = self.deployment.plan.drafts
+        asked = {number: pipeline.take_ledger() for number, pipeline in self._draft_pipelines.items()}
+        drafts = self.plan.assignment.drafts
         refiners = {stage.rank: asked[number] for number in asked for stage in drafts[number]}
         own = self.context.take_figures(self._pipeline.worker, self._pipeline.outbox, None)
         self._own_figures = self._pipeline.take_ledger(), own, refiners

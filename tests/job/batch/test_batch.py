@@ -485,10 +485,12 @@ def test_lines_are_read_one_by_one_and_as_often_as_asked(tmp_path: Path) -> None
 
 def test_the_plan_counts_what_open_requests_take(pair: list[str]) -> None:
     options, hosts = RunOptions(model=Path(pair[1])), [Host("a", frozenset({0}), 1)]
-    info, tokenizer = open_models(options)
+    info, tokenizer = open_models(options.model, options.drafts_in_use)
     tokenizer.close()
     plans = [deploy(replace(options, parallel=n), hosts, info, 1024, 200) for n in (1, 3, 40)]
-    assert [plan.n_nodes for plan in plans] == [32, 32, 40], "roots that a run carries, and logits that it wants"
+    assert [plan.capacity.n_nodes for plan in plans] == [32, 32, 40], (
+        "roots that a run carries, and logits that it wants"
+    )
     one, three, most = (plan.memory[0].kv for plan in plans)
     assert 0 < three - one < most - one == 1.5 * (three - one), "prompts that are read, each in a context of its own"
     assert replace(options, parallel=40).n_seq >= 40 and replace(options, parallel=254).n_seq == 254

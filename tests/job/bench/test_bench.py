@@ -25,15 +25,17 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
 from pipeinfer.job.bench.bench import Bench, Case, group_of
-from pipeinfer.job.bench.sweep import Group, Sweep, plan_groups
+from pipeinfer.job.bench.sweep import Group, Sweep, Variant, plan_groups
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.placement.capacity import EngineSettings
+from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.planning import prepare as prepare_module
 from pipeinfer.job.requests.conversation import Conversation, Prompt, Turn, conversation_of, read_prompts
 from pipeinfer.job.requests.prompts import TEXTS
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.observe.experiment import variant_text
 from pipeinfer.observe.results import RESULTS, as_read, key_of, read_results
 from pipeinfer.observe.summary import markdown, summarise
 from pipeinfer.observe.texts.markdown import markdown_table
@@ -162,7 +164,7 @@ def test_each_policy_is_measured_without_what_it_has(tmp_path: Path) -> None:
 GREEDY = SamplingParams(seed=0, temp=0.0)
 
 
-def plan_of(hosts: str = "abc", **changed: Any) -> tuple[Deployment, Case]:
+def plan_of(hosts: str = "abc", **changed: Any) -> tuple[JobPlan, Case]:
     """The first case of a sweep with a rank on each host, by the shipped pair, with something changed."""
     fixed: dict[str, Any] = {"threads": (1,), "ignore_eos": True, "sampling": GREEDY, "policy": PipeInfer()}
     options = RunOptions(**{**fixed, "model": TARGET, **changed})
@@ -179,12 +181,14 @@ def plan_of(hosts: str = "abc", **changed: Any) -> tuple[Deployment, Case]:
     )
     (group,) = plan_groups(sweep, [[Host(name, frozenset({0, 1}), 2) for name in hosts]], group_of)
     (case,) = group.cases
-    return group.deployment, replace(case, options=replace(case.options, cancel=options.cancel))
+    settings, engine = case.variant.settings, replace(case.variant.engine, cancel=options.cancel)
+    settings = replace(settings, variant=variant_text(settings.policy, options.cancel, options.partitions))
+    return group.plan, replace(case, variant=Variant(settings, engine))
 
 
 def key_with(**changed: Any) -> tuple[Any, ...]:
-    deployment, case = plan_of(**changed)
-    return key_of(as_read(case.asked(deployment, case.conversation.turns[0], 4)))
+    plan, case = plan_of(**changed)
+    return key_of(as_read(case.asked(plan, case.conversation.turns[0], 4)))
 
 
 def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
@@ -203,7 +207,7 @@ def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
     # write, or where models come from
     not_asked = {"model", "file", "ignore_eos", "results", "trace", "json", "verbose", "chat", "stops", "parallel"}
     not_asked |= {"grammar", "offline", "send_layers", "rank_timeout_s", "also", "resume", "finds_head"}
-    not_asked |= {"parse_special", "special_in_messages", "kept_numerics", "allow_other_numerics"}
+    not_asked |= {"parse_special", "special_in_messages", "kept_numerics", "allow_other_numerics", "plan", "planned"}
     assert not set(changed) & not_asked
     elsewhere = {"draft_split", "draft_rank", "wire_type", "cache_type_k", "cache_type_v"}
     assert {field.name for field in fields(RunOptions)} == set(changed) | elsewhere | not_asked
@@ -264,21 +268,24 @@ def test_cases_do_not_touch_each_other(pair: list[str], tmp_path: Path) -> None:
 
 def test_no_case_begins_with_what_another_one_learned() -> None:
     """Variants, prompts and repetitions; turns of one conversation share it."""
-    deployment, case = plan_of()
+    plan, case = plan_of()
     case = replace(case, conversation=replace(case.conversation, turns=2 * case.conversation.turns))
-    variant = replace(case, options=replace(case.options, policy=replace(PipeInfer(), pacing=False)))
+    settings = replace(case.variant.settings, policy=replace(PipeInfer(), pacing=False))
+    variant = replace(case, variant=replace(case.variant, settings=settings))
     again = replace(case, repetition=2)
     began: list[tuple[bool, float]] = []
 
-    def generate(request: Any, options: RunOptions, policy: PipeInfer, on_tokens: Any) -> Any:
+    def generate(request: Any, on_tokens: Any, settings: EngineSettings) -> Any:
+        policy = request.policy.begin()
+        assert isinstance(policy, PipeInfer)
         began.append((policy.pacing, policy.calibration.hit_rate))
         policy.calibration.hit_rate = 0.9
         return SimpleNamespace(request=SimpleNamespace(tokens=request.prompt))
 
     head: Any = Bench(SimpleNamespace(flag=SimpleNamespace(reason="")), SimpleNamespace(warm_up=1), [], RESULTS)  # type: ignore[arg-type]
     head.task, head._keep = head.progress.add_task(""), lambda *kept: None
-    group = Group(case.options, deployment, (case, variant, again), 99)
-    session = MagicMock(deployment=deployment, generate=generate)
+    group = Group(plan, (case, variant, again))
+    session = MagicMock(plan=plan, generate=generate)
     head.measure(session, group)
     assert session.unlearn.call_count == 4
     assert began == [(True, 0.5), *((pacing, rate) for pacing in (True, False, True) for rate in (0.5, 0.9))]

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -24,9 +24,12 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.bench import bench_load
 from pipeinfer.job.bench.bench_load import Coming, LoadBench, LoadCase, n_requests
+from pipeinfer.job.bench.sweep import Variant
 from pipeinfer.job.options.loads import Loads
 from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.capacity import engine_settings
 from pipeinfer.job.requests.conversation import Prompt, first_turns, read_prompts
+from pipeinfer.job.requests.experiment import ExperimentSettings
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.text.tokenizer import Tokenizer
@@ -66,14 +69,12 @@ def rows_of(path: Path) -> list[Record]:
 
 def case_of(n: int, concurrency: int, rate: float = math.nan, seed: int = 3) -> LoadCase:
     request = GenerationRequest((1, 2), 4, 6, SamplingParams(seed=seed), frozenset())
-    return LoadCase(RunOptions(model=Path("m"), predict=4), (request,) * n, "x", concurrency, rate, 1)
+    options = RunOptions(model=Path("m"), predict=4)
+    return LoadCase(variant_of(options), (request,) * n, "x", concurrency, rate, 1)
 
 
-@dataclass(frozen=True)
-class Made:
-    """In place of a context."""
-
-    options: RunOptions
+def variant_of(options: RunOptions) -> Variant:
+    return Variant(ExperimentSettings.of(options), engine_settings(options, rewinds=True))
 
 
 def test_a_client_asks_again_when_it_has_its_text() -> None:
@@ -102,12 +103,13 @@ def test_requests_come_at_random_as_in_a_simulation() -> None:
 
 
 def test_no_load_begins_with_what_another_one_learned(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = case_of(2, 1)
-    case = replace(case, options=replace(case.options, policy=PipeInfer()))
+    options = RunOptions(model=Path("m"), predict=4, policy=PipeInfer())
+    case = replace(case_of(2, 1), variant=variant_of(options))
     began: list[tuple[bool, float]] = []
 
     def carry(head: LoadBench, session: Any, case: LoadCase, requests: Any) -> Record:
-        policy = case.options.policy.begin()
+        assert len({id(request.policy) for request in case.requests}) == 1, "a load's requests share what it learns"
+        policy = case.requests[0].policy.begin()
         assert isinstance(policy, PipeInfer)
         began.append((policy.pacing, policy.calibration.hit_rate))
         policy.calibration.hit_rate = 0.9
@@ -117,11 +119,11 @@ def test_no_load_begins_with_what_another_one_learned(monkeypatch: pytest.Monkey
         monkeypatch.setattr(bench_load, name, MagicMock())
     monkeypatch.setattr(LoadBench, "_carry", carry)
     monkeypatch.setattr(LoadBench, "_keep", MagicMock())
-    head: Any = LoadBench(MagicMock(flag=MagicMock(reason="")), MagicMock(warm_up=1), [], LOADS)
+    head: Any = LoadBench(MagicMock(flag=MagicMock(reason="")), MagicMock(warm_up=1, base=options), [], LOADS)
     head.task = head.progress.add_task("")
-    variant = replace(case, options=replace(case.options, policy=replace(PipeInfer(), pacing=False)))
-    session = MagicMock(context=Made(case.options))
-    head.measure(session, MagicMock(options=case.options, cases=(case, variant, case)))
+    variant = replace(case, variant=variant_of(replace(options, policy=replace(PipeInfer(), pacing=False))))
+    session = MagicMock()
+    head.measure(session, MagicMock(cases=(case, variant, case)))
     assert began == [(True, 0.5), (True, 0.5), (False, 0.5), (True, 0.5)] and session.unlearn.call_count == 4
 
 

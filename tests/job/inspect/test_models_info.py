@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from pipeinfer.cli.models import models
 from pipeinfer.errors import UserError
-from pipeinfer.job.placement.deployment import cells_for
+from pipeinfer.job.placement.capacity import cells_for
 from pipeinfer.models.agreement import acceptance
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info

@@ -125,7 +125,13 @@ def test_the_plan_is_the_one_that_run_makes(tmp_path: Path) -> None:
     options = RunOptions(model=TARGET, drafts=(DRAFT,), policy=PipeInfer(), ctx_size=5000)
     nodes = read_hosts(hosts)
     with pytest.raises(UserError) as refused:
-        deploy(options, [node.host for node in nodes], open_models(options)[0], 5000, n_prompt=128)
+        deploy(
+            options,
+            [node.host for node in nodes],
+            open_models(options.model, options.drafts_in_use)[0],
+            5000,
+            n_prompt=128,
+        )
     assert not found["fits"] and error.partition(";")[0] == str(refused.value).partition(";")[0], "the same numbers"
     rows = found["ranks"]
     assert [row["fits"] for row in rows] == [True, False, False, True]
@@ -211,7 +217,7 @@ def test_that_the_draft_may_be_elsewhere_is_advised(tmp_path: Path) -> None:
     nodes = read_hosts(write(tmp_path, f"a {FAST}", f"b {FAST}", f"c {SLOW}"))
     given = open_planner(options, read_model_info(deep), nodes, ETHERNET, 128, (), is_described=True)
     free = given.changed(draft_rank=None)
-    assert free.deployment.plan.drafts[0][0].rank == 2 and free.speed
+    assert free.plan.assignment.drafts[0][0].rank == 2 and free.speed
     found = suggestions(given, [given.predict(options.policy)])
     way = next(way for way in found if way.what == "leave --draft-rank out")
     assert way.tokens_per_s == pytest.approx(free.speed) and not way.short_bytes

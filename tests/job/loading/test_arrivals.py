@@ -20,12 +20,13 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.loading.arrivals import TARGET as TARGET_MODEL
 from pipeinfer.job.loading.arrivals import Want, _pieces
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import ModelFile, lay_out
+from pipeinfer.job.placement.job_plan import ModelFile
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.policies import PipeInfer
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import COMMAND, ROOT, environment, launcher, run_json
+from tests.support.planned import lay_out
 
 ONLY_RANK_0 = """
 case "${PMI_RANK:-$OMPI_COMM_WORLD_RANK}" in 0) cd "$0/here";; *) cd "$0/elsewhere";; esac

@@ -12,17 +12,17 @@ import pytest
 
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.errors import UserError
-from pipeinfer.job.loading.stages import local_rank
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.options import DEFAULT, RunOptions
-from pipeinfer.job.placement.deployment import lay_out
-from pipeinfer.job.requests.asked import options_text
+from pipeinfer.job.placement.devices import plan_devices
+from pipeinfer.job.requests.experiment import ExperimentSettings
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.torch.library import load_torch, torch_version
 from pipeinfer.policies import PipeInfer
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import finish, run_json
+from tests.support.planned import lay_out
 
 needs_torch = pytest.mark.skipif(not torch_version(), reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
 PROMPT = ["-p", "def fibonacci(n):", "--temp", "0", "-t", "1"]
@@ -62,8 +62,9 @@ def test_other_names_are_refused(text: str) -> None:
 
 def test_what_a_rank_has_is_in_the_plan() -> None:
     found = plan("torch,llama,torch:bf16", numerics="fast")
-    assert [str(backend) for backend in found.backends] == ["torch", "llama", "torch:bf16"]
-    assert [str(backend) for backend in plan("llama").backends] == ["llama"] * 3
+    assert [str(found.device(rank).backend) for rank in range(3)] == ["torch", "llama", "torch:bf16"]
+    plain = plan("llama")
+    assert [str(plain.device(rank).backend) for rank in range(3)] == ["llama"] * 3
 
 
 def test_torch_takes_the_memory_of_its_types() -> None:
@@ -88,7 +89,7 @@ def test_torch_takes_the_memory_of_its_types() -> None:
      ("torch", "exact", False), ("llama,torch,torch", "fast", False)],
 )  # fmt: skip
 def test_rejected_cells_are_parked_by_exact_libllama_alone(text: str, numerics: str, parked: bool) -> None:
-    assert plan(text, numerics=numerics).parked is parked
+    assert plan(text, numerics=numerics).numerics.parked is parked
 
 
 def test_a_whole_model_that_was_sent_stays_in_memory() -> None:
@@ -125,16 +126,18 @@ def test_a_model_that_torch_does_not_compute_is_refused_before_anything_loads(tm
 
 
 def test_results_tell_experiments_with_other_backends_apart() -> None:
-    assert options_text(replace(DEFAULT, backend=backends("llama,torch:bf16"))) == "backend llama,torch:bf16"
-    assert options_text(DEFAULT) == "" and options_text(replace(DEFAULT, samplers=1)) == "sampler-threads 1"
+    of = ExperimentSettings.of
+    assert of(replace(DEFAULT, backend=backends("llama,torch:bf16"))).options == "backend llama,torch:bf16"
+    assert of(DEFAULT).options == "" and of(replace(DEFAULT, samplers=1)).options == "sampler-threads 1"
 
 
 def test_ranks_of_a_host_take_its_gpus_in_turns() -> None:
     hosts = [HOSTS[0]] * 5 + [HOSTS[2]]
     given = RunOptions(model=TARGET, backend=backends("llama,torch,torch:cuda:1,torch:cuda,torch:bf16,torch"))
-    assert [local_rank(given, hosts, rank) for rank in (1, 3, 4, 5)] == [0, 1, 2, 0], "of those that have none named"
+    turns = [own.target.turn for own in plan_devices(given, hosts)]
+    assert [turns[rank] for rank in (1, 3, 4, 5)] == [0, 1, 2, 0], "of those that have none named"
     alike = replace(given, backend=backends("torch"))
-    assert [local_rank(alike, HOSTS, rank) for rank in range(3)] == [0, 1, 0]
+    assert [own.target.turn for own in plan_devices(alike, HOSTS)] == [0, 1, 0]
 
 
 def test_the_command_line_says_it_in_one_line() -> None:

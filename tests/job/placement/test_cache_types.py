@@ -13,7 +13,6 @@ from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import lay_out
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.cache_types import CACHE_TYPES, CacheTypes, KvShape
 from pipeinfer.models.gguf.model_info import read_model_info
@@ -24,6 +23,7 @@ from pipeinfer.models.llama.stage import LlamaStage
 from tests.models.test_llama_stage import make_batch, run
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import finish, run_json
+from tests.support.planned import lay_out
 
 TOKENS = [(7 * number) % 300 for number in range(48)]
 HOSTS = [Host("a", frozenset(range(8)), 8) for _ in range(3)]

@@ -13,15 +13,15 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement import gpus
-from pipeinfer.job.placement.deployment import Deployment, lay_out
-from pipeinfer.job.placement.draft_place import options_of_draft
-from pipeinfer.job.placement.gpus import own_gpus, rank_devices
+from pipeinfer.job.placement.devices import RankDevices, plan_devices
+from pipeinfer.job.placement.job_plan import JobPlan
+from pipeinfer.job.profiling.hosts import describe_own
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.devices import Device
 from pipeinfer.policies import PipeInfer
 from tests.support.jobs import finish, run_json
+from tests.support.planned import lay_out
 
 TORCH, LLAMA = Backend("torch"), Backend()
 PLAIN: dict[str, Any] = {"model": TARGET, "drafts": (DRAFT,), "policy": PipeInfer()}
@@ -36,34 +36,41 @@ def hosts(n: int) -> list[Host]:
     return [Host(f"h{rank}", frozenset(range(4)), 4) for rank in range(n)]
 
 
-def planned(options: RunOptions, places: list[Host]) -> Deployment:
+def planned(options: RunOptions, places: list[Host]) -> JobPlan:
     return lay_out(options, places, read_model_info(TARGET), [read_model_info(DRAFT)], 512, 32)
 
 
+def devices(options: RunOptions) -> tuple[RankDevices, ...]:
+    return plan_devices(options, hosts(2))
+
+
 def on_gpu(options: RunOptions) -> int:
-    return options_of_draft(options, 2, 0).n_gpu_layers[0]
+    return devices(options)[0].draft.n_gpu_layers
 
 
 def test_the_draft_is_computed_as_its_ranks_layers_unless_something_else_is_said() -> None:
     for backend in ({}, {"n_gpu_layers": (0,), "backend": (TORCH,)}):
         options = asked(**backend)
-        assert options_of_draft(options, 2, 0) is options
-        on_cpu = options_of_draft(replace(options, n_gpu_layers_draft=0), 2, 0)
-        assert on_cpu.n_gpu_layers == (0, *options.n_gpu_layers) and on_cpu.backend == (LLAMA, *options.backend)
+        there, on_cpu = devices(options), devices(replace(options, n_gpu_layers_draft=0))
+        assert all(own.draft == own.target for own in there)
+        assert (on_cpu[0].draft.n_gpu_layers, on_cpu[0].draft.backend) == (0, LLAMA)
+        for own in on_cpu:
+            assert (own.target.n_gpu_layers, own.target.backend) == (*options.n_gpu_layers, *options.backend)
     assert on_gpu(asked(n_gpu_layers_draft=ALL_LAYERS)) == ALL_LAYERS
     assert on_gpu(asked(n_gpu_layers_draft=3)) == 3 == on_gpu(asked(n_gpu_layers=(0,), n_gpu_layers_draft=3))
     of_torch = asked(n_gpu_layers=(0,), backend=(TORCH,), n_gpu_layers_draft=ALL_LAYERS)
-    assert options_of_draft(of_torch, 2, 0) is of_torch
-    named = asked(device=(("CUDA1",),), n_gpu_layers_draft=0)
-    assert options_of_draft(named, 2, 0).device == ((), ("CUDA1",)), "a device is for layers that there are"
+    assert all(own.draft == own.target for own in devices(of_torch))
+    named = devices(asked(device=(("CUDA1",),), n_gpu_layers_draft=0))
+    assert named[0].draft.devices is None, "a device is for layers that there are"
+    assert named[0].target.devices == named[1].target.devices == ("CUDA1",)
 
 
 def test_the_plan_has_it_where_it_goes() -> None:
     """Weights and caches of a draft on the CPU are the host's, by libllama as it lays them out."""
     options = asked(n_gpu_layers=(0,), backend=(TORCH,))
     by_torch, by_llama = (planned(each, hosts(2)) for each in (options, replace(options, n_gpu_layers_draft=0)))
-    assert [str(each) for each in by_torch.backends] == ["torch", "torch"]
-    assert [str(each) for each in by_llama.backends] == ["llama", "torch"]
+    assert [str(by_torch.device(rank).backend) for rank in range(2)] == ["torch", "torch"]
+    assert [str(by_llama.device(rank).backend) for rank in range(2)] == ["llama", "torch"]
     assert by_llama.memory[0].needed < by_torch.memory[0].needed and by_llama.memory[1] == by_torch.memory[1]
     there, here = (planned(each, hosts(2)) for each in (asked(), asked(n_gpu_layers_draft=0)))
     assert there.on_gpus[0] > 0 == here.on_gpus[0] and there.on_gpus[1] == here.on_gpus[1] > 0
@@ -82,13 +89,15 @@ def test_layers_of_torch_are_not_counted() -> None:
 
 def test_a_gpu_that_only_the_draft_has_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     two = [Device(f"CUDA{number}", "H200", "gpu", 100, 100) for number in range(2)]
-    monkeypatch.setattr(gpus, "gpus", lambda: two)
+    monkeypatch.setattr("pipeinfer.job.profiling.hosts.gpus", lambda: two)
+    monkeypatch.setattr("pipeinfer.job.profiling.hosts.can_offload", lambda: True)
     places = [replace(host, name="a") for host in hosts(2)]
     options = asked(n_gpu_layers=(0,), n_gpu_layers_draft=ALL_LAYERS)
-    drafting = options_of_draft(options, len(places), 0)
-    assert rank_devices(drafting, places, 0) is None, "all of them: nobody else uses one"
-    assert [name for name, _ in own_gpus(options, places, 0)] == ["CUDA0", "CUDA1"]
-    assert own_gpus(replace(options, n_gpu_layers_draft=AUTO_LAYERS), places, 0) == ()
+    found = [describe_own(options, places, rank) for rank in range(2)]
+    drafting = plan_devices(options, found)[0].draft
+    assert drafting.uses_gpus and drafting.devices is None, "all of them: nobody else uses one"
+    assert [name for name, _ in found[0].gpus] == ["CUDA0", "CUDA1"]
+    assert describe_own(replace(options, n_gpu_layers_draft=AUTO_LAYERS), places, 0).gpus == ()
 
 
 # -- jobs

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 
+from pipeinfer.cluster.assignment import Sizes, assign
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
-from pipeinfer.cluster.plan import Sizes, make_plan
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import lay_out
-from pipeinfer.job.placement.draft_rank import CLEAR_GAIN, choose_draft_rank, may_choose
+from pipeinfer.job.placement.draft_rank import CLEAR_GAIN, choose_draft_rank
 from pipeinfer.job.profiling.schedule import ranks_to_time
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.policies import PipeInfer
 from tests.support.jobs import finish, plain_tokens, run_json
+from tests.support.planned import lay_out
 
 LAYERS, SMALL = Sizes((100,) * 12, 50), Sizes((1,) * 2, 1)
 ASKED = RunOptions(model=TARGET, drafts=(DRAFT,), policy=PipeInfer())
@@ -33,11 +33,11 @@ def ranks(*s_per_byte: float) -> list[Host]:
     return [replace(host, speed=LayerSpeed(each)) for host, each in zip(hosts, s_per_byte, strict=True)]
 
 
-def chosen(*s_per_byte: float, draft: Sizes = SMALL, **options: Any) -> int:
+def chosen(*s_per_byte: float, draft: Sizes = SMALL) -> int:
     hosts = ranks(*s_per_byte)
     speeds = [host.speed for host in hosts]
-    plan_with = partial(make_plan, len(hosts), [draft], LAYERS, None, None, (), speeds)
-    return choose_draft_rank(replace(ASKED, **options), hosts, LAYERS, draft, plan_with)
+    assign_with = partial(assign, len(hosts), [draft], LAYERS, None, None, (), speeds)
+    return choose_draft_rank(hosts, LAYERS, draft, assign_with)
 
 
 def test_the_rank_that_is_missed_least_drafts() -> None:
@@ -56,10 +56,16 @@ def test_a_rank_that_is_too_slow_for_the_draft_does_not_get_it() -> None:
 
 
 def test_what_was_said_stands() -> None:
-    assert chosen(1.0, 1.0, 3.0, draft_rank=1) == 1 and chosen(1.0, 1.0, 3.0, draft_rank=0) == 0
-    for options in ({"layer_split": "6,6"}, {"lookup": True}, {"pace": "pipeinfer-c"}, {"n_gpu_layers": (9, 0, 0)}):
-        assert not may_choose(replace(ASKED, **options)) and chosen(1.0, 1.0, 3.0, **options) == 0
-    assert may_choose(replace(ASKED, threads=(1, 2, 4))), "threads come with a rank, whatever it does"
+    target, draft = read_model_info(TARGET), read_model_info(DRAFT)
+
+    def planned(**options: Any) -> int:
+        plan = lay_out(replace(ASKED, **options), ranks(1.0, 1.0, 2.0), target, [draft], 512, 100)
+        return plan.assignment.drafts[0][0].rank
+
+    assert planned() == 2 and planned(draft_rank=1) == 1 and planned(draft_rank=0) == 0
+    for options in ({"layer_split": "4,5"}, {"lookup": True}, {"pace": "pipeinfer-c"}, {"n_gpu_layers": (9, 0, 0)}):
+        assert not replace(ASKED, **options).may_choose_draft_rank and planned(**options) == 0
+    assert replace(ASKED, threads=(1, 2, 4)).may_choose_draft_rank, "threads come with a rank, whatever it does"
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -69,7 +75,7 @@ def test_no_other_rank_would_leave_a_clearly_faster_slowest_stage(seed: int) -> 
 
     def slowest(rank: int) -> float:
         hosts = ranks(*speeds)
-        plan = make_plan(len(hosts), [SMALL], LAYERS, None, None, (), [host.speed for host in hosts], rank)
+        plan = assign(len(hosts), [SMALL], LAYERS, None, None, (), [host.speed for host in hosts], rank)
         seconds = [LayerSpeed(each).seconds(LAYERS.layer_bytes, LAYERS.output_bytes) for each in speeds]
         assert rank not in {stage.rank for stage in plan.stages} and plan.drafts[0][0].rank == rank
         return max(sum(seconds[stage.rank][stage.first : stage.last]) for stage in plan.stages)

@@ -12,15 +12,16 @@ from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.cluster.hosts.free_memory import FreeMemory
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.capacity import CELLS_PADDING, N_CELLS_SPARE
 from pipeinfer.job.placement.deploy import NOT_REPACKED, OTHER_NUMERICS, DoesNotFit, deploy
-from pipeinfer.job.placement.deployment import N_CELLS_SPARE, Deployment, lay_out
-from pipeinfer.job.placement.memory import CELLS_PADDING
+from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.llama.params import matrix_bytes
 from pipeinfer.models.llama.repacking import repacked_types
 from pipeinfer.policies import Iterative
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import run_json
+from tests.support.planned import lay_out
 
 Q4_0, Q4_K = 2, 12
 HERE = Host("a", frozenset(range(8)), 8, repacked=((Q4_0, 32, "x"), (Q4_K, 3, "y")))
@@ -37,16 +38,17 @@ def info(path: Path) -> ModelInfo:
     return read_model_info(path)
 
 
-def plan(info: ModelInfo, *hosts: Host, **options: Any) -> Deployment:
+def plan(info: ModelInfo, *hosts: Host, **options: Any) -> JobPlan:
     return lay_out(RunOptions(model=info.path, policy=Iterative(), **options), hosts, info, [], 512, 100)
 
 
 def test_all_ranks_must_repack_alike(info: ModelInfo) -> None:
-    assert plan(info, HERE, replace(HERE, name="b")).repacked == ((Q4_K, 3),)
+    assert plan(info, HERE, replace(HERE, name="b")).numerics.repacked == ((Q4_K, 3),)
     other = replace(HERE, repacked=((Q4_0, 32, "x"), (Q4_K, 3, "z")))
     for hosts in ((HERE, other), (HERE, replace(HERE, repacked=()))):
-        assert plan(info, *hosts).repacked == ()
-    assert plan(info, HERE, repack=False).repacked == () == plan(info, HERE, numerics="fast").repacked
+        assert plan(info, *hosts).numerics.repacked == ()
+    for changed in ({"repack": False}, {"numerics": "fast"}):
+        assert plan(info, HERE, **changed).numerics.repacked == ()
 
 
 def test_repacked_weights_are_counted(info: ModelInfo) -> None:
@@ -63,9 +65,9 @@ def test_weights_are_mapped_where_memory_is_short(info: ModelInfo) -> None:
     enough, short = (
         deploy(options, [replace(HERE, memory=FreeMemory(n, n))], info, 512, 100) for n in (needed, needed - 1)
     )
-    name = enough.numerics
-    assert enough.repacked and not enough.notes and name.startswith("exact-q4_k.")
-    assert not short.repacked and short.numerics == "exact"
+    name = enough.numerics.name
+    assert enough.numerics.repacked and not enough.notes and name.startswith("exact-q4_k.")
+    assert not short.numerics.repacked and short.numerics.name == "exact"
     assert short.notes == (NOT_REPACKED.format(name, "exact"),)
 
 
@@ -73,18 +75,19 @@ def test_what_goes_on_has_the_numerics_with_which_it_was_begun(info: ModelInfo) 
     needed = plan(info, HERE).memory[0].needed
     enough, short = (replace(HERE, memory=FreeMemory(n, n)) for n in (needed, needed - 1))
     options = RunOptions(model=info.path, policy=Iterative())
-    name = deploy(options, [enough], info, 512, 100).numerics
+    name = deploy(options, [enough], info, 512, 100).numerics.name
 
-    def go_on(kept: str, host: Host, **more: Any) -> Deployment:
+    def go_on(kept: str, host: Host, **more: Any) -> JobPlan:
         return deploy(replace(options, kept_numerics=kept, **more), [host], info, 512, 100)
 
-    assert go_on("exact", enough).numerics == "exact" and not go_on("exact", enough).repacked
-    assert go_on(name, enough).numerics == name
+    exact = go_on("exact", enough).numerics
+    assert exact.name == "exact" and not exact.repacked
+    assert go_on(name, enough).numerics.name == name
     with pytest.raises(DoesNotFit, match=f"begun with numerics {name}, --allow-other-numerics goes on") as caught:
         go_on(name, short)
-    assert caught.value.deployment.repacked, "its numbers are those of what is missing"
+    assert caught.value.plan.numerics.repacked, "its numbers are those of what is missing"
     other = go_on(name, short, allow_other_numerics=True)
-    assert other.numerics == "exact" and OTHER_NUMERICS.format(name, "exact") in other.notes
+    assert other.numerics.name == "exact" and OTHER_NUMERICS.format(name, "exact") in other.notes
     with pytest.raises(UserError, match="begun with numerics fast, and here they are"):
         go_on("fast", enough)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from pipeinfer.cluster.assignment import Sizes
 from pipeinfer.cluster.hosts.cores import Host, processor_name
 from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
-from pipeinfer.cluster.plan import Sizes
 from pipeinfer.cluster.timing.timed_layers import time_layers
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.types import FloatArray

@@ -18,22 +18,18 @@ from pipeinfer.cluster.hosts.speed import Speed
 from pipeinfer.disk_cache import DiskCache
 from pipeinfer.job.options.limits import ALL_LAYERS
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement import gpus
-from pipeinfer.job.placement.deployment import lay_out
 from pipeinfer.job.planning.planner import ETHERNET, open_planner
 from pipeinfer.job.profiling.host_speeds import with_speeds
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.build import describe_build
-from pipeinfer.models.llama.devices import Device
 from pipeinfer.policies import Iterative, PipeInfer
+from tests.support.planned import lay_out
 from tests.support.played_cluster import Found, Played, PlayedStage, job, played_clock, played_speed
 
 
 @pytest.fixture(autouse=True)
 def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    two = [Device(f"CUDA{number}", "H200", "gpu", 1 << 40, 1 << 40) for number in range(2)]
-    monkeypatch.setattr(gpus, "gpus", lambda: two)
     monkeypatch.setattr("pipeinfer.job.loading.stages.LlamaStage", PlayedStage)
     monkeypatch.setattr("pipeinfer.job.profiling.host_speeds.measure_speed", played_speed)
     monkeypatch.setattr(time, "monotonic", played_clock)
@@ -47,14 +43,17 @@ def asked(**changed: Any) -> RunOptions:
 
 
 def host(name: str, n_cores: int = 4, processor: str = "x") -> Host:
-    return Host(name, frozenset(range(n_cores)), n_cores, processor=processor)
+    """With two GPUs, if layers go there."""
+    return Host(
+        name, frozenset(range(n_cores)), n_cores, processor=processor, offloads=True, gpu_names=("CUDA0", "CUDA1")
+    )
 
 
 def chosen(found: Found, options: RunOptions) -> tuple[dict[int, str], list[int]]:
     """Of each rank with layers of the target which, and the rank of each draft."""
     infos = [read_model_info(path) for path in options.drafts_in_use]
-    plan = lay_out(options, found.hosts, read_model_info(TARGET), infos, 512, 32).plan
-    return {stage.rank: stage.span for stage in plan.stages}, [stages[0].rank for stages in plan.drafts]
+    assignment = lay_out(options, found.hosts, read_model_info(TARGET), infos, 512, 32).assignment
+    return {stage.rank: stage.span for stage in assignment.stages}, [stages[0].rank for stages in assignment.drafts]
 
 
 def kept(folder: Path) -> dict[str, Any]:

@@ -28,7 +28,8 @@ from pipeinfer.core.scheduling.run_cost import RunCost
 from pipeinfer.errors import StopRequested
 from pipeinfer.job.launch.context import Context
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.placement.capacity import capacity_of, engine_settings
+from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.process.stop import StopFlag
 from pipeinfer.job.serve import pictures
 from pipeinfer.job.serve.front import Alive, Ask, Came, Drop, Ended, FromFront, FromHead
@@ -119,14 +120,16 @@ class Clients:
 def toy_service(front: Clients) -> Service:
     """A service on a lone rank that hosts the toy model, as `run` leaves it when the models are loaded."""
     options = RunOptions(model=Path("toy"), policy=Auto(), parallel=N_OPEN)
-    context = Context(options, cast(Any, None), StopFlag(), NO_TRACE, Flow())
+    context = Context(cast(Any, None), StopFlag(), NO_TRACE, Flow())
     stages = [SimpleNamespace(rank=0)]
-    plan = SimpleNamespace(stages=stages, computing={0}, drafts={}, n_ranks=1, describe=lambda rank: "all")
-    deployment = cast(Deployment, SimpleNamespace(plan=plan, model=SimpleNamespace(rewinds=True)))
-    work = ServeWork(cast(Any, front), cast(Any, None), cast(Tokenizer, Words()), 1.0)
-    service = Service(context, deployment, work)
-    session = service.session = Session(context, deployment, service._is_called)
-    service.pictures = pictures.Pictures(session, deployment)
+    assignment = SimpleNamespace(stages=stages, computing={0}, drafts={}, n_ranks=1, describe=lambda rank: "all")
+    capacity, engine = capacity_of(options, N_CELLS, rewinds=True), engine_settings(options, rewinds=True)
+    model = SimpleNamespace(rewinds=True)
+    plan = cast(JobPlan, SimpleNamespace(assignment=assignment, model=model, capacity=capacity, engine=engine))
+    work = ServeWork(cast(Any, front), cast(Any, None), cast(Tokenizer, Words()), options.policy, 1.0, verbose=False)
+    service = Service(context, plan, work)
+    session = service.session = Session(context, plan, service._is_called)
+    service.pictures = pictures.Pictures(session, plan)
     worker = StageWorker(ToyStage(0, N_LAYERS, True, N_CELLS), LocalPrunings(), time.monotonic, is_first=True)
     pipeline = session._pipeline = HeadPipeline(cast(Comm, None), [0], worker, 0, decode_verdict)
     session._engine = Engine(
@@ -134,7 +137,7 @@ def toy_service(front: Clients) -> Service:
         HeadWaiter(context.flag.check, pipeline, service._is_called), time.monotonic,
         run_cost=RunCost({1: 1e-5, 8: 2e-5}),
     )  # fmt: skip
-    service.requests = OpenRequests(context, session, work.tokenizer, N_CELLS, service._tell)
+    service.requests = OpenRequests(context, session, work.tokenizer, service._tell)
     return service
 
 

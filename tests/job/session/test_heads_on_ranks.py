@@ -18,7 +18,7 @@ from pipeinfer.job.inspect.model_report import describe_file
 from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.deploy import deploy
-from pipeinfer.job.placement.deployment import Deployment
+from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.placement.model_files import open_models
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.head import OWN_HEAD
@@ -117,9 +117,9 @@ def test_many_at_once_are_those_of_each_alone(head: Path, tmp_path: Path) -> Non
     assert len(texts[0]) == 6 and texts[0] == texts[1]
 
 
-def plan(drafts: tuple[Path, ...], **options: Any) -> Deployment:
+def plan(drafts: tuple[Path, ...], **options: Any) -> JobPlan:
     given = RunOptions(model=TARGET, drafts=drafts, policy=PipeInfer(), **options)
-    info, tokenizer = open_models(given)
+    info, tokenizer = open_models(given.model, given.drafts_in_use)
     tokenizer.close()
     return deploy(given, [this_host("a")] * 3, info, 256, 1)
 

@@ -11,8 +11,8 @@ import pytest
 from pytest import MonkeyPatch
 
 from pipeinfer.cluster import spread as spread_module
+from pipeinfer.cluster.assignment import RoomFor, Sizes, assign, balance, parse_split, split_layers, stage_ranks
 from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
-from pipeinfer.cluster.plan import RoomFor, Sizes, balance, make_plan, parse_split, split_layers, stage_ranks
 from pipeinfer.cluster.spread import StageRoom, spread_layers
 from pipeinfer.errors import UserError
 
@@ -135,17 +135,17 @@ def test_a_small_host_gets_fewer_layers() -> None:
     layers = sizes([10] * 12)
     room = StageRoom(lambda stage, first, last: 10 * (last - first), ("a", "b", "a"), {"a": 110, "b": 25}, (99, 99, 50))
     assert balance(layers, 3) == [4, 4, 4]
-    plan = make_plan(4, [sizes([1])], layers, room=lambda placed, ranks: room)
+    plan = assign(4, [sizes([1])], layers, room=lambda placed, ranks: room)
     assert [(stage.first, stage.last) for stage in plan.stages] == [(0, 5), (5, 7), (7, 12)]
-    chosen = make_plan(4, [sizes([1])], layers, split=[4, 4, 4], room=lambda placed, ranks: room)
+    chosen = assign(4, [sizes([1])], layers, split=[4, 4, 4], room=lambda placed, ranks: room)
     assert [stage.last for stage in chosen.stages] == [4, 8, 12], "a split that was asked for is taken as it is"
     short = StageRoom(room.needed, room.hosts, {"a": 40, "b": 25}, room.own)
-    tight = make_plan(4, [sizes([1])], layers, room=lambda placed, ranks: short)
+    tight = assign(4, [sizes([1])], layers, room=lambda placed, ranks: short)
     assert [stage.last for stage in tight.stages] == [4, 8, 12]
 
 
 def test_a_plan_describes_its_ranks() -> None:
-    plan = make_plan(3, [sizes([1])], sizes([10, 10, 10, 10], output=7), split=[3, 1])
+    plan = assign(3, [sizes([1])], sizes([10, 10, 10, 10], output=7), split=[3, 1])
     first, last = plan.stages
     assert (first.rank, first.first, first.last) == (1, 0, 3) and (last.rank, last.first, last.last) == (2, 3, 4)
     assert plan.describe(0) == "draft" and plan.describe(2) == "stage 1, layers 3-3"
@@ -181,7 +181,7 @@ def test_pipeinfers_split_form_is_taken() -> None:
 
 def test_larger_drafts_are_cut_by_size_too() -> None:
     drafts = [sizes([1] * 4), sizes([2] * 6), sizes([3] * 9, output=9)]
-    plan = make_plan(8, drafts, sizes([10] * 12), draft_split=[1, 3])
+    plan = assign(8, drafts, sizes([10] * 12), draft_split=[1, 3])
     assert plan.draft_split == (1, 3)
     assert [[(own.rank, own.first, own.last) for own in stages] for stages in plan.drafts] == [
         [(0, 0, 4)], [(1, 0, 6)], [(2, 0, 4), (3, 4, 8), (4, 8, 9)],
@@ -203,7 +203,7 @@ def test_a_draft_is_cut_so_that_it_fits_into_what_memory_the_drafts_before_leave
         hosts = tuple(map(str, ranks))
         return StageRoom(lambda stage, first, last: last - first, hosts, dict.fromkeys(hosts, 9), (9, 2)[: len(ranks)])
 
-    plan = make_plan(5, [sizes([1]), sizes([1] * 6)], sizes([1] * 6), room=room, draft_split=[2])
+    plan = assign(5, [sizes([1]), sizes([1] * 6)], sizes([1] * 6), room=room, draft_split=[2])
     assert asked == [(1, [1, 2]), (2, [3, 4])]
     assert [own.last for own in plan.drafts[1]] == [own.last for own in plan.stages] == [4, 6]
 
@@ -220,19 +220,19 @@ def test_a_draft_is_cut_so_that_it_fits_into_what_memory_the_drafts_before_leave
 )  # fmt: skip
 def test_drafts_that_cannot_be_cut_so(n_ranks: int, n_drafts: int, draft_split: list[int], words: str) -> None:
     with pytest.raises(UserError, match=words):
-        make_plan(n_ranks, [sizes([1] * 6)] * n_drafts, sizes([1] * 12), draft_split=draft_split)
+        assign(n_ranks, [sizes([1] * 6)] * n_drafts, sizes([1] * 12), draft_split=draft_split)
 
 
 def test_drafts_in_one_part_each_may_share_a_lone_rank() -> None:
-    plan = make_plan(1, [sizes([1]), sizes([1] * 6)], sizes([1] * 12), draft_split=[1])
+    plan = assign(1, [sizes([1]), sizes([1] * 6)], sizes([1] * 12), draft_split=[1])
     assert plan.describe(0) == "draft 1, draft 2, stage 0, layers 0-11"
 
 
 def test_more_stages_than_layers() -> None:
     with pytest.raises(UserError, match="5 stages for 4 layers; start at most 5 ranks"):
-        make_plan(6, [sizes([1])], sizes([1] * 4))
+        assign(6, [sizes([1])], sizes([1] * 4))
     with pytest.raises(UserError, match="at most 4 ranks"):
-        make_plan(6, [], sizes([1] * 4))
+        assign(6, [], sizes([1] * 4))
 
 
 # --- models that cannot be cut everywhere ---------------------------------------------------------------------------
@@ -283,7 +283,7 @@ def test_timed_ranks_are_split_as_well_as_any_split_there_is() -> None:
             {host: rng.uniform(0.4, 1.2) * sum(layers) for host in hosts}, (sum(layers),) * n_stages,
         )  # fmt: skip
         costs = [speed.seconds(layers, model.output_bytes) for speed in speeds]
-        plan = make_plan(n_stages + 1, [sizes([1])], model, None, always(room), (), [None, *speeds])
+        plan = assign(n_stages + 1, [sizes([1])], model, None, always(room), (), [None, *speeds])
         found = [stage.last - stage.first for stage in plan.stages]
         fitting = [counts for counts in splits(len(layers), n_stages) if room.fits(counts)]
         best = min(max(stage_sums(costs, counts)) for counts in fitting or splits(len(layers), n_stages))
@@ -295,10 +295,10 @@ def test_timed_ranks_are_split_as_well_as_any_split_there_is() -> None:
 def test_ranks_that_are_alike_or_not_all_timed_go_by_size() -> None:
     model, by_size = sizes([10] * 12, output=20), [7, 5]
     for speeds in ([LayerSpeed(1.0), None], [LayerSpeed(1.0)] * 2, [None, None], []):
-        assert [stage.last - stage.first for stage in make_plan(2, [], model, speeds=speeds).stages] == by_size
-    (slow, fast) = make_plan(2, [], model, speeds=[LayerSpeed(3.0), LayerSpeed(1.0, output_s=0.0)]).stages
+        assert [stage.last - stage.first for stage in assign(2, [], model, speeds=speeds).stages] == by_size
+    (slow, fast) = assign(2, [], model, speeds=[LayerSpeed(3.0), LayerSpeed(1.0, output_s=0.0)]).stages
     assert (slow.last - slow.first, fast.last - fast.first) == (3, 9)
-    chosen = make_plan(2, [], model, [6, 6], speeds=[LayerSpeed(3.0), LayerSpeed(1.0)])
+    chosen = assign(2, [], model, [6, 6], speeds=[LayerSpeed(3.0), LayerSpeed(1.0)])
     assert chosen.stages[0].last == 6, "a split that was asked for is taken as it is"
 
 
@@ -306,8 +306,8 @@ def test_a_split_that_the_model_does_not_allow_is_refused() -> None:
     in_fours = {(a, b): "only in fours" for a in range(13) for b in range(13) if a % 4}
     model = Sizes((1,) * 12, 1, in_fours)
     assert balance(model, 2) == [8, 4] and balance(model, 3) == [4, 4, 4]
-    assert [stage.first for stage in make_plan(3, [], model).stages] == [0, 4, 8]
+    assert [stage.first for stage in assign(3, [], model).stages] == [0, 4, 8]
     with pytest.raises(UserError, match=r"4 stages for 12 layers .*only in fours\); start so few ranks .* 3 stages"):
         balance(model, 4)
     with pytest.raises(UserError, match=r"--layer-split 4,2,6: layers 6-11 of this model cannot be a stage, only in"):
-        make_plan(3, [], model, split=[4, 2, 6])
+        assign(3, [], model, split=[4, 2, 6])

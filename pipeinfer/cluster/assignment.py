@@ -44,7 +44,7 @@ Stages = tuple[StagePlan, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Assignment:
     """Rank 0 is the head. `stages`: the target's; `drafts`: each draft's, the smallest first, which has one stage, on
     rank 0 if there are others."""
 
@@ -58,7 +58,7 @@ class Plan:
         return self.drafts[1:]
 
     @property
-    def asked(self) -> dict[int, Stages]:
+    def remote_drafts(self) -> dict[int, Stages]:
         """Number -> stages of each draft that is not on the head."""
         return {number: stages for number, stages in enumerate(self.drafts) if number or stages[0].rank}
 
@@ -156,11 +156,11 @@ RoomFor = Callable[[Sequence[Stages], Sequence[int]], StageRoom]
 """(placed drafts, ranks) -> these ranks' memory for the next draft, or after the last draft for the target."""
 
 
-def make_plan(
+def assign(
     n_ranks: int, drafts: Sequence[Sizes], target: Sizes, split: Sequence[float] | None = None,
     room: RoomFor | None = None, draft_split: Sequence[int] = (), speeds: Sequence[LayerSpeed | None] = (),
     draft_rank: int = 0,
-) -> Plan:  # fmt: skip
+) -> Assignment:  # fmt: skip
     """Split each model's layers over its ranks: the target's by `split`, or so that the slowest stage is as fast as
     `room` allows; larger drafts' by size over as many ranks as in `draft_split`, the smaller first.
 
@@ -188,7 +188,7 @@ def make_plan(
     left = room(placed, own) if room else None
     timed = distinct_speeds([speeds[rank] for rank in own]) if speeds else []
     counts = split_layers(split, n_layers, len(own), target.faults) if split else balance(target, len(own), left, timed)
-    return Plan(n_ranks, _stages(own, counts), placed)
+    return Assignment(n_ranks, _stages(own, counts), placed)
 
 
 def _stages(ranks: Sequence[int], counts: Sequence[int]) -> Stages:

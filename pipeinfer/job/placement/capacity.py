@@ -1,0 +1,101 @@
+"""How many rows, cells, sequences and requests a job's contexts, caches and buffers have room for. Loads nothing."""
+
+from dataclasses import asdict, dataclass
+
+from pipeinfer.core.kv.blocks import LARGEST
+from pipeinfer.errors import UserError
+from pipeinfer.job.options.options import RunOptions
+
+MAX_BATCH = 2048  # prompt tokens a run: every rank has buffers for so many rows
+N_CELLS_SPARE = 512  # cells above the context, for guesses and, with exact numerics, for parked cells
+CELLS_PADDING = 256  # libllama's
+MAX_PROMPTS = 4  # in blocks that are read at a time: each has a context of its own meanwhile
+
+
+MEANINGS = {
+    "n_ctx": "tokens of context", "n_cells": "cells", "n_batch": "prompt tokens a run", "n_requests": "requests",
+    "n_guess_rows": "guesses a run", "n_nodes": "nodes a run", "n_prompts": "prompts at a time", "n_seq": "branches",
+    "n_target_seq": "sequences", "n_target_guesses": "guesses at a time",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """n_ctx             tokens of all requests that are open at a time
+    n_cells           of every KV cache
+    n_batch           tokens of a prompt that a run carries at most
+    n_guess_rows      rows of a run with guesses, and of a draft's step, at most
+    n_nodes           guesses and roots of requests that a run carries at most
+    n_requests        open at a time
+    n_prompts         prompts in blocks that are read at a time
+    n_seq             sequences that trees may lease
+    n_target_seq      the same of the target: few where each has a state
+    n_target_guesses  of a target that does not rewind: guesses at a time, each in a sequence of its own
+    """
+
+    n_ctx: int
+    n_cells: int
+    n_batch: int
+    n_guess_rows: int
+    n_nodes: int
+    n_requests: int
+    n_prompts: int
+    n_seq: int
+    n_target_seq: int
+    n_target_guesses: int
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of a run outside of blocks, at most: a chunk of the prompt with the root, or guesses."""
+        return max(self.n_batch + 1, self.n_nodes)
+
+    @property
+    def n_outputs(self) -> int:
+        """Rows of a run that may want logits, and one."""
+        return max(self.n_guess_rows, self.n_seq) + 1
+
+    def n_rows_max(self, blocks: bool) -> int:
+        """Rows a run carries at most."""
+        return max(self.n_rows, LARGEST if blocks else 0)
+
+
+def capacity_of(options: RunOptions, n_ctx: int, rewinds: bool) -> Capacity:
+    """`rewinds`: whether a sequence of the target can lose its newest tokens."""
+    n_guess_rows, n_requests = options.n_guess_rows, options.parallel
+    own = Capacity(
+        n_ctx, cells_for(n_ctx), min(options.batch_size, MAX_BATCH, n_ctx), n_guess_rows, max(n_guess_rows, n_requests),
+        n_requests, min(MAX_PROMPTS, n_requests), options.n_seq, options.n_target_seq(rewinds),
+        options.n_target_guesses(rewinds),
+    )  # fmt: skip
+    if options.planned is None:
+        return own
+    planned = Capacity(**options.planned.decisions["capacity"])
+    for name, wanted in asdict(own).items():
+        if wanted > (room := getattr(planned, name)):
+            raise UserError(f"--plan {options.plan} has room for {room} {MEANINGS[name]}, and this job needs {wanted}; "
+                            "plan with the same --policy, --parallel and -c")  # fmt: skip
+    return planned
+
+
+def cells_for(n_ctx: int) -> int:
+    """KV cells of every cache for contexts of `n_ctx` tokens."""
+    return -(-(n_ctx + N_CELLS_SPARE) // CELLS_PADDING) * CELLS_PADDING
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """What the engine is set to for requests: what an ablation or another policy changes without another load.
+
+    cancel               runs whose rows are all dead are cancelled
+    looks_up             guesses are looked up too
+    n_seq, n_target_seq  of drafts and of the target, as in `Capacity`
+    """
+
+    cancel: bool
+    looks_up: bool
+    n_seq: int
+    n_target_seq: int
+
+
+def engine_settings(options: RunOptions, rewinds: bool) -> EngineSettings:
+    return EngineSettings(options.cancel, options.looks_up, options.n_seq, options.n_target_seq(rewinds))

@@ -1,0 +1,261 @@
+"""The plan of a job: the models, who has which layers, what each rank is and holds, and with which numerics. Planning
+makes it once, every rank gets it, and nothing of it is worked out again. Knows no request."""
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from pipeinfer.cluster.assignment import Assignment, Sizes, StagePlan
+from pipeinfer.cluster.hosts.cores import Host, crowded_hosts, crowding
+from pipeinfer.cluster.hosts.free_memory import FreeMemory, Memory, check_fits, paging_lines
+from pipeinfer.cluster.hosts.gpu_memory import check_gpus
+from pipeinfer.cluster.timing.costs import Profile
+from pipeinfer.errors import UserError
+from pipeinfer.job.placement.capacity import Capacity, EngineSettings
+from pipeinfer.job.placement.devices import DevicePlan
+from pipeinfer.job.placement.model_files import translation_note
+from pipeinfer.job.placement.numerics import NumericsPlan
+from pipeinfer.models.gguf.contents import FileState
+from pipeinfer.models.gguf.head import Head, layers_read
+from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.text.vocabularies import Translation
+
+N_DIGITS = 12
+"""Of a plan's hash."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """A model as rank 0 found it, before the job: its file may be replaced or removed while the job runs."""
+
+    path: Path
+    fingerprint: str
+    n_bytes: int
+    n_params: int
+    n_layer: int
+    n_embd: int
+    quantisation: str
+    sizes: Sizes
+    rewinds: bool = True  # whether a sequence can lose its newest tokens
+    window: int = 0  # of layers that see only so many tokens back; 0 if there are none
+    states: tuple[FileState, ...] = ()  # of its files on rank 0's host
+    head: Head | None = None  # of a draft, what it reads of the target
+
+    @classmethod
+    def of(cls, info: ModelInfo) -> "ModelFile":
+        return cls(
+            info.path, info.fingerprint, info.n_bytes, info.n_params, info.n_layer, info.n_embd, info.quantisation,
+            sizes_of(info), info.layers.rewinds, info.layers.window, info.states, info.head,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class RankPlan:
+    """What one rank is.
+
+    target, draft  what computes its layers of the target, and of drafts
+    memory         what it will hold
+    gpu_bytes      of libllama's on its GPUs
+    samplers       threads beside its stage that choose tokens
+    """
+
+    host: Host
+    target: DevicePlan
+    draft: DevicePlan
+    threads: int
+    memory: Memory
+    gpu_bytes: int
+    samplers: int
+
+
+@dataclass(frozen=True)
+class JobPlan:
+    """Models on ranks, as long as they are loaded. Rank 0 makes it and broadcasts it.
+
+    drafts        in the order of the assignment's
+    engine        what the engine is set to, unless requests want it otherwise
+    translations  of each draft, between the target's token ids and its own, where they differ
+    max_delay_s   chunks of prompts are cut so that open texts wait so long at most; 0, inf: no limit
+    looks_up      guesses may be looked up: None: as the policy has it
+    couple        drafts share the target's random numbers
+    pace          what the ranks and links are slowed down to
+    slice_cache   where hosts keep slices
+    send_layers   rank 0 sends layers to hosts that lack a file
+    prepare_ahead, post_ahead   see the options of these names
+    begun         the name of the numerics with which texts that go on were begun; empty: none goes on
+    unused        options without effect, a line each
+    notes         lines about texts: those that exact numerics do not hold for, or the model was not trained for
+    """
+
+    model: ModelFile
+    drafts: tuple[ModelFile, ...]
+    assignment: Assignment
+    ranks: tuple[RankPlan, ...]
+    capacity: Capacity
+    numerics: NumericsPlan
+    engine: EngineSettings
+    translations: tuple[Translation | None, ...] = ()
+    max_delay_s: float = 0.0
+    looks_up: bool | None = None
+    couple: bool = True
+    pace: Profile | None = None
+    slice_cache: Path | None = None
+    send_layers: bool = True
+    prepare_ahead: bool = True
+    post_ahead: bool = True
+    begun: str = ""
+    unused: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def text_numerics(self) -> str:
+        """The name of the numerics of its texts, from their beginnings."""
+        return self.begun or self.numerics.name
+
+    @cached_property
+    def hosts(self) -> tuple[Host, ...]:
+        """Of every rank."""
+        return tuple(rank.host for rank in self.ranks)
+
+    @property
+    def host_names(self) -> list[str]:
+        """Of every rank."""
+        return [host.name for host in self.hosts]
+
+    @property
+    def threads(self) -> tuple[int, ...]:
+        """Of every rank."""
+        return tuple(rank.threads for rank in self.ranks)
+
+    @property
+    def memory(self) -> tuple[Memory, ...]:
+        """What every rank will hold."""
+        return tuple(rank.memory for rank in self.ranks)
+
+    @property
+    def on_gpus(self) -> tuple[int, ...]:
+        """Bytes of libllama's on every rank's GPUs."""
+        return tuple(rank.gpu_bytes for rank in self.ranks)
+
+    def device(self, rank: int) -> DevicePlan:
+        """What computes a rank's layers: the target's where it has some, else a draft's."""
+        is_draft = self.assignment.stage_of(rank) is None and bool(self.assignment.drafts_on(rank))
+        return self.ranks[rank].draft if is_draft else self.ranks[rank].target
+
+    @property
+    def limits_delay(self) -> bool:
+        """Whether chunks of prompts are cut so that open texts wait for a limited time."""
+        return 0 < self.max_delay_s < math.inf
+
+    @property
+    def n_rows_max(self) -> int:
+        """Rows a run carries at most: a chunk of the prompt with the root, or guesses."""
+        return self.capacity.n_rows_max(self.numerics.blocks)
+
+    @property
+    def layers_read(self) -> tuple[int, ...]:
+        """Layers of the target whose outputs the draft reads, ascending."""
+        return layers_read(draft.head for draft in self.drafts)
+
+    def largest_input(self, rank: int) -> tuple[int, int]:
+        """(rows, width of their activations) of the largest run that a rank other than the head's is sent."""
+        drafts = [self.drafts[number] for number in self.assignment.drafts_on(rank)]
+        return (self.capacity.n_nodes, drafts[0].n_embd) if drafts else (self.n_rows_max, self.model.n_embd)
+
+    def hop_is_out_of_band(self, source: int | None, dest: int | None) -> bool:
+        """Whether activations of this hop go from device to device: between stages of the target that torch
+        computes."""
+        ends = [rank for rank in (source, dest) if rank is not None and self.assignment.stage_of(rank) is not None]
+        return len(ends) == 2 and all(self.hosts[rank].device_messages for rank in ends)
+
+    @property
+    def free_memory(self) -> tuple[list[str], list[FreeMemory]]:
+        """Of every rank its host's name, and what memory is left there."""
+        return self.host_names, [host.memory for host in self.hosts]
+
+    @property
+    def fits(self) -> bool:
+        """Whether every host, and every GPU there, has the memory for what its ranks shall hold."""
+        try:
+            check_memory(self, "")
+        except UserError:
+            return False
+        return True
+
+    @property
+    def crowding(self) -> float:
+        """Threads that compute on each core, where they are the most; 1 at least."""
+        return crowding(self.hosts, self.assignment.computing, self.threads)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What will make it slow, and what is without effect, a line each."""
+        notes = map(translation_note, [draft.path for draft in self.drafts], self.translations)
+        untimed = [
+            f"layers go by size, not by ranks' speed: rank {rank} ({host.name}) could not be timed: {host.untimed}"
+            for rank, host in enumerate(self.hosts)
+            if host.untimed
+        ]
+        paged = paging_lines(*self.free_memory, self.memory)
+        crowded = crowded_hosts(self.hosts, self.assignment.computing, self.threads)
+        return [*filter(None, notes), *untimed, *crowded, *paged, *self.unused, *self.notes]
+
+    @cached_property
+    def decisions(self) -> dict[str, Any]:
+        """What decides what is computed, with which bits and where, as plain data: `plan --json` writes it, --plan
+        reads it."""
+        return {
+            "model": self.model.fingerprint,
+            "drafts": [draft.fingerprint for draft in self.drafts],
+            "stages": _spans(self.assignment.stages),
+            "draft_stages": [_spans(stages) for stages in self.assignment.drafts],
+            "ranks": [
+                {
+                    "host": rank.host.name,
+                    "target": _device(rank.target),
+                    "draft": _device(rank.draft) if self.assignment.drafts_on(number) else None,
+                    "threads": rank.threads if rank.host.n_cores else None,
+                    "samplers": rank.samplers,
+                }
+                for number, rank in enumerate(self.ranks)
+            ],
+            "numerics": _plain(asdict(self.numerics)),
+            "capacity": asdict(self.capacity),
+        }
+
+    @property
+    def hash(self) -> str:
+        """Of its decisions, but for hosts' names: the same plan elsewhere has the same one."""
+        nameless = [{name: value for name, value in rank.items() if name != "host"} for rank in self.decisions["ranks"]]
+        text = json.dumps(self.decisions | {"ranks": nameless}, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:N_DIGITS]
+
+
+def _spans(stages: Sequence[StagePlan]) -> list[list[int]]:
+    return [[stage.rank, stage.first, stage.last] for stage in stages]
+
+
+def _device(plan: DevicePlan) -> dict[str, Any]:
+    devices = None if plan.devices is None else list(plan.devices)
+    backend, n_gpu_layers = str(plan.backend), plan.n_gpu_layers
+    return {"backend": backend, "n_gpu_layers": n_gpu_layers, "devices": devices, "turn": plan.turn}
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def check_memory(plan: JobPlan, way_out: str) -> None:
+    """Raises UserError when a host, or a GPU there, lacks memory for what its ranks shall hold."""
+    check_fits(*plan.free_memory, plan.memory, way_out)
+    check_gpus(plan.hosts, plan.on_gpus, way_out)
+
+
+def sizes_of(info: ModelInfo) -> Sizes:
+    return Sizes(info.layer_bytes, info.output_bytes, info.layers.faults)
