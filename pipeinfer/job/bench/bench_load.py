@@ -168,7 +168,7 @@ class LoadBench(SweepHead[LoadCase]):
         about = f"{len(cases)} loads to measure, {n_requests} requests"
         return self.run_all(about, n_requests, print_loads)
 
-    def called(self) -> bool:
+    def has_work(self) -> bool:
         return self._next_can_begin()
 
     def measure(self, session: Session, group: Group[LoadCase]) -> None:

@@ -103,7 +103,7 @@ class SweepHead(Generic[M]):
         """Measure everything. Returns the exit code."""
         raise NotImplementedError
 
-    def called(self) -> bool:
+    def has_work(self) -> bool:
         """Polled while the engine waits; True returns control to the caller."""
         return False
 
@@ -146,7 +146,7 @@ class SweepHead(Generic[M]):
         context = self.crew.context(group.plan, self.sweep.base.trace is not None)
         try:
             with open_session(
-                context, group.plan, self.called, lambda line: self.notice(line, [line]), self.sweep.base.verbose
+                context, group.plan, self.has_work, lambda line: self.notice(line, [line]), self.sweep.base.verbose
             ) as session:
                 self.measure(session, group)
         except JobError as error:  # what was measured before is shown

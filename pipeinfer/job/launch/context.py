@@ -30,18 +30,18 @@ class Context:
     flag: StopFlag
     tracer: Tracer
     flow: Flow
-    """What the watch knows of this rank's part in a pipeline."""
+    """Progress of this rank's stage, for the watch."""
 
     clock_offset_s: float = 0.0
     meter: EnergyMeter = field(default_factory=EnergyMeter)
     paced: list[PacedStage] = field(default_factory=list)
-    """This rank's models, in a paced job."""
+    """The models of this rank, in a paced job."""
 
     arrived: dict[int, SliceFile] = field(default_factory=dict)
-    """What this rank hosts and came from rank 0, by the number of a draft, or -1, as `arrivals` has it."""
+    """The slices that rank 0 sent, by the number of a draft, or `arrivals.TARGET`."""
 
     vocabulary: VocabularyFile | None = None
-    """The target's, where its last layers are, and where the smallest draft is."""
+    """Of the target, on the ranks of its last layers and of the smallest draft."""
 
     @property
     def rank(self) -> int:
@@ -53,7 +53,7 @@ class Context:
         self.vocabulary = None
 
     def take_figures(self, worker: StageWorker | None, outbox: Outbox, ledger: StageLedger | None) -> dict[str, Any]:
-        """What this rank did since the last time, as plain data for rank 0, times on rank 0's clock."""
+        """This rank's report since the last one, as plain data; times on rank 0's clock."""
         stats = StageStats()
         if worker:
             stats, worker.stats = worker.stats, stats

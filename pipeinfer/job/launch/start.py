@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Crew:
-    """All ranks of a job, as one of them sees them."""
+    """The ranks of a job: this rank's link and watch, and every rank's host."""
 
     link: Link
     flag: StopFlag
@@ -50,7 +50,7 @@ class Crew:
     hosts: list[Host]
 
     def context(self, plan: JobPlan, traces: bool) -> Context:
-        """What this rank needs for its part of a plan. Collective: clocks that may differ are compared."""
+        """The context of this rank for a plan. Collective: clocks that may differ are compared."""
         self.watch.describe(plan.assignment.describe(self.link.rank))
         tracer = Tracer(CLOCK, on=traces)
         offset_s = clock_offset_s(self.link, CLOCK, other_clocks(self.hosts))

@@ -43,7 +43,7 @@ class Want(NamedTuple):
 
 
 class StreamFeed:
-    """A Feed of what another rank sends."""
+    """A Feed of the bytes that another rank sends."""
 
     def __init__(self, chunks: Iterator[memoryview]) -> None:
         self._chunks, self._rest = chunks, memoryview(b"")
@@ -61,13 +61,13 @@ class StreamFeed:
             raise AssertionError(f"{len(chunk)} bytes more than a slice has")
 
     def drop(self) -> None:
-        """Take in what nobody wants any more: who sends it waits for that."""
+        """Receive and drop the rest, for which the sender waits."""
         for _ in self._chunks:
             pass
 
 
 def fetch_layers(context: Context, plan: JobPlan) -> None:
-    """On every rank: what this one hosts and has no file of goes into `context.arrived`. Collective.
+    """Receive the layers that this rank hosts and has no file of, into `context.arrived`. Collective.
 
     Raises UserError when something could not be read, sent or written, once all ranks are through.
     """
@@ -199,7 +199,7 @@ class _Fetching:
 
 
 def _pieces(file: ModelFile, want: Want) -> Iterator[bytes | memoryview]:
-    """Raises UserError, for whatever is wrong, when the first is asked for, or later: so the other rank is told."""
+    """Raises UserError for any fault while they are read, so that the other rank gets the error."""
     try:
         yield from contents(_read(file), want.what, want.first, want.last)[1]
     except OSError as error:

@@ -1,5 +1,4 @@
-"""Which ranks' activations MPI shall move from device to device, past the host's memory: asked for, or where it says
-that it can. On every rank, before there is a plan."""
+"""Whether activations are sent directly between GPUs (--gpu-aware). Runs on every rank, before there is a plan."""
 
 from collections.abc import Callable, Sequence
 
@@ -13,8 +12,8 @@ from pipeinfer.job.placement.devices import RankDevices
 def sends_from_device(
     gpu_aware: str, devices: Sequence[RankDevices], host: Host, rank: int, ask_mpi: Callable[[], bool | None]
 ) -> bool:
-    """Whether MPI shall move this rank's. `gpu_aware`: the option's word; `ask_mpi`: whether MPI says that it can; None
-    where it does not tell.
+    """Whether MPI moves this rank's activations. `gpu_aware`: the option's word; `ask_mpi`: whether MPI reports that it
+    can; None: it does not report it.
 
     Raises UserError where that is asked for and MPI says that it cannot.
     """

@@ -1,4 +1,4 @@
-"""Load what a rank hosts, its slice of the target or of a draft, and make what drives it."""
+"""Load a rank's slices of the target and of drafts, and make their workers."""
 
 import gc
 import socket
@@ -51,7 +51,7 @@ def load_own(context: Context, plan: JobPlan) -> tuple[LoadedModel | None, dict[
 
 
 def stage_report(context: Context, plan: JobPlan, stage: LoadedModel) -> dict[str, Any]:
-    """What rank 0 has to know of a stage: what its runs cost, as `RunCosts`, and its `gpu`, as in `gpu_of`."""
+    """The report of a loaded stage: `costs` of its runs, a `RunCosts`, and its `gpu`, as in `gpu_of`."""
     costs = time_stage(context, plan, stage)
     return {"costs": costs, "gpu": gpu_of(plan.ranks[context.rank].target)}
 
@@ -93,7 +93,7 @@ def _paced(context: Context, model: LoadedModel, cost: ModelCost) -> PacedStage:
 
 
 def _read(context: Context, plan: JobPlan, number: int) -> ModelInfo:
-    """Of a draft of this number, or of the target: what came from rank 0, else this host's file."""
+    """The header of a draft of this number, or of the target: as rank 0 sent it, else of this host's file."""
     if arrived := context.arrived.get(number):
         return arrived.info
     file = model_file(plan, number)
@@ -116,8 +116,8 @@ def _notice(context: Context, line: str) -> None:
 
 
 def inexact_line(plan: JobPlan, gpus: Mapping[int, str]) -> str:
-    """What is to be said when exact numerics are asked of ranks that compute the target's layers so that they may not
-    hold. `gpus`: of each of these ranks, see `gpu_of`."""
+    """A warning if `--numerics exact` cannot be guaranteed on the target's ranks; else empty. `gpus`: of each of these
+    ranks, see `gpu_of`."""
     if not plan.numerics.exact:
         return ""
     by_torch = {rank: gpu for rank, gpu in gpus.items() if plan.ranks[rank].target.is_torch}
@@ -143,7 +143,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def make_worker(context: Context, plan: JobPlan, model: LoadedModel) -> StageWorker:
-    """What drives a loaded stage."""
+    """The worker of a loaded stage."""
     index = plan.assignment.stage_of(context.rank)
     assert index is not None, f"rank {context.rank} has a model and no stage"
     stage = plan.assignment.stages[index]
@@ -155,7 +155,7 @@ def make_worker(context: Context, plan: JobPlan, model: LoadedModel) -> StageWor
 
 
 def open_grammars(context: Context, plan: JobPlan) -> Grammars:
-    """Of the vocabulary that this rank has. Where requests come beside others, none of these shall wait for it."""
+    """Grammars of this rank's vocabulary, opened ahead where several requests are open, so that none waits for it."""
     assert context.vocabulary
     grammars = Grammars(context.vocabulary.open)
     if plan.capacity.n_requests > 1:
@@ -202,7 +202,7 @@ def make_drafter(context: Context, plan: JobPlan, model: LoadedModel) -> ModelDr
 
 
 def make_draft_worker(context: Context, plan: JobPlan, number: int, model: LoadedModel) -> DraftWorker:
-    """What drives a loaded draft that is asked by messages, or a stage of it."""
+    """The worker of a remote draft, or of a stage of one."""
     own = plan.assignment.drafts_on(context.rank)[number]
     n_layers = own.last - own.first
     return DraftWorker(model, LocalPrunings(), CLOCK, own.first == 0, context.tracer, n_layers, couple=plan.couple)

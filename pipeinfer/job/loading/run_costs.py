@@ -38,8 +38,8 @@ class RunCosts:
 
 
 def time_stage(context: Context, plan: JobPlan, model: LoadedModel) -> RunCosts:
-    """Of this rank's stage of the target. Its cache must be empty and is empty afterwards. Of a paced stage, what its
-    profile says."""
+    """Costs of this rank's stage of the target; of a paced stage those of its profile. The cache must be empty and is
+    empty afterwards."""
     own = plan.assignment.stage_of(context.rank)
     assert own is not None, f"rank {context.rank} has a model and no stage"
     if plan.pace:
@@ -60,7 +60,7 @@ def time_stage(context: Context, plan: JobPlan, model: LoadedModel) -> RunCosts:
 
 
 def time_draft(context: Context, plan: JobPlan, model: LoadedModel, number: int) -> RunCosts:
-    """The same of what this rank has of a draft; of runs alone."""
+    """Costs of this rank's layers of a draft: rows alone."""
     own, types = plan.assignment.drafts_on(context.rank)[number], " ".join(plan.numerics.draft_cache)
     part = f"{plan.drafts[number].fingerprint} {own.layers} of a draft, {types}"
     key = experiment_key(part, plan.ranks[context.rank].draft, plan.hosts, plan.threads, context.rank)
@@ -72,8 +72,8 @@ def _rows(plan: JobPlan, model: LoadedModel, key: str) -> dict[int, float]:
 
 
 def run_cost(stages: Collection[RunCosts], plan: JobPlan) -> RunCost | None:
-    """Of a pipeline of these stages, the slowest of which decides; None where they were not timed. In a paced job as
-    `simulate` has it. Where delays are limited chunks count too."""
+    """The run cost of a pipeline of these stages, that of the slowest; None where they were not timed. In a paced job
+    it is that of `simulate`. Where delays are limited it includes chunks."""
     if pace := plan.pace:
         chunk_s = max(stage.seconds(BLOCK, 0) for stage in pace.stages)
         return simulation.run_cost(pace, plan.capacity.n_cells, (BLOCK, chunk_s) if plan.limits_delay else None)

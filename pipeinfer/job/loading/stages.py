@@ -1,4 +1,4 @@
-"""A slice of layers loaded into what shall compute it. The only file that knows both backends."""
+"""Load a slice of layers with its backend. The only file that knows both backends."""
 
 from collections.abc import Callable, Sequence
 
@@ -16,7 +16,7 @@ from pipeinfer.models.torch.params import CPU, TorchParams
 
 
 def load_layers(open_layers: Callable[[], SliceFile], params: LlamaParams, device: DevicePlan) -> LoadedModel:
-    """`params`: what libllama would be loaded with; of torch, which computes the same, as far as it has such options.
+    """`params`: those of libllama; torch takes the ones that it has.
 
     Raises UserError when the backend is not there, or it is no model for it.
     """
@@ -34,8 +34,8 @@ def load_layers(open_layers: Callable[[], SliceFile], params: LlamaParams, devic
 
 
 def experiment_key(what: str, device: DevicePlan, hosts: Sequence[Host], threads: Sequence[int], rank: int) -> str:
-    """All that the times of `what` depend on, on a rank: the name under which they are kept. Ranks of which it is the
-    same are alike. `threads`: of each rank."""
+    """The name under which the times of `what` on a rank are kept: everything that they depend on. `threads`: of each
+    rank."""
     host, there = hosts[rank], " ".join(str(threads[other]) for other in ranks_there(hosts, rank))
     where = f"-ngl {device.n_gpu_layers} {device.name}".rstrip()
     by = f"{device.backend} {torch_version()}" if device.is_torch else where
@@ -46,7 +46,7 @@ def experiment_key(what: str, device: DevicePlan, hosts: Sequence[Host], threads
 
 
 def gpu_of(device: DevicePlan) -> str:
-    """What a rank has loaded layers onto, to be asked on that rank: of torch's devices the name; empty on a CPU."""
+    """The GPU that this rank's layers are on, by its name if torch computes them; empty: a CPU."""
     if not device.is_torch:
         return "a GPU" if device.uses_gpus else ""
     torch = load_torch()

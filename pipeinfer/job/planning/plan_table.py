@@ -1,4 +1,4 @@
-"""A plan as a table: a row a rank with what it has, what it is given, and whether that fits."""
+"""A plan as a table: for each rank its host, its layers, its memory, and whether that fits."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -33,8 +33,8 @@ def show_plan(console: Console, plan: JobPlan, about: str = "") -> None:
 
 
 def show_start(console: Console, plan: JobPlan, brief: str, about: str, verbose: bool) -> None:
-    """A line of models, ranks and memory with what is `brief`, and a line of who has what; if `verbose` the plan with
-    what is to be said `about` it, and the name of its numerics."""
+    """A line with models, ranks, memory and `brief`, and a line with the role of each rank; if `verbose` the whole plan
+    below `about` and the name of its numerics."""
     if verbose:
         show_plan(console, plan, f"{about}, numerics {plan.numerics.name}")
         return

@@ -85,7 +85,7 @@ class Planner:
 
     @property
     def may_split_otherwise(self) -> bool:
-        """Whether `run` would time ranks that do not look alike, and of which nobody says how fast they are."""
+        """Whether `run` would time ranks, because they differ and their speeds are unknown."""
         hosts, devices = self.plan.hosts, plan_devices(self.options, self.plan.hosts)
         kinds = kinds_of(hosts, all_threads(self.options.threads, hosts), devices)
         ranks = ranks_to_time(self.options, hosts)
@@ -125,7 +125,7 @@ class Planner:
 
     @property
     def speed(self) -> float | None:
-        """Tokens a second; None where nobody knows."""
+        """Tokens a second; None: unknown."""
         try:
             return self.predict(self.options.policy).tokens_per_s
         except UserError:

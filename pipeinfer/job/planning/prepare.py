@@ -26,7 +26,7 @@ from pipeinfer.virtual.nodes import Node
 
 @dataclass(frozen=True, slots=True)
 class ChatSetup:
-    """`request`: what all answers have in common; it has no prompt. `first`: what the user says first."""
+    """`request`: the settings of all answers, without a prompt. `first`: the user's first message, if given."""
 
     request: GenerationRequest
     format: ChatFormat

@@ -1,4 +1,4 @@
-"""From options to loaded models on every rank: rank 0 plans, all others do as the plan says. Knows no command."""
+"""From options to loaded models on every rank: rank 0 plans, the others follow the plan. Knows no command."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,13 +29,18 @@ def get_ready() -> None:
     load_library()
 
 
+def _checked(options: RunOptions, n_ranks: int) -> RunOptions:
+    """With what --plan decides. Raises UserError, also for values that are not one a rank."""
+    options = with_plan(options, n_ranks)
+    check_devices(options, n_ranks)
+    return options
+
+
 def without_gpus(link: Link, options: RunOptions) -> RunOptions:
-    """As in llama.cpp: where no rank's build knows GPUs, -ngl is passed over with a warning. Raises JobError for values
-    that are not one a rank."""
+    """As in llama.cpp: where no rank's build knows GPUs, -ngl is passed over with a warning. Collective."""
     layers = options.n_gpu_layers, max(0, options.n_gpu_layers_draft)
     if layers == ((0,), 0) or any(options.device):
         return options
-    link.agree(lambda: check_devices(options, link.size))
     if any(link.all_gather(can_offload())):
         return options
     if link.rank == 0:
@@ -60,7 +65,7 @@ def _run(crew: Crew, options: RunOptions, prepare: Prepare[T], run_head: RunHead
     if link.rank:
         get_ready()
 
-    options, hosts = find_hosts(crew, without_gpus(link, link.agree(lambda: with_plan(options, link.size))))
+    options, hosts = find_hosts(crew, without_gpus(link, link.agree(lambda: _checked(options, link.size))))
     prepared: tuple[JobPlan, T] | None = None
 
     def make_plan() -> JobPlan | None:

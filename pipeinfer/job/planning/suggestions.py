@@ -1,4 +1,4 @@
-"""Suggestions: what would make a plan fit, or make it faster. Each is planned again. Prints nothing."""
+"""Suggestions: changes that make a plan fit, or make it faster. Each is planned again. Prints nothing."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -20,7 +20,7 @@ GAIN = 1.03
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
-    """`what`: to be done, in words; `short_bytes`: what is then missing where most is, 0 if it fits."""
+    """`what`: the change, in words; `short_bytes`: the memory that is missing then, at most; 0: it fits."""
 
     what: str
     short_bytes: int
@@ -70,7 +70,7 @@ def shortage_text(planner: Planner, helping: Sequence[Suggestion]) -> str:
 
 
 def advised(error: DoesNotFit, planner: Planner) -> DoesNotFit:
-    """The same refusal of a job with one prompt, with what would help there."""
+    """The refusal of a job with one prompt, with the suggestions that help."""
     return DoesNotFit(shortage_text(planner, suggestions(planner, [])) or str(error), error.plan)
 
 

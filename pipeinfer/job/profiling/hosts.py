@@ -22,16 +22,14 @@ if TYPE_CHECKING:  # imports MPI
 
 
 def find_hosts(crew: "Crew", options: RunOptions) -> tuple[RunOptions, Sequence[Host]]:
-    """The options, on rank 0 with files for names, and the hosts with all that is found. Collective. Raises
-    JobError."""
+    """The options with files for names, and the hosts with all that is found. Collective. Raises JobError."""
     from pipeinfer.cluster.transport import is_gpu_aware  # initialises MPI
     from pipeinfer.job.profiling.layer_times import with_layer_times
 
     link = crew.link
-    fetched = link.agree(lambda: fetch_models(options))
-    own = link.agree_all(lambda: describe_own(fetched, crew.hosts, link.rank, is_gpu_aware))
-    options = options if link.rank else fetched
-    return options, with_layer_times(crew, link.all_gather(own), options)
+    found = link.agree(lambda: fetch_models(options))
+    own = link.agree_all(lambda: describe_own(found, crew.hosts, link.rank, is_gpu_aware))
+    return found, with_layer_times(crew, link.all_gather(own), found)
 
 
 def describe_own(

@@ -75,7 +75,7 @@ class Service:
         show_start(self.console, self.plan, brief, self._about(), self.work.verbose)
         self.front.start(self.work.setup)
         try:
-            with open_session(self.context, self.plan, self._is_called, verbose=self.work.verbose) as session:
+            with open_session(self.context, self.plan, self._has_work, verbose=self.work.verbose) as session:
                 flag.interrupts = self.drain
                 self.session, self.pictures = session, Pictures(session, self.plan)
                 self.requests = OpenRequests(self.context, session, self.work.tokenizer, self._tell)
@@ -98,8 +98,8 @@ class Service:
         setup, policy = self.work.setup, self.work.policy.name
         return f"policy {policy}, up to {self.n_requests} requests at a time, context {setup.n_ctx}"
 
-    def _is_called(self) -> bool:
-        """Whether there is something to do but for the engine: its waits end then."""
+    def _has_work(self) -> bool:
+        """Whether the front, the drain or a picture wants attention: the engine's wait ends then."""
         ends = self.drain.is_over if self._is_draining else self.drain.began
         return ends or self.front.has_news() or self.pictures.due or bool(self.front.lost())
 

@@ -1,4 +1,4 @@
-"""Requests that are open in a session's engine, whoever asks them: which may begin, what has come of them.
+"""The open requests of a session: which may begin, and their output.
 
 Knows no file and no client.
 """
@@ -24,8 +24,8 @@ from pipeinfer.observe.metrics import RequestMetrics
 
 @dataclass(slots=True, eq=False)
 class Open:
-    """A request in the engine. `n_heard`: tokens of its text that have come, up to a stop string. `n_told`: characters
-    of it in news."""
+    """A request in the engine. `n_heard`: tokens of its text so far, up to a stop string. `n_told`: characters of it
+    that were passed on."""
 
     asked: GenerationRequest
     request: Request
@@ -51,9 +51,8 @@ class Open:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What has come of a request: tokens, the text that is certain with them, and what its tokens' log-probabilities
-    are if it asked for these. The first text has that of the tokens before, if it was begun. `ended`: nothing more
-    comes."""
+    """New output of one request: tokens, the text that they complete, and their log-probabilities, if any. The first
+    text includes that of resumed tokens. `ended`: this is the last."""
 
     opened: Open
     tokens: Sequence[int]
@@ -63,9 +62,8 @@ class News:
 
 
 class OpenRequests:
-    """`take`: hears what has come of requests, as soon
-    as it has, all of the same run at a time; it may begin and stop some. `say`: is given the lines of `Notices`.
-    `settings`: of the engine, None: the plan's."""
+    """`take`: called with new output, that of one run at a time; it may begin and stop requests. `say`: called with the
+    lines of `Notices`. `settings`: of the engine, None: the plan's."""
 
     def __init__(
         self, context: Context, session: Session, tokenizer: Tokenizer,
@@ -85,12 +83,12 @@ class OpenRequests:
 
     @property
     def n_text(self) -> int:
-        """Bytes of what they say of sampling in texts."""
+        """Bytes of their grammars and biases."""
         return sum(text_bytes(each.asked.sampling) for each in self._open.values())
 
     def has_room(self, asked: GenerationRequest) -> bool:
-        """Whether one more may be handed to the engine now. There it may have to wait for another one's prompt; where
-        preempted ones wait that it is to begin before, it waits in front of them, or the next room were theirs."""
+        """Whether the engine can take one more request. Requests of higher priority are passed on even when it is full,
+        so that preempted ones do not take the next free cells."""
         admission = self.engine.admission
         return self.n_text + text_bytes(asked.sampling) <= N_TEXT_MAX and (
             not self._open
@@ -99,16 +97,16 @@ class OpenRequests:
         )
 
     def _n_soon(self, asked: GenerationRequest) -> int:
-        """Cells that it needs to begin: others give theirs up when it comes to more."""
+        """Cells that it needs to begin. For more of them others are preempted."""
         return min(asked.n_ctx, len(asked.prompt) + len(asked.begun) + self.engine.admission.ahead)
 
     def begin(
         self, asked: GenerationRequest, came_s: float | None = None,
         on_turn: Callable[[bool], None] | None = None, on_prompt: Callable[[int], None] | None = None,
     ) -> Open:  # fmt: skip
-        """Hand it to the engine, where it may have to wait. `came_s`: since when it has waited already. `on_turn`:
-        hears whether it is worked on from now on, or waits again; `on_prompt`: how many tokens of its prompt are
-        evaluated."""
+        """Add a request to the engine, where it may have to wait. `came_s`: the time of its arrival. `on_turn`: called
+        with True when it starts or goes on, with False when it is preempted; `on_prompt`: with the number of prompt
+        tokens that are evaluated."""
         printer = Printer(self.context.flag, self.tokenizer, asked, silent=True)
         printer.push(asked.begun)
         self.notices.pass_on()
@@ -123,7 +121,7 @@ class OpenRequests:
         return opened
 
     def step(self) -> None:
-        """Let the engine take its next step, or wait."""
+        """Do the next step of the engine, or wait."""
         if emission := self.engine.step():
             self._hear([emission, *self.engine.rest()])
 
@@ -153,17 +151,17 @@ class OpenRequests:
         return News(opened, tokens[: opened.n_heard - n_before], printer.text[n_told:], entries, ended)
 
     def _read_only(self, opened: Open) -> News:
-        """Of a request whose prompt was to be read: the news without a token."""
+        """The last output of a request for its prompt alone: no token."""
         del self._open[opened.request.id]
         return News(opened, [], "", [], ended=True)
 
     def stop(self, opened: Open) -> None:
-        """Give one up: nothing more comes of it."""
+        """Stop a request. It has no further output."""
         if self._open.pop(opened.request.id, None):
             self.engine.stop(opened.request)
 
     def stop_all(self) -> None:
-        """Give up what is open, and wait until nothing is in flight."""
+        """Stop all open requests, and wait until nothing is in flight."""
         for opened in list(self._open.values()):
             self.stop(opened)
         with self.context.flag.held():

@@ -15,13 +15,13 @@ from pipeinfer.observe.report import stderr_console
 def open_session(
     context: Context,
     plan: JobPlan,
-    called: Callable[[], bool] = lambda: False,
+    has_work: Callable[[], bool] = lambda: False,
     say: Callable[[str], object] = complain,
     verbose: bool = False,
 ) -> Iterator[Session]:
-    """A session whose models are loaded, closed at the end; within it the job stops in order. `called`: as in
-    `Session`; `say` takes the plan's warnings; `verbose`: each rank that has loaded is told. Raises JobError, as
-    `Session.open` does."""
+    """A session whose models are loaded, closed at the end; within it the job stops in order. `has_work`: as in
+    `Session`; `say` takes the plan's warnings; `verbose`: print a line for each rank that has loaded. Raises
+    JobError, as `Session.open` does."""
     console = stderr_console()
     progress = ProgressBar(console, CLOCK, "loading", plan.assignment.n_ranks, "ranks")
 
@@ -30,7 +30,7 @@ def open_session(
         if verbose:
             console.print(f"rank {rank} ({plan.assignment.describe(rank)}) loaded in {loaded_s:.1f} s", style="dim")
 
-    session = Session(context, plan, called, on_loaded)
+    session = Session(context, plan, has_work, on_loaded)
     try:
         session.open()
     finally:

@@ -1,4 +1,4 @@
-"""Rank 0's hold on the loaded models of all ranks: one engine for all requests, and everyone's figures."""
+"""The loaded models of all ranks, as rank 0 drives them: one engine for all requests, and reports of every rank."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -46,15 +46,15 @@ NO_AMX = (
 )
 
 LATE = 0.05
-"""A share of a generation's time; a paced rank that is late by more of it is named."""
+"""Of a generation's time: a paced rank that is late by more is named."""
 N_NOTED = 20_000
-"""Notes of rank 0 after which whoever waits for the ranks asks what they did: notes would grow without end."""
+"""Records of rank 0 after which reports are requested, so that the records do not grow without end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What the ranks did in some time. `figures`: what each rank that took part reports of itself. `refiners`: what
-    rank 0 asked each rank of a draft elsewhere, and when. `row_s`: seconds of one row in each stage's rank, timed at
+    """What the ranks did in some time. `figures`: the report of each rank that took part. `refiners`: the requests of
+    rank 0 to each rank of a remote draft, and their times. `row_s`: seconds of one row in each stage's rank, timed at
     loading."""
 
     ledger: HeadLedger
@@ -65,7 +65,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Generation(Figures):
-    """What one request gave."""
+    """The result of one request."""
 
     request: Request
     metrics: RequestMetrics
@@ -78,18 +78,18 @@ class Session:
     """
 
     def __init__(
-        self, context: Context, plan: JobPlan, called: Callable[[], bool] = lambda: False,
+        self, context: Context, plan: JobPlan, has_work: Callable[[], bool] = lambda: False,
         on_loaded: Callable[[int, float], object] = lambda rank, loaded_s: None,
     ) -> None:  # fmt: skip
-        """`called`: whether there is something to do that is no run's: it ends the engine's waits. `on_loaded(rank,
-        seconds)` is called for every rank that has loaded."""
-        self.context, self.plan, self.on_loaded, self.called = context, plan, on_loaded, called
+        """`has_work`: returns True to end a wait of the engine. `on_loaded(rank, seconds)` is called for every rank
+        that has loaded."""
+        self.context, self.plan, self.on_loaded, self.has_work = context, plan, on_loaded, has_work
         self._ranks = [stage.rank for stage in plan.assignment.stages]
         self.remote_ranks = sorted(plan.assignment.computing - {0})
         self._stage: LoadedModel | None = None
         self._drafts: dict[int, LoadedModel] = {}  # by number
         self._costs: dict[int, RunCosts] = {}  # of each stage's rank
-        self._refiner_costs: dict[int, dict[int, float]] = {}  # of each draft that is asked: rows of a run -> seconds
+        self._refiner_costs: dict[int, dict[int, float]] = {}  # of each remote draft: rows of a run -> seconds
         self._pipeline: HeadPipeline[Verdict] | None = None
         self._draft_pipelines: dict[int, HeadPipeline[GuessVerdict]] = {}  # of remote drafts, by number
         self._drafter: ModelDrafter | None = None
@@ -101,7 +101,7 @@ class Session:
         self._figures: dict[int, dict[str, Any]] = {}
 
     def open(self) -> None:
-        """Load. Raises JobError, all ranks sent home, when one of them could not: the error of the lowest rank."""
+        """Load the models. Raises JobError with the error of the lowest rank that failed; all ranks have ended then."""
         own: dict[str, Any] = {}
         start_s = CLOCK()
         try:
@@ -139,7 +139,7 @@ class Session:
             complain(line)
 
     def _connect(self) -> None:
-        """Make this rank's ends of the pipelines, its own stages among them."""
+        """Make rank 0's ends of the pipelines, with the stages that it hosts itself."""
         context, plan, worker = self.context, self.plan, None
         comm, courier = context.link.comm, make_courier(context, plan)
         wire_type, progress = plan.numerics.wire_type, progress_between(comm, plan.host_names)
@@ -184,7 +184,7 @@ class Session:
         if not isinstance(drafter, Level) and plan.looks_up is not False:
             drafter = self._lookup = LookupDrafter(drafter)
         engine = Engine(
-            target, drafter, HeadWaiter(context.flag.check, self._pipeline, self.called), CLOCK,
+            target, drafter, HeadWaiter(context.flag.check, self._pipeline, self.has_work), CLOCK,
             drafts=list(levels.values()),
             run_cost=run_cost(self._costs.values(), plan),
             n_prompts=capacity.n_prompts, max_delay_s=plan.max_delay_s, draft_s=self._draft_s,
@@ -231,28 +231,28 @@ class Session:
         return self._engine
 
     def unlearn(self) -> None:
-        """Forget what texts have taught, but for what policies know; what is known of times stays."""
+        """Forget what lookup learned from texts. Policies and measured times stay."""
         if self._lookup:
             self._lookup.unlearn()
 
     def next_id(self) -> int:
-        """Of a further request."""
+        """The id of a further request."""
         return next(self._request_ids)
 
     @property
     def n_runs(self) -> int:
-        """Of the target, since the start."""
+        """Runs of the target since the start."""
         assert self._pipeline
         return self._pipeline.n_submitted
 
     @property
     def n_noted(self) -> int:
-        """Runs and waits that rank 0 has noted since the ranks were last asked what they did."""
+        """Runs and waits that rank 0 has recorded since the last reports."""
         return sum(each.ledger.n_notes for each in self._pipelines)
 
     def ask_figures(self) -> None:
-        """Every rank shall say what it did since the last time, once it is through with what it was sent;
-        `poll_figures` has it when all have."""
+        """Request a report from every rank. Ranks answer after their pending runs; `poll_figures` returns the reports
+        once all have arrived."""
         assert self._pipeline and not self.asks_figures
         for each in self._pipelines:
             each.ask_reports()
@@ -264,11 +264,11 @@ class Session:
 
     @property
     def asks_figures(self) -> bool:
-        """Whether figures were asked for that have not been taken."""
+        """Whether reports were requested that have not been returned."""
         return self._own_figures is not None
 
     def poll_figures(self) -> Figures | None:
-        """What was asked for, once all of it is there."""
+        """The requested reports once all have arrived, else None."""
         assert self._own_figures
         while len(self._figures) < len(self.remote_ranks) and (report := self.context.link.next_report()):
             self._figures[report[0]] = report[1]
@@ -280,13 +280,13 @@ class Session:
         return Figures(ledger, {0: own} | reports, refiners, row_s)
 
     def take_figures(self) -> Figures:
-        """What every rank did since the last time. Waits until the stages are through with what they were sent."""
+        """What every rank did since the last reports. Waits for the stages' pending runs."""
         if not self.asks_figures:
             self.ask_figures()
         return Idle().until(self.poll_figures)
 
     def close(self) -> None:
-        """Send the stages home and free what this rank holds."""
+        """End the stages' loops and free this rank's models."""
         for pipeline in self._pipelines:
             pipeline.shutdown()
         for model in (self._stage, *self._drafts.values()):
@@ -295,7 +295,7 @@ class Session:
         self.context.close_vocabulary()
 
     def _reports(self) -> dict[int, dict[str, Any]]:
-        """One report of every remote rank."""
+        """The first report of every remote rank."""
         reports: dict[int, dict[str, Any]] = {}
         while len(reports) < len(self.remote_ranks):
             rank, report = Idle().until(self.context.link.next_report)
@@ -322,19 +322,19 @@ class Session:
 
 
 def missed_pace(figures: Mapping[int, Mapping[str, Any]], wall_s: float) -> str:
-    """What the user should know of ranks that needed longer than `--pace` allows; empty if none did by much."""
+    """A warning for ranks that needed clearly longer than `--pace` allows; else empty."""
     late = {rank: found["late_s"] / wall_s for rank, found in sorted(figures.items())}
     shown = ", ".join(f"rank {rank} for {share:.0%} of the time" for rank, share in late.items() if share > LATE)
     return f"slower than --pace says: {shown}; take a slower profile, smaller models or fewer ranks" if shown else ""
 
 
 def first_error(reports: Mapping[int, Mapping[str, Any]]) -> str:
-    """That of the lowest rank; empty if all is well."""
+    """The error of the lowest rank that has one; else empty."""
     return next((report["error"] for _, report in sorted(reports.items()) if report.get("error")), "")
 
 
 def drain(engine: Engine, request: Request) -> None:
-    """Stop it, the only one that is open, in order: what is in flight comes back."""
+    """Stop the only open request, and wait for its runs in flight."""
     engine.stop(request)
     for _ in engine.generate():
         raise AssertionError("a stopped request emitted tokens")

@@ -128,13 +128,13 @@ def toy_service(front: Clients) -> Service:
     plan = cast(JobPlan, SimpleNamespace(assignment=assignment, model=model, capacity=capacity, engine=engine))
     work = ServeWork(cast(Any, front), cast(Any, None), cast(Tokenizer, Words()), options.policy, 1.0, verbose=False)
     service = Service(context, plan, work)
-    session = service.session = Session(context, plan, service._is_called)
+    session = service.session = Session(context, plan, service._has_work)
     service.pictures = pictures.Pictures(session, plan)
     worker = StageWorker(ToyStage(0, N_LAYERS, True, N_CELLS), LocalPrunings(), time.monotonic, is_first=True)
     pipeline = session._pipeline = HeadPipeline(cast(Comm, None), [0], worker, 0, decode_verdict)
     session._engine = Engine(
         Level(pipeline, SequencePool(options.n_seq, N_CELLS)), OracleDrafter(Reference(N_LAYERS), 0.6),
-        HeadWaiter(context.flag.check, pipeline, service._is_called), time.monotonic,
+        HeadWaiter(context.flag.check, pipeline, service._has_work), time.monotonic,
         run_cost=RunCost({1: 1e-5, 8: 2e-5}),
     )  # fmt: skip
     service.requests = OpenRequests(context, session, work.tokenizer, service._tell)
