@@ -94,11 +94,12 @@ def _described(question: PlanQuestion) -> tuple[list[Node], LinkCost]:
 
 def _repacking(options: RunOptions, nodes: Sequence[Node]) -> list[Node]:
     """Nodes that somebody describes, whose processors repack weights as this host's does."""
-    from pipeinfer.models.llama.repacking import repacked_types  # what it loads with takes a while
+    from pipeinfer.models.llama.repacking import grouped_types, repacked_types  # what it loads with takes a while
 
-    may_repack = options.repack and options.numerics == "exact"
-    types = repacked_types() if may_repack else ()
-    return [replace(node, host=replace(node.host, repacked=types)) for node in nodes]
+    if not options.repack or options.numerics != "exact":
+        return list(nodes)
+    types, grouped = repacked_types(), grouped_types()
+    return [replace(node, host=replace(node.host, repacked=types, grouped=grouped)) for node in nodes]
 
 
 def _plan_ranks(crew: "Crew", options: RunOptions, question: PlanQuestion) -> int:

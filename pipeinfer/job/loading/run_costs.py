@@ -46,7 +46,7 @@ def time_stage(context: Context, deployment: Deployment, model: LoadedModel) -> 
     assert own is not None, f"rank {context.rank} has a model and no stage"
     if deployment.pace:
         return RunCosts(stage_rows(deployment.pace.stages[own]))
-    part = f"{deployment.model.fingerprint} {deployment.plan.stages[own].layers} {context.options.kernels}"
+    part = f"{deployment.model.fingerprint} {deployment.plan.stages[own].layers} {deployment.numerics}"
     key = experiment_key(part, context.options, deployment.hosts, deployment.threads, context.rank)
     rows = _rows(deployment, model, key)
     context_s: float | None = None  # states could not be rewound to time a run again, and cost the same in any context

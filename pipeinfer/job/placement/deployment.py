@@ -39,6 +39,7 @@ from pipeinfer.models.gguf.contents import FileState
 from pipeinfer.models.gguf.head import Head, layers_read
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.heads.own_head import draft_of
+from pipeinfer.models.llama.params import TypeRows
 from pipeinfer.models.text.vocabularies import Translation
 from pipeinfer.models.torch.hyperparameters import check_known
 
@@ -83,7 +84,7 @@ class Deployment:
     memory    of each rank, what it will hold
     on_gpus   of each rank, the bytes of libllama's on its GPUs
     blocks    a prompt is evaluated in blocks that follow from its length; see pipeinfer.core.kv.blocks
-    repacked  types of the target's weights that are repacked with exact numerics, and rows of each at once
+    repacked  types of the target's weights that are repacked with exact numerics, and how rows of each are computed
     numerics  the name of all that decides bits; see pipeinfer.job.placement.numerics
     parked    rejected cells of the target stay taken until all are packed
     translations  of each draft, between the target's token ids and its own, where they differ
@@ -105,7 +106,7 @@ class Deployment:
     memory: tuple[Memory, ...]
     on_gpus: tuple[int, ...]
     blocks: bool = False
-    repacked: tuple[tuple[int, int], ...] = ()
+    repacked: tuple[TypeRows, ...] = ()
     numerics: str = ""
     parked: bool = False
     pace: Profile | None = None

@@ -25,6 +25,7 @@ from pipeinfer.models.gguf.slice import slice_bytes
 from pipeinfer.models.heads.head_drafter import N_KEPT
 from pipeinfer.models.llama.buffers import buffer_bytes
 from pipeinfer.models.llama.ggml import load_library
+from pipeinfer.models.llama.params import GROUP_CELLS, TypeRows, in_whole_groups, rows_in_groups
 from pipeinfer.models.llama.prefill import N_SEQ, STATE_CELLS
 
 CELLS_PADDING = 256  # libllama's
@@ -51,7 +52,7 @@ class MemoryNeeds:
     """Of each rank, the models whose files are not on its host, as far as that is known."""
     draft_options: Sequence[RunOptions] = ()
     """Of each rank, those by which it computes what it has of drafts; empty: the job's."""
-    repacked: tuple[tuple[int, int], ...] = ()
+    repacked: tuple[TypeRows, ...] = ()
     """See `Deployment`."""
 
     def of_plan(self, plan: Plan) -> tuple[Memory, ...]:
@@ -140,6 +141,8 @@ class MemoryNeeds:
             found += Memory(buffers=N_BUFFERS * 4 * self._n_outputs * info.n_vocab)
         if by.backend.is_torch:
             return found
+        if rows_in_groups(self.repacked):
+            found += Memory(kv=GROUP_CELLS * sum(info.kv_bytes_per_cell[first:last]))
         if not info.layers.rewinds:
             n_states = options.n_target_seq(False) + N_SPARE_STATES
             return found + Memory(kv=n_states * sum(info.layers.state_bytes[first:last]))
@@ -171,7 +174,8 @@ class MemoryNeeds:
 
     @property
     def _n_outputs(self) -> int:
-        return max(self.options.n_guess_rows, self.options.n_seq) + 1
+        n_outputs = max(self.options.n_guess_rows, self.options.n_seq) + 1
+        return in_whole_groups(n_outputs) if rows_in_groups(self.repacked) else n_outputs
 
 
 class Computed(NamedTuple):

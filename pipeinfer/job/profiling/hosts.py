@@ -12,7 +12,7 @@ from pipeinfer.job.placement.gpus import check_own_devices, own_gpus
 from pipeinfer.job.placement.model_files import fetch_models
 from pipeinfer.models.gguf.head import OWN_HEAD
 from pipeinfer.models.gguf.model_info import part_paths
-from pipeinfer.models.llama.repacking import repacked_types
+from pipeinfer.models.llama.repacking import grouped_types, repacked_types
 
 if TYPE_CHECKING:  # imports MPI
     from pipeinfer.job.launch.start import Crew
@@ -45,4 +45,5 @@ def describe_own(
         gpus=own_gpus(options, hosts, rank),
         device_messages=sends_from_device(options, hosts, rank, ask_mpi),
         repacked=repacked_types() if may_repack else (),
+        grouped=grouped_types() if may_repack else (),
     )

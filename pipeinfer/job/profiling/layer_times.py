@@ -156,7 +156,8 @@ def _load_blank(skeleton: Skeleton, own: Span, hosts: Sequence[Host], options: R
     with temporary_folder() as folder:
         info = put_up(skeleton, folder)
         _check_room(slice_bytes(info, *own), hosts, rank)
-        params = replace(params, repacked=repacked_alike(options, hosts, info, len(options.drafts_in_use)))
+        alone = replace(options, parallel=1, kept_numerics="")  # a row is timed, and no group of rows
+        params = replace(params, repacked=repacked_alike(alone, hosts, info, len(options.drafts_in_use)))
         return load_layers(
             lambda: open_blank(info, *own), params, backend_of(options, rank), local_rank(options, hosts, rank)
         )

@@ -16,7 +16,7 @@ from pipeinfer.job.placement.deploy import NOT_REPACKED, OTHER_NUMERICS, DoesNot
 from pipeinfer.job.placement.deployment import N_CELLS_SPARE, Deployment, lay_out
 from pipeinfer.job.placement.memory import CELLS_PADDING
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
-from pipeinfer.models.llama.params import matrix_bytes
+from pipeinfer.models.llama.params import TypeRows, matrix_bytes
 from pipeinfer.models.llama.repacking import repacked_types
 from pipeinfer.policies import Iterative
 from tests.support.gguf_factory import Shape, write_model
@@ -42,7 +42,7 @@ def plan(info: ModelInfo, *hosts: Host, **options: Any) -> Deployment:
 
 
 def test_all_ranks_must_repack_alike(info: ModelInfo) -> None:
-    assert plan(info, HERE, replace(HERE, name="b")).repacked == ((Q4_K, 3),)
+    assert plan(info, HERE, replace(HERE, name="b")).repacked == (TypeRows(Q4_K, 3),)
     other = replace(HERE, repacked=((Q4_0, 32, "x"), (Q4_K, 3, "z")))
     for hosts in ((HERE, other), (HERE, replace(HERE, repacked=()))):
         assert plan(info, *hosts).repacked == ()
