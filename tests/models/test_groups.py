@@ -158,7 +158,7 @@ class Requests:
             tokens += [*right, *wrong]
             positions += range(self.at[seq], self.at[seq] + len(right) + len(wrong))
             rows += [(seq, self.at[seq] + at) for at in range(len(right))] + [(seq, -1)] * len(wrong)
-        seqs = [(seq,) for seq, _ in rows]
+        seqs: list[tuple[int, ...]] = [(seq,) for seq, _ in rows]
         wanted = self.rng.random(len(rows)) < self.rng.choice([0.3, 1.0])
         return Batch(np.array(tokens, np.int32), np.array(positions, np.int32), seqs, None, wanted), rows
 
@@ -229,8 +229,8 @@ def test_the_bits_are_others_than_those_of_parts(
     parts = replace(groups, repacked=worth_repacking(read_model_info(path), groups, PARTS))
     if largest_part(read_model_info(path), parts) >= GROUP:
         pytest.skip("kernels do not look at the number of rows")
-    found = [each_alone(stage, texts[:1])[0] for each in (groups, parts) for stage in loaded(path, (), params=each)]
-    assert not np.array_equal(*found), "rows did not come in groups"
+    first, second = (each_alone(loaded(path, (), params=each)[0], texts[:1])[0] for each in (groups, parts))
+    assert not np.array_equal(first, second), "rows did not come in groups"
 
 
 def test_a_full_cache_is_left_as_it_was(folder: Path, loaded: Load) -> None:  # noqa: F811
