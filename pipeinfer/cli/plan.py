@@ -51,4 +51,4 @@ def plan_command(**given: Any) -> int:
         raise UserError("--hosts and --profile both say where to run; give one of them")
     if question.n_ranks and not (question.hosts or question.profile):
         raise UserError("-np counts ranks of --hosts or --profile; else start as many with mpirun -np")
-    return plan(job_options(given), question)
+    return plan(job_options(given | {"n_expected": given["parallel"]}), question)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from pipeinfer.cli.options.environment import read_variables
 from pipeinfer.cli.options.given import check_sequences, run_options, warn_of_variables
@@ -40,7 +41,8 @@ LEAST_TOKENS = 2
     type=Whole(1, MAX_SEQUENCES),
     default=16,
     show_default=True,
-    help="Texts that are written at a time, as far as the context has room for them.",
+    help="Texts that are written at a time, as far as the context has room for them. Given, and 8 or more, exact "
+    "numerics are laid out for many texts.",
 )
 @click.option(
     "-n",
@@ -79,7 +81,9 @@ def serve_command(**given: Any) -> int:
             f"-c {given['ctx_size']} is all that --parallel {parallel} requests have together, and each takes "
             f"{LEAST_TOKENS} tokens at least; give -c {n_least} or more, or lower --parallel"
         )
-    options = run_options(given, is_chat=True)
+    # by default nobody says how many there will be: one text alone is then as fast as it can be
+    is_said = click.get_current_context().get_parameter_source("parallel") is not ParameterSource.DEFAULT
+    options = run_options(given | {"n_expected": parallel if is_said else 1}, is_chat=True)
     from pipeinfer.job.serve.serve import run_serve  # initialises MPI
     from pipeinfer.job.serve.serve_prepare import ServeOptions
     from pipeinfer.server.front import open_front

@@ -15,14 +15,14 @@ from pipeinfer.core.types import FloatArray
 from pipeinfer.disk_cache import DiskCache
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama import repacking
-from pipeinfer.models.llama.params import IS_X86, LlamaParams, largest_part, matrix_bytes, worth_repacking
+from pipeinfer.models.llama.params import IS_X86, LlamaParams, TypeRows, largest_part, matrix_bytes, worth_repacking
 from pipeinfer.models.llama.repacking import N_OUT, SIZES, Kernels, Repacked, repacked_types
 from pipeinfer.models.llama.stage import LlamaStage
 from tests.models.test_llama_stage import TreeDriver, loaded, make_batch, random_tokens, run  # noqa: F401
 from tests.support.gguf_factory import Shape, write_model
 
 Q8_0, Q4_K = 8, 12
-FOUND = tuple((type, n_rows) for type, n_rows, _ in repacked_types())
+FOUND = tuple(TypeRows(type, n_rows) for type, n_rows, _ in repacked_types())
 Load = Callable[..., list[LlamaStage]]
 
 
@@ -35,7 +35,7 @@ def test_rows_are_the_same_in_every_batch_tree_and_slice(
     n_threads: int,
 ) -> None:
     path = write_model(tmp_path / "model.gguf", Shape(n_layer=2, peaky=8.0), type_name)
-    if not {type for type, _ in FOUND} & matrix_bytes(read_model_info(path)).keys():
+    if not {each.type for each in FOUND} & matrix_bytes(read_model_info(path)).keys():
         pytest.skip(f"this libggml repacks nothing of {type_name}")
     params = LlamaParams(768, 16, n_batch=64, n_outputs_max=64, n_threads=n_threads, repacked=FOUND)
     (alone,) = loaded(path, (), params=replace(params, n_threads=1))
@@ -93,12 +93,13 @@ def test_weights_are_repacked_where_that_is_faster(tmp_path: Path) -> None:
     bytes_of = matrix_bytes(mostly)
     assert 2 * bytes_of[Q4_K] > sum(bytes_of.values())
     params = LlamaParams(256)
-    assert worth_repacking(mostly, params, ((Q4_K, 3), (Q8_0, 7))) == ((Q4_K, 3),)
-    assert worth_repacking(mostly, params, ((Q4_K, 2),)) == ()
-    assert largest_part(mostly, replace(params, repacked=((Q4_K, 3),))) == 3
+    three = TypeRows(Q4_K, 3)
+    assert worth_repacking(mostly, params, (three, TypeRows(Q8_0, 7))) == (three,)
+    assert worth_repacking(mostly, params, (TypeRows(Q4_K, 2),)) == ()
+    assert largest_part(mostly, replace(params, repacked=(three,))) == 3
     hardly = read_model_info(write_model(tmp_path / "8.gguf", type_name="Q8_0"))
-    assert worth_repacking(hardly, params, ((Q4_K, 3),)) == ()
+    assert worth_repacking(hardly, params, (three,)) == ()
     # Q6_K has the lesser part of the bytes: smaller parts do not pay for it
     other = next(type for type in bytes_of if type != Q4_K)
-    assert worth_repacking(mostly, params, ((other, 3),)) == ()
-    assert worth_repacking(mostly, params, ((other, 32),)) == ((other, 32),)
+    assert worth_repacking(mostly, params, (TypeRows(other, 3),)) == ()
+    assert worth_repacking(mostly, params, (TypeRows(other, 32),)) == (TypeRows(other, 32),)

@@ -51,6 +51,8 @@ class Host:
     repacked: tuple[tuple[int, int, str], ...] = ()
     """Types of weights that libggml repacks, the rows of each that may be computed at once with exact numerics, and a
     digest of results; see pipeinfer.models.llama.repacking."""
+    grouped: tuple[tuple[int, str], ...] = ()
+    """Types of which a row has the same bits in all whole groups of rows, and a digest of results."""
     speed: LayerSpeed | None = None
     """This rank's speed at the target's layers; None: not timed."""
     untimed: str = ""

@@ -115,6 +115,8 @@ def prepare_batch(asked: BatchOptions, hosts: Sequence[Host]) -> tuple[JobPlan, 
     work = BatchWork(file, output, prompts, bytearray(), Journal(), options.policy, options)
     try:
         _check_lines(work)
+        # all that the file has: what goes on is laid out as it began
+        options = replace(options, n_expected=min(options.parallel, work.n_requests))
         plan = _plan(work, lambda *sizes: deploy_largest(options, hosts, info, *sizes)) if work.n_left else None
         _open_journal(work, options.resume, model_id(plan) if plan else (info.fingerprint, options.rounding))
         if not plan:

@@ -46,7 +46,7 @@ USES = ("busy_s", "cancelled_s", "waiting_s", "idle_s", "peak_rss_bytes")
 def run_loads(sweep: Sweep) -> int:
     """`pipeinfer bench --concurrency` and `--rate`, on every rank; returns the exit code."""
     assert sweep.loads
-    sweep = replace(sweep, base=replace(sweep.base, parallel=sweep.loads.parallel or 1))
+    sweep = replace(sweep, base=replace(sweep.base, parallel=(n := sweep.loads.parallel or 1), n_expected=n))
     return start_sweep(sweep, LOADS, load_group, LoadBench)
 
 

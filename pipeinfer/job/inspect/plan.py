@@ -4,7 +4,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pipeinfer.cluster.hosts.cores import this_host
 from pipeinfer.cluster.hosts.launch import is_launched
@@ -96,10 +96,12 @@ def _described(question: PlanQuestion) -> tuple[list[Node], LinkCost]:
 def _as_here(nodes: Sequence[Node], may_repack: bool) -> list[Node]:
     """Nodes that somebody describes, whose processors and builds are taken to be this host's. `may_repack`: weights,
     with exact numerics."""
-    from pipeinfer.models.llama.repacking import repacked_types  # what it loads with takes a while
+    from pipeinfer.models.llama.repacking import grouped_types, repacked_types  # what it loads with takes a while
 
-    types = repacked_types() if may_repack else ()
-    return [replace(node, host=replace(node.host, repacked=types, offloads=can_offload())) for node in nodes]
+    here: dict[str, Any] = {"offloads": can_offload()}
+    if may_repack:
+        here |= {"repacked": repacked_types(), "grouped": grouped_types()}
+    return [replace(node, host=replace(node.host, **here)) for node in nodes]
 
 
 def _plan_ranks(crew: "Crew", asked: _Settings) -> int:

@@ -44,7 +44,7 @@ def time_stage(context: Context, plan: JobPlan, model: LoadedModel) -> RunCosts:
     assert own is not None, f"rank {context.rank} has a model and no stage"
     if plan.pace:
         return RunCosts(stage_rows(plan.pace.stages[own]))
-    part = f"{plan.model.fingerprint} {plan.assignment.stages[own].layers} {plan.numerics.kernels}"
+    part = f"{plan.model.fingerprint} {plan.assignment.stages[own].layers} {plan.numerics.name}"
     key = experiment_key(part, plan.ranks[context.rank].target, plan.hosts, plan.threads, context.rank)
     rows = _rows(plan, model, key)
     context_s: float | None = None  # states could not be rewound to time a run again, and cost the same in any context

@@ -71,6 +71,8 @@ class RunOptions(
     kept_numerics: str = ""
     """The name of those with which what goes on was begun; empty: nothing goes on."""
     parallel: int = 1
+    n_expected: int = 1
+    """Requests that are expected to be open at a time: exact numerics are laid out for them."""
     also: tuple[Policy, ...] = ()
     """Policies that are measured with the same loaded models."""
 

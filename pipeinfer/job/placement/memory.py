@@ -24,6 +24,7 @@ from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.slice import slice_bytes
 from pipeinfer.models.heads.head_drafter import N_KEPT
 from pipeinfer.models.llama.buffers import buffer_bytes
+from pipeinfer.models.llama.params import GROUP_CELLS, in_whole_groups, rows_in_groups
 from pipeinfer.models.llama.prefill import N_SEQ, STATE_CELLS
 
 N_SPARE_STATES = 2  # of sequences beside those of requests
@@ -85,7 +86,7 @@ class MemoryNeeds:
         info, n_rows = (self.drafts[number], capacity.n_guess_rows) if is_draft else (self.info, capacity.n_rows)
         types = self.numerics.draft_cache if is_draft else self.numerics.cache
         n_on_gpu = by.device.n_gpu_layers
-        return gpu_bytes(info, first, last, capacity.n_cells, n_rows, capacity.n_outputs, n_on_gpu, types)
+        return gpu_bytes(info, first, last, capacity.n_cells, n_rows, self._n_outputs, n_on_gpu, types)
 
     def room(self, hosts: Sequence[Host], placed: Sequence[Stages], ranks: Sequence[int]) -> StageRoom:
         """What is left on `ranks`, one host a rank, for the next draft, or for the target after all drafts."""
@@ -140,9 +141,11 @@ class MemoryNeeds:
         n_read = sum(first <= layer < last for layer in self.layers_read)
         found += Memory(buffers=4 * n_read * capacity.n_rows * info.n_embd)
         if last == info.n_layer and self.has_samplers:
-            found += Memory(buffers=N_BUFFERS * 4 * capacity.n_outputs * info.n_vocab)
+            found += Memory(buffers=N_BUFFERS * 4 * self._n_outputs * info.n_vocab)
         if by.device.is_torch:
             return found
+        if rows_in_groups(numerics.repacked):
+            found += Memory(kv=GROUP_CELLS * sum(info.kv_bytes_per_cell[first:last]))
         if not info.layers.rewinds:
             n_states = capacity.n_target_seq + N_SPARE_STATES
             return found + Memory(kv=n_states * sum(info.layers.state_bytes[first:last]))
@@ -161,11 +164,17 @@ class MemoryNeeds:
         is_sent = str(info.path) in by.lacks and not in_file  # by rank 0, and there is no cache to keep it in
         # a first stage looks tokens up in the model's file where there is one
         table = Memory(weights=info.input_bytes if first == 0 and last < info.n_layer and is_sent else 0)
-        sizes, numerics = (self.capacity.n_cells, n_rows, self.capacity.n_outputs), self.numerics
+        sizes, numerics = (self.capacity.n_cells, n_rows, self._n_outputs), self.numerics
         if by.device.is_torch:
             return table + torch_memory(info, first, last, *sizes, by.device.backend, in_file, is_sent)
         n_on_gpu, mapped = by.device.n_gpu_layers, not numerics.repack or (exact and not numerics.repacked)
         return table + slice_memory(info, first, last, *sizes, exact, in_file, n_on_gpu, is_sent, types, mapped)
+
+    @property
+    def _n_outputs(self) -> int:
+        """Rows of a run that may want logits."""
+        n_outputs = self.capacity.n_outputs
+        return in_whole_groups(n_outputs) if rows_in_groups(self.numerics.repacked) else n_outputs
 
     @property
     def layers_read(self) -> tuple[int, ...]:

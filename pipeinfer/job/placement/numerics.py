@@ -13,6 +13,7 @@ from pipeinfer.job.options.sections import Numerics
 from pipeinfer.job.placement.devices import DevicePlan
 from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
 from pipeinfer.models.llama.ggml import type_name
+from pipeinfer.models.llama.params import TypeRows, rows_in_groups
 
 N_DIGITS = 4
 """Of a digest of what repacked kernels add up to: they differ between processors."""
@@ -24,42 +25,42 @@ class NumericsPlan:
 
     exact      a row has the same bits in every batch and tree
     repack     libllama may copy weights into the layout of faster kernels
-    repacked   types of the target's weights that are repacked with `exact`, and rows of each at once
+    repacked   types of the target's weights that are repacked with `exact`, and how rows of each are computed
     blocks     prompts are evaluated in blocks that follow from their length; see pipeinfer.core.kv.blocks
     parked     rejected cells of the target stay taken until all are packed
     wire_type  of activations between ranks
     cache      types of the target's keys and values, where `exact` does not choose them
-    kernels    how layers are computed, in names under which times are kept
     """
 
     name: str = ""
     exact: bool = True
     repack: bool = True
-    repacked: tuple[tuple[int, int], ...] = ()
+    repacked: tuple[TypeRows, ...] = ()
     blocks: bool = False
     parked: bool = False
     wire_type: WireType = WireType.F32
     cache: CacheTypes = F16_CACHE
     draft_cache: CacheTypes = F16_CACHE
-    kernels: str = "exact"
 
 
-def numerics_of(options: Numerics, repacked: tuple[tuple[int, int], ...], blocks: bool) -> NumericsPlan:
-    """Before ranks have their layers: without a name."""
+def numerics_of(options: Numerics, repacked: tuple[TypeRows, ...], blocks: bool) -> NumericsPlan:
+    """Before ranks have their layers; its name is of the options alone."""
     return NumericsPlan(
-        "", options.numerics == "exact", options.repack, repacked, blocks, False, options.wire_type, options.cache,
-        options.draft_cache, options.kernels,
+        options.rounding, options.numerics == "exact", options.repack, repacked, blocks, False, options.wire_type,
+        options.cache, options.draft_cache,
     )  # fmt: skip
 
 
 def named(plan: NumericsPlan, target: Sequence[DevicePlan], host: Host) -> NumericsPlan:
     """`target`: what computes each stage of the target. `host`: one of them; all repack alike. A name is such as
-    `exact`, `exact-q4_0.32-1f3a`, `fast-q8_0-f16`, `exact-torch`."""
-    parts = [plan.kernels if plan.wire_type is WireType.F32 else f"{plan.kernels}-{plan.wire_type}"]
+    `exact`, `exact-q4_0.32-1f3a`, `exact-q4_k.x4-q6_k.x4-9c07` (in groups), `fast-q8_0-f16`, `exact-torch`."""
+    parts = [plan.name]
     if plan.repacked:
-        parts += [f"{type_name(type)}.{n_rows}" for type, n_rows in plan.repacked]
-        used = {type for type, _ in plan.repacked}
-        results = "".join(digest for type, _, digest in host.repacked if type in used)
+        parts += [f"{type_name(each.type)}.{'x' * each.in_groups}{each.n_rows}" for each in plan.repacked]
+        known = [(type, digest) for type, _, digest in host.repacked]
+        used = {each.type for each in plan.repacked}
+        digests = host.grouped if rows_in_groups(plan.repacked) else known
+        results = "".join(digest for type, digest in digests if type in used)
         parts.append(hashlib.sha256(results.encode()).hexdigest()[:N_DIGITS])
     parts += sorted(str(kernels) for kernels in {own.kernels for own in target if own.is_torch})
     parts += ["gpu"] if any(own.uses_gpus for own in target) else []

@@ -15,7 +15,7 @@ from pipeinfer.job.placement.gpus import can_offload, check_present, gpus, own_g
 from pipeinfer.job.placement.model_files import fetch_models
 from pipeinfer.models.gguf.head import OWN_HEAD
 from pipeinfer.models.gguf.model_info import part_paths
-from pipeinfer.models.llama.repacking import repacked_types
+from pipeinfer.models.llama.repacking import grouped_types, repacked_types
 
 if TYPE_CHECKING:  # imports MPI
     from pipeinfer.job.launch.start import Crew
@@ -57,4 +57,5 @@ def describe_own(
         gpus=own_gpus(devices[rank], present),
         device_messages=sends_from_device(gpu_aware, devices, own, rank, ask_mpi),
         repacked=repacked_types() if may_repack else (),
+        grouped=grouped_types() if may_repack else (),
     )

@@ -1,5 +1,6 @@
-"""Which types of weights this host's libggml repacks for kernels of its own, and how many rows these may multiply at
-once so that each row has the bits that it has alone. Found out by multiplying; knows no model.
+"""Which types of weights this host's libggml repacks for kernels of its own, how many rows these may multiply at once
+so that each row has the bits that it has alone, and of which types a row has the same bits in all whole groups of rows.
+Found out by multiplying; knows no model.
 
 Such a kernel multiplies few rows one by one and more of them several at a time, which adds up in another order. From
 how many on depends on the processor and the build.
@@ -17,14 +18,20 @@ import numpy as np
 
 from pipeinfer.core.types import FloatArray
 from pipeinfer.disk_cache import user_cache
-from pipeinfer.models.llama import ggml
+from pipeinfer.models.llama import ggml, tiles
 from pipeinfer.models.llama.amx_probe import CPU, POINTER, InitParams, function
+from pipeinfer.models.llama.params import TILED_TYPES
 
 TYPES = (2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 39)
 """Of ggml, those that it repacks on some processor: Q4_0 to Q8_0, the K-quants, IQ4_NL, IQ4_XS and MXFP4."""
 
+GROUP_TYPES = (0, 1, *TYPES, 30)
+"""Of ggml, F32, F16 and BF16 besides: those that matrices of models have, and that can be made without a model."""
+
 N_IN, N_OUT = 1024, 96  # of the matrix that is multiplied
 SIZES = (2, 3, 4, 5, 6, 7, 8, 12, 16, 31, 32)  # rows at once
+GROUP_SIZES = (4, 8, 12, 16, 20, 28, 32, 48, 64)
+N_CHOICES = 2  # of rows of each size
 N_THREADS = (1, 2)
 MEMORY_BYTES = 1 << 20  # for what ggml notes of tensors and graphs, not for data
 
@@ -36,6 +43,30 @@ class Repacked(NamedTuple):
     type: int
     n_rows: int
     digest: str
+
+
+class Grouped(NamedTuple):
+    """`type`: ggml's, of which a row has the same bits in all whole groups. `digest`: of these bits."""
+
+    type: int
+    digest: str
+
+
+@cache
+def grouped_types() -> tuple[Grouped, ...]:
+    """With weights that are repacked where they can be, and without tiled kernels. Empty where libggml must not repack.
+    Kept on disk for this build and host."""
+    if not ggml.amx_works():
+        return ()
+    name, kept = ggml.kept_name("in groups"), user_cache()
+    try:
+        return tuple(Grouped(int(type), str(digest)) for type, digest in kept.get(name))
+    except (TypeError, ValueError):
+        pass
+    kernels, known = Kernels(), [type for type in GROUP_TYPES if type not in TILED_TYPES or tiles.can_find()]
+    found = tuple(each for type in known if (each := kernels.check_groups(type)))
+    kept.put(name, found)
+    return found
 
 
 @cache
@@ -96,6 +127,26 @@ class Kernels:
                 break
             n_rows = size
         return Repacked(type, n_rows, hashlib.sha256(alone.tobytes()).hexdigest()[:16])
+
+    def check_groups(self, type: int) -> Grouped | None:
+        """None where a row has not the same bits in all whole groups."""
+        generator = np.random.default_rng(type)
+        weights, rows = (generator.standard_normal((n, N_IN), np.float32) for n in (N_OUT, GROUP_SIZES[-1]))
+        for kind in (*self._kinds, self._own_kind):
+            with self._tensors() as context, self._matrix(context, type, weights, kind) as matrix:
+                if matrix:
+                    if kind == self._own_kind:
+                        tiles.set_apart(matrix)
+                    return self._check_groups(type, matrix, rows)
+        return None
+
+    def _check_groups(self, type: int, matrix: int, rows: FloatArray) -> Grouped | None:
+        together, generator = self._multiply(matrix, rows, 1), np.random.default_rng(0)
+        for size, n_threads, _ in itertools.product(GROUP_SIZES, N_THREADS, range(N_CHOICES)):
+            chosen = generator.permutation(len(rows))[:size]
+            if not np.array_equal(self._multiply(matrix, rows[chosen], n_threads), together[chosen]):
+                return None
+        return Grouped(type, hashlib.sha256(together.tobytes()).hexdigest()[:16])
 
     @contextmanager
     def _tensors(self) -> Iterator[int]:

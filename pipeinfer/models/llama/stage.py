@@ -24,11 +24,14 @@ from pipeinfer.models.llama.branches import Branches
 from pipeinfer.models.llama.check_result import check_result
 from pipeinfer.models.llama.compaction import Compaction
 from pipeinfer.models.llama.eval_callback import EvalCallback
+from pipeinfer.models.llama.groups import Filled, fill_up
 from pipeinfer.models.llama.loading import cache_form, load_model, token_table
-from pipeinfer.models.llama.params import LlamaParams, largest_part
+from pipeinfer.models.llama.logits import Logits
+from pipeinfer.models.llama.params import GROUP_CELLS, LlamaParams, largest_part
 from pipeinfer.models.llama.parts import apart, blocks_of, part_of
 from pipeinfer.models.llama.prefill import F16, N_SEQ, PROMPT, Prefill, as_bytes, state_of
 from pipeinfer.models.llama.threads import ThreadShare
+from pipeinfer.models.llama.tiles import Tiles, names_of
 
 MAX_SEQUENCES = 255  # libllama can have one more, in which prompts come in
 FLASH_ATTENTION_AUTO, FLASH_ATTENTION_ON = -1, 1
@@ -49,7 +52,7 @@ class LlamaStage:
         info = slice_file.info
         if not 2 <= params.n_seq_max <= MAX_SEQUENCES:
             raise ValueError(f"n_seq_max {params.n_seq_max}, 2 to {MAX_SEQUENCES} are possible")
-        self.params = params
+        self.params = params = params.with_room()
         self.is_first, self.is_last = slice_file.is_first, slice_file.is_last
         self.n_embd, self.n_vocab = info.n_embd, info.n_vocab
         self.slice_bytes = slice_file.n_bytes
@@ -74,7 +77,7 @@ class LlamaStage:
         )
         # batches whose rows shall have the bits that each has alone are computed in parts that are not tiled
         self._n_part = params.n_batch if self._has_states else largest_part(info, params)
-        self._logits_at, self._all_logits = 0, np.empty((0, self.n_vocab), np.float32)
+        self._tiles: Tiles | None = None
         self._prefills: dict[int, Prefill] = {}  # of each sequence whose prompt is under way
         self._sources: tuple[SourceFile, ...] = ()
         if params.exact:  # its pages are mapped, and must stay as they are
@@ -83,6 +86,8 @@ class LlamaStage:
         self.threads = ThreadShare(params.n_threads)
         try:
             self._model = load_model(self._lib, slice_file, params, self._where)
+            if params.in_groups:
+                self._tiles = Tiles(self._model, names_of(info, slice_file.first, slice_file.last))
             self._table = token_table(slice_file) if self.is_first and not self.is_last else None
             self._form = cache_form(self._lib, self._model, info)
             self._context = self._create_decoding_context()
@@ -93,9 +98,11 @@ class LlamaStage:
             slice_file.close()
         self._memory = self._lib.llama_get_memory(self._context)
         self._compaction = Compaction(self._lib, self._context, self._spare, self._form, self._has_states)
-        self.n_cells = int(self._lib.llama_n_ctx(self._context))
-        self.kv_bytes = self.n_cells * sum(params.cache.cell_bytes(info.kv_shapes[slice_file.first : slice_file.last]))
+        n_cells = int(self._lib.llama_n_ctx(self._context))
+        self.n_cells = n_cells - GROUP_CELLS * params.in_groups
+        self.kv_bytes = n_cells * sum(params.cache.cell_bytes(info.kv_shapes[slice_file.first : slice_file.last]))
         self._batch = LlamaBatch(self._lib, params.n_batch, params.n_seq_max)
+        self._logits = Logits(self._lib, self._context, params.n_outputs_max, self.n_vocab)
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
         """See StageModel. On the first stage batch.hidden is ignored. Raises KvCacheFull, and what `stop` raises.
@@ -129,10 +136,13 @@ class LlamaStage:
         return self._evaluate_blocks(batch, batch.span) if batch.span else self._evaluate_rows(batch, wanted)
 
     def _evaluate_rows(self, batch: Batch, wanted: npt.NDArray[np.bool_] | None) -> FloatArray | None:
-        n_rows = len(batch.positions)
-        code = self._decode(self._context, batch, self._hidden(batch), wanted)
+        n_rows, hidden = len(batch.positions), self._hidden(batch)
+        filled = fill_up(batch, hidden, wanted, self._arrival) if self._tiles else Filled(batch, hidden, wanted)
+        code = self._decode(self._context, filled.batch, filled.hidden, filled.wanted)
+        if filled.n_added:
+            self._lib.llama_memory_seq_rm(self._memory, self._arrival, -1, -1)
         if code == 0 and not self._callback.stopped:
-            return self._logits(wanted) if wanted is not None else self._out[:n_rows]
+            return self._out[:n_rows] if filled.wanted is None else self._logits.of(filled.wanted)[filled.logits]
         if code not in (NO_SLOT, INVALID_BATCH):
             free_cells(self._lib, self._memory, batch)
         if self._was_stopped():
@@ -152,7 +162,7 @@ class LlamaStage:
                 raise self._failure(code, len(rows))
             branches.follow(batch.seqs[rows[-1]], int(part.positions[-1]))
             self._features[:, rows] = self._callback.tapped[:, : len(rows)]
-            result[rows[wanted[rows]]] = self._logits(part.wanted) if self.is_last else self._out[: len(rows)]
+            result[rows[wanted[rows]]] = self._logits.of(part.wanted) if self.is_last else self._out[: len(rows)]
         branches.settle()
         return result[wanted]
 
@@ -168,6 +178,8 @@ class LlamaStage:
     ) -> int:  # fmt: skip
         """llama_decode's answer. The residual stream goes to the rows of `_out` from `at` on."""
         self._callback.expect(len(batch.positions), self._n_part if context is self._context else LARGEST, at, hidden)
+        if self._tiles:
+            self._tiles.use(context is not self._context)
         n_threads = self.threads.begin()
         self._lib.llama_set_n_threads(context, n_threads, n_threads)
         code = -1
@@ -301,18 +313,6 @@ class LlamaStage:
             source.close()
         if self._table is not None:
             self._table.close()
-
-    def _logits(self, wanted: npt.NDArray[np.bool_]) -> FloatArray:
-        """A view of libllama's buffer, rows in the order of the batch."""
-        n_wanted = int(np.count_nonzero(wanted))
-        if n_wanted == 0:
-            return np.empty((0, self.n_vocab), np.float32)
-        address = ctypes.addressof(self._lib.llama_get_logits(self._context).contents)
-        if address != self._logits_at:  # libllama moves the buffer where it has to grow
-            buffer = (ctypes.c_float * (self.params.n_outputs_max * self.n_vocab)).from_address(address)
-            self._logits_at = address
-            self._all_logits = np.ctypeslib.as_array(buffer).reshape(-1, self.n_vocab)
-        return self._all_logits[:n_wanted]
 
     def _create_decoding_context(self) -> object:
         params = self.params

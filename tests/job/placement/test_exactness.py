@@ -1,7 +1,13 @@
-"""Whether a job with exact numerics repacks weights: what ranks must agree on, what the plan counts, and its texts."""
+"""Whether a job with exact numerics repacks weights, and computes rows in groups: what ranks must agree on, what the
+plan counts, and its texts."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
+import signal
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,16 +21,18 @@ from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.capacity import CELLS_PADDING, N_CELLS_SPARE
 from pipeinfer.job.placement.deploy import NOT_REPACKED, OTHER_NUMERICS, DoesNotFit, deploy
 from pipeinfer.job.placement.job_plan import JobPlan
+from pipeinfer.job.placement.numerics import NumericsPlan
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
-from pipeinfer.models.llama.params import matrix_bytes
-from pipeinfer.models.llama.repacking import repacked_types
+from pipeinfer.models.llama.params import GROUP, GROUP_CELLS, MANY, TypeRows, matrix_bytes
+from pipeinfer.models.llama.repacking import grouped_types, repacked_types
 from pipeinfer.policies import Iterative
 from tests.support.gguf_factory import Shape, write_model
-from tests.support.jobs import run_json
+from tests.support.jobs import finish, run_json, start
 from tests.support.planned import lay_out
 
-Q4_0, Q4_K = 2, 12
+Q4_0, Q4_K, Q6_K = 2, 12, 14
 HERE = Host("a", frozenset(range(8)), 8, repacked=((Q4_0, 32, "x"), (Q4_K, 3, "y")))
+GROUPED = replace(HERE, grouped=tuple((type, f"z{type}") for type in range(31)))
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +51,7 @@ def plan(info: ModelInfo, *hosts: Host, **options: Any) -> JobPlan:
 
 
 def test_all_ranks_must_repack_alike(info: ModelInfo) -> None:
-    assert plan(info, HERE, replace(HERE, name="b")).numerics.repacked == ((Q4_K, 3),)
+    assert plan(info, HERE, replace(HERE, name="b")).numerics.repacked == (TypeRows(Q4_K, 3),)
     other = replace(HERE, repacked=((Q4_0, 32, "x"), (Q4_K, 3, "z")))
     for hosts in ((HERE, other), (HERE, replace(HERE, repacked=()))):
         assert plan(info, *hosts).numerics.repacked == ()
@@ -92,6 +100,43 @@ def test_what_goes_on_has_the_numerics_with_which_it_was_begun(info: ModelInfo) 
         go_on("fast", enough)
 
 
+def test_many_requests_have_rows_in_groups(info: ModelInfo) -> None:
+    types = sorted(matrix_bytes(info))
+    groups, parts = plan(info, GROUPED, n_expected=MANY), plan(info, GROUPED, n_expected=MANY - 1)
+    assert groups.numerics.repacked == tuple(TypeRows(type, GROUP, True) for type in types) and Q6_K in types
+    assert groups.numerics.name.startswith("exact-q4_k.x4-q6_k.x4-"), "a name of its own"
+    assert parts.numerics.repacked == plan(info, HERE, n_expected=MANY).numerics.repacked == (TypeRows(Q4_K, 3),)
+    assert parts.numerics == plan(info, HERE).numerics == plan(info, GROUPED).numerics
+    more = groups.memory[0].kv - plan(info, HERE, n_expected=MANY).memory[0].kv
+    assert more == GROUP_CELLS * sum(info.kv_bytes_per_cell), "rows that fill groups up have cells"
+    names = {plan(info, *[GROUPED] * n, n_expected=each).numerics.name for n in (1, 2, 3) for each in (MANY, 200)}
+    assert names == {groups.numerics.name}
+    for hosts in ((GROUPED, HERE), (GROUPED, replace(GROUPED, grouped=GROUPED.grouped[:-1]))):
+        found = plan(info, *hosts, n_expected=MANY).numerics
+        assert found.repacked == parts.numerics.repacked, "not all hosts add up alike"
+    other = replace(GROUPED, grouped=tuple((type, "other") for type, _ in GROUPED.grouped))
+    assert plan(info, other, n_expected=MANY).numerics.name != groups.numerics.name
+    for options in ({"repack": False}, {"numerics": "fast"}):
+        assert plan(info, GROUPED, n_expected=MANY, **options).numerics.repacked == ()
+
+
+def test_what_goes_on_keeps_groups_or_parts(info: ModelInfo) -> None:
+    def go_on(kept: str, n_requests: int, host: Host = GROUPED, **more: Any) -> NumericsPlan:
+        options = RunOptions(model=info.path, policy=Iterative(), n_expected=n_requests, kept_numerics=kept, **more)
+        return deploy(options, [host], info, 512, 100).numerics
+
+    groups, parts = go_on("", 16).name, go_on("", 1).name
+    assert len({groups, parts, "exact"}) == 3
+    for name in (groups, parts, "exact"):
+        assert [go_on(name, n_requests).name for n_requests in (1, 16)] == [name, name]
+    with pytest.raises(UserError, match=f"begun with numerics {groups}, and here they are {parts}"):
+        go_on(groups, 16, HERE)
+    assert go_on(groups, 16, HERE, allow_other_numerics=True).name == parts
+    needed = plan(info, GROUPED, n_expected=16).memory[0].needed
+    short = replace(GROUPED, memory=FreeMemory(needed - 1, needed - 1))
+    assert go_on("", 16, short).name == "exact" and not go_on("", 16, short).repacked
+
+
 def test_prompts_that_are_read_at_a_time_share_the_planned_cells(info: ModelInfo) -> None:
     cell_bytes = sum(info.kv_bytes_per_cell)
     options, n_ctx = RunOptions(model=info.path, policy=Iterative()), 4096
@@ -117,3 +162,69 @@ def test_texts_are_the_same_under_every_policy_and_split(path: Path, info: Model
     ]  # fmt: skip
     texts = [run_json(n_ranks, [*prompt, *words])["tokens"] for n_ranks, words in asked]
     assert all(text == texts[0] for text in texts)
+
+
+def write_requests(path: Path, n_tokens: int) -> Path:
+    """16 requests, greedy and sampled, of short prompts and of some that are read in blocks."""
+    requests = [
+        {"prompt": f"def f{n}(a):" + " return the sum of all that is in the list" * (6 * (n % 5 == 2)), "seed": n,
+         "temperature": 0.9 * (n % 2), "max_tokens": n_tokens + n % 4, "ignore_eos": True}
+        for n in range(16)
+    ]  # fmt: skip
+    path.write_text("".join(json.dumps(each) + "\n" for each in requests))
+    return path
+
+
+def texts_of(output: Path) -> dict[int, str]:
+    found = map(json.loads, output.read_text().splitlines())
+    return {each["index"]: each["text"] for each in found}
+
+
+def skip_without_groups(info: ModelInfo) -> None:
+    if not {type for type, _ in grouped_types()} >= matrix_bytes(info).keys():
+        pytest.skip("this libggml gives rows other bits in other groups")
+
+
+@pytest.mark.ranks
+def test_many_requests_have_the_same_texts_under_every_policy_and_split(
+    path: Path, info: ModelInfo, tmp_path: Path
+) -> None:
+    """With 16, and with 8 of them open at a time."""
+    skip_without_groups(info)
+    source = write_requests(tmp_path / "asked.jsonl", 20)
+    asked: list[tuple[int, list[str]]] = [
+        (1, ["-np", "16"]), (1, ["-np", "8"]), (2, ["-np", "16"]), (3, ["-np", "16", "--layer-split", "1,3,2"]),
+        *((3, ["-np", "16", "-md", str(path), "--policy", policy]) for policy in ("auto", "pipeinfer")),
+    ]  # fmt: skip
+    found: list[tuple[list[str], dict[int, str]]] = []
+    for n_ranks, words in asked:
+        output = tmp_path / f"{len(found)}.jsonl"
+        draft = [] if "-md" in words else ["-md", "none"]
+        done = finish(n_ranks, ["batch", str(source), "-o", str(output), "-m", str(path), "-t", "1", "-v", *draft,
+                                *words])  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert len(output.read_text().splitlines()) == 16
+        found.append((re.findall(r"exact-[-.\w]+", done.stderr)[:1], texts_of(output)))
+    name, texts = found[0]
+    assert all(each == (name, texts) for each in found) and len(set(texts.values())) > 12
+    in_parts = any(type == Q4_K and n_rows < GROUP for type, n_rows, _ in repacked_types())
+    assert (".x4" in str(name)) == in_parts
+
+
+@pytest.mark.ranks
+def test_many_requests_go_on_in_groups_when_few_are_open(path: Path, info: ModelInfo, tmp_path: Path) -> None:
+    skip_without_groups(info)
+    source, notes = write_requests(tmp_path / "asked.jsonl", 100), tmp_path / "notes"
+    common = ["batch", str(source), "-m", str(path), "-md", "none", "-t", "1"]
+    job = start(1, [*common, "-np", "16", "-o", str(tmp_path / "again.jsonl"), "--resume", str(notes)])
+    end_s = time.monotonic() + 60
+    while not (notes.exists() and notes.stat().st_size > 3000):
+        assert job.poll() is None and time.monotonic() < end_s
+        time.sleep(0.05)
+    os.kill(job.pid, signal.SIGKILL)
+    job.communicate(timeout=30)
+    assert not texts_of(tmp_path / "again.jsonl"), "no text was complete"
+    again = finish(2, [*common, "-np", "2", "-o", str(tmp_path / "again.jsonl"), "--resume", str(notes)])
+    whole = finish(1, [*common, "-np", "16", "-o", str(tmp_path / "whole.jsonl")])
+    assert (again.returncode, whole.returncode) == (0, 0), again.stderr + whole.stderr
+    assert texts_of(tmp_path / "again.jsonl") == texts_of(tmp_path / "whole.jsonl")
