@@ -1,4 +1,4 @@
-"""Whether the caches' types asked for are possible. Loads nothing."""
+"""Checks the types of KV caches. Loads nothing."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ AS_IT_IS = "leave them out, or give f16"
 def check_cache_types(
     options: Numerics, devices: Sequence[RankDevices], info: ModelInfo, drafts: Sequence[ModelInfo]
 ) -> None:
-    """Raises UserError when types are asked for that the numerics, a backend or a model does not have."""
+    """Raises UserError for types that the numerics, a backend or a model does not allow."""
     if options.numerics == "exact" and options.cache != F16_CACHE:
         raise UserError(
             f"--cache-type-k {options.cache.k} --cache-type-v {options.cache.v}: --numerics exact needs types of its "

@@ -1,4 +1,4 @@
-"""How many rows, cells, sequences and requests a job's contexts, caches and buffers have room for. Loads nothing."""
+"""The capacity of a job: rows, cells, sequences and requests that contexts, caches and buffers have room for."""
 
 from dataclasses import asdict, dataclass
 
@@ -84,7 +84,7 @@ def cells_for(n_ctx: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """What the engine is set to for requests: what an ablation or another policy changes without another load.
+    """Settings of the engine that an ablation or another policy changes without another load.
 
     cancel               runs whose rows are all dead are cancelled
     looks_up             guesses are looked up too

@@ -1,4 +1,4 @@
-"""The plan that a job runs: its numerics are chosen, and what does not fit is refused. Loads nothing."""
+"""The plan that a job runs: numerics are chosen, and a plan that does not fit is refused. Loads nothing."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -57,8 +57,7 @@ def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: i
 
 
 def choose_numerics(inputs: PlanInputs) -> JobPlan:
-    """With weights repacked where that is worth it and fits, else as they are in the file, which needs less memory:
-    that is chosen here, and nowhere later."""
+    """With weights repacked where that is faster and fits, else as in the file, which needs less memory."""
     plan = lay_out(inputs)
     if not plan.numerics.repacked or plan.fits:
         return plan

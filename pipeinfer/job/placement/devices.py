@@ -1,5 +1,5 @@
-"""What computes layers on each rank: a backend, the layers that it puts on GPUs, and which of its host's GPUs. Pure
-functions of options and hosts; loads nothing."""
+"""The devices of each rank: its backend, the number of layers on GPUs, and which GPUs of its host. Pure functions of
+options and hosts; loads nothing."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,12 +17,12 @@ from pipeinfer.models.torch.params import AUTO, CUDA
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """What computes layers on a rank.
+    """The backend and devices that compute layers on a rank.
 
-    n_gpu_layers  of a slice that libllama puts on GPUs; negative: all
+    n_gpu_layers  layers of a slice that libllama puts on GPUs; negative: all
     devices       names of libllama's devices for them; None: all that it sees; empty: none
-    turn          which of its host's ranks this is that torch gives the GPUs in turns, from 0 on
-    is_named      the user has named the devices
+    turn          index among the ranks of its host that share the GPUs through torch
+    is_named      the user named the devices
     """
 
     backend: Backend = Backend()  # noqa: RUF009 (it is frozen)
@@ -42,25 +42,24 @@ class DevicePlan:
 
     @property
     def kernels(self) -> Backend:
-        """What decides the bits of results: the backend and its type, wherever it runs."""
+        """The backend and its type, without the device: what decides the bits."""
         return Backend(self.backend.name, dtype=self.backend.dtype)
 
     @property
     def name(self) -> str:
-        """Of the devices, as the command line has it; empty: none is named."""
+        """The devices as on the command line; empty: the user named none."""
         return "+".join(self.devices or NO_DEVICE) if self.is_named else ""
 
 
 class RankDevices(NamedTuple):
-    """What computes a rank's layers of the target, and of drafts."""
+    """The devices of a rank's layers of the target, and of drafts."""
 
     target: DevicePlan
     draft: DevicePlan
 
 
 def plan_devices(options: RunOptions, hosts: Sequence[Host]) -> tuple[RankDevices, ...]:
-    """Of each rank. `hosts`: `offloads` and `gpu_names` say what libllama has there. Raises UserError as
-    `check_devices` does."""
+    """The devices of each rank. `hosts`: with `offloads` and `gpu_names`. Raises UserError as `check_devices` does."""
     if options.planned:
         return tuple(
             RankDevices(_planned(rank["target"]), _planned(rank["draft"] or rank["target"]))
@@ -76,7 +75,7 @@ def plan_devices(options: RunOptions, hosts: Sequence[Host]) -> tuple[RankDevice
 
 
 def _planned(device: Mapping[str, Any]) -> DevicePlan:
-    """As the file of a plan has it."""
+    """From the file of a plan."""
     names = None if device["devices"] is None else tuple(device["devices"])
     return DevicePlan(
         Backend.parse(device["backend"]), device["n_gpu_layers"], names, device["turn"], names is not None
@@ -84,7 +83,7 @@ def _planned(device: Mapping[str, Any]) -> DevicePlan:
 
 
 def _target(options: Placement, hosts: Sequence[Host], rank: int) -> DevicePlan:
-    """Where no device is named it has none yet."""
+    """The target's devices, before ranks share GPUs."""
     names = _names(options, rank, len(hosts))
     n_gpu_layers = _layers(options, rank)
     if n_gpu_layers == AUTO_LAYERS:
@@ -95,7 +94,7 @@ def _target(options: Placement, hosts: Sequence[Host], rank: int) -> DevicePlan:
 
 
 def _draft(options: Placement, target: DevicePlan) -> DevicePlan:
-    """As the target's layers there, or as -ngld says."""
+    """Those of the target's layers there, or of -ngld."""
     asked = options.n_gpu_layers_draft
     if asked == AUTO_LAYERS or (asked and target.is_torch):
         return target
@@ -105,7 +104,7 @@ def _draft(options: Placement, target: DevicePlan) -> DevicePlan:
 
 
 def _with_share(own: DevicePlan, rank: int, targets: Sequence[DevicePlan], hosts: Sequence[Host]) -> DevicePlan:
-    """With a share of the GPUs that several ranks of a host see, where none is named."""
+    """With this rank's share of the GPUs, where several ranks of a host see them and the user named none."""
     if targets[rank].is_named or not own.uses_gpus:
         return own
     sharers = [
@@ -121,12 +120,12 @@ def _with_share(own: DevicePlan, rank: int, targets: Sequence[DevicePlan], hosts
 
 
 def _takes_turns(backend: Backend) -> bool:
-    """Whether no device is said that it shall have."""
+    """Whether torch chooses the GPU, in turns."""
     return backend.is_torch and backend.device in (AUTO, CUDA)
 
 
 def _layers(options: Placement, rank: int) -> int:
-    """On GPUs, as given; 0 where no device shall be used."""
+    """Layers on GPUs, as given; 0 with --device none."""
     if options.device[rank % len(options.device)] == NO_DEVICE:
         return 0
     given = options.n_gpu_layers
@@ -134,7 +133,7 @@ def _layers(options: Placement, rank: int) -> int:
 
 
 def _names(options: Placement, rank: int, n_ranks: int) -> tuple[str, ...]:
-    """Of the devices asked for, or NO_DEVICE; empty: none is named. A lone rank has all that are."""
+    """Names of the devices, as given, or NO_DEVICE; empty: none. A lone rank has all of them."""
     given = options.device
     return tuple(name for names in given for name in names) if n_ranks == 1 else given[rank % len(given)]
 
@@ -164,7 +163,7 @@ def check_devices(options: Placement, n_ranks: int) -> None:
 
 
 def _check_rank(rank: int, backend: Backend, n_gpu_layers: int, names: tuple[str, ...]) -> None:
-    """`names`: of its devices. Raises UserError for what does not go together."""
+    """`names`: of its devices. Raises UserError for options that exclude each other."""
     shown = device_text(names)
     if backend.is_torch and n_gpu_layers:
         raise UserError(
@@ -196,7 +195,8 @@ def check_draft_gpu_layers(n_gpu_layers: int, devices: Sequence[RankDevices], ra
 
 
 def check_one_backend(devices: Sequence[RankDevices], ranks: Sequence[int]) -> None:
-    """Raises UserError when exact numerics are asked of target layers on these ranks that are computed in two ways."""
+    """Raises UserError if these ranks compute the target's layers with different backends or types: exact numerics
+    cannot hold then."""
     ways: dict[str, list[int]] = {}
     for rank in ranks:
         ways.setdefault(str(devices[rank].target.kernels), []).append(rank)
@@ -211,7 +211,7 @@ def check_one_backend(devices: Sequence[RankDevices], ranks: Sequence[int]) -> N
 
 
 def device_text(names: tuple[str, ...]) -> str:
-    """As the command line has it."""
+    """As on the command line."""
     return "+".join(names) or "auto"
 
 

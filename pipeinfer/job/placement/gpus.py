@@ -1,4 +1,4 @@
-"""The GPUs that this process's libllama sees, and those of a rank's layers. Loads nothing onto them."""
+"""The GPUs that this process's libllama sees, and those of a rank. Loads nothing onto them."""
 
 from collections.abc import Iterable, Sequence
 

@@ -1,5 +1,5 @@
-"""The plan of a job: the models, who has which layers, what each rank is and holds, and with which numerics. Planning
-makes it once, every rank gets it, and nothing of it is worked out again. Knows no request."""
+"""The plan of a job: models, assignment of layers, devices and memory of each rank, capacity, numerics. Planning makes
+it once; rank 0 broadcasts it; no rank works out any of it again. Knows no request."""
 
 import hashlib
 import json
@@ -56,11 +56,11 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """What one rank is.
+    """The plan of one rank.
 
-    target, draft  what computes its layers of the target, and of drafts
-    memory         what it will hold
-    gpu_bytes      of libllama's on its GPUs
+    target, draft  devices of its layers of the target, and of drafts
+    memory         that it will hold
+    gpu_bytes      that libllama puts on its GPUs
     samplers       threads beside its stage that choose tokens
     """
 
@@ -75,19 +75,19 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Models on ranks, as long as they are loaded. Rank 0 makes it and broadcasts it.
+    """Models on ranks, as long as they are loaded.
 
     drafts        in the order of the assignment's
-    engine        what the engine is set to, unless requests want it otherwise
+    engine        settings of the engine, unless a request has others
     translations  of each draft, between the target's token ids and its own, where they differ
-    max_delay_s   chunks of prompts are cut so that open texts wait so long at most; 0, inf: no limit
-    looks_up      guesses may be looked up: None: as the policy has it
+    max_delay_s   limit of the time that open texts wait for a chunk of a prompt; 0, inf: none
+    looks_up      whether lookup guesses too; None: the policy decides
     couple        drafts share the target's random numbers
-    pace          what the ranks and links are slowed down to
-    slice_cache   where hosts keep slices
+    pace          the profile to whose times ranks and links are slowed down
+    slice_cache   directory in which hosts keep slices
     send_layers   rank 0 sends layers to hosts that lack a file
     prepare_ahead, post_ahead   see the options of these names
-    begun         the name of the numerics with which texts that go on were begun; empty: none goes on
+    begun         name of the numerics of resumed texts; empty: none is resumed
     unused        options without effect, a line each
     notes         lines about texts: those that exact numerics do not hold for, or the model was not trained for
     """
@@ -114,7 +114,7 @@ class JobPlan:
 
     @property
     def text_numerics(self) -> str:
-        """The name of the numerics of its texts, from their beginnings."""
+        """The name of the numerics of its texts: of resumed texts that with which they began."""
         return self.begun or self.numerics.name
 
     @cached_property
@@ -134,7 +134,7 @@ class JobPlan:
 
     @property
     def memory(self) -> tuple[Memory, ...]:
-        """What every rank will hold."""
+        """The memory that every rank will hold."""
         return tuple(rank.memory for rank in self.ranks)
 
     @property
@@ -143,7 +143,7 @@ class JobPlan:
         return tuple(rank.gpu_bytes for rank in self.ranks)
 
     def device(self, rank: int) -> DevicePlan:
-        """What computes a rank's layers: the target's where it has some, else a draft's."""
+        """The devices of a rank's layers: of the target's where it has some, else of a draft's."""
         is_draft = self.assignment.stage_of(rank) is None and bool(self.assignment.drafts_on(rank))
         return self.ranks[rank].draft if is_draft else self.ranks[rank].target
 
@@ -175,12 +175,12 @@ class JobPlan:
 
     @property
     def free_memory(self) -> tuple[list[str], list[FreeMemory]]:
-        """Of every rank its host's name, and what memory is left there."""
+        """The name and the free memory of every rank's host."""
         return self.host_names, [host.memory for host in self.hosts]
 
     @property
     def fits(self) -> bool:
-        """Whether every host, and every GPU there, has the memory for what its ranks shall hold."""
+        """Whether every host and GPU has the memory that its ranks need."""
         try:
             check_memory(self, "")
         except UserError:
@@ -194,7 +194,7 @@ class JobPlan:
 
     @property
     def warnings(self) -> list[str]:
-        """What will make it slow, and what is without effect, a line each."""
+        """Warnings, a line each: of speed, and of options without effect."""
         notes = map(translation_note, [draft.path for draft in self.drafts], self.translations)
         untimed = [
             f"layers go by size, not by ranks' speed: rank {rank} ({host.name}) could not be timed: {host.untimed}"
@@ -207,8 +207,8 @@ class JobPlan:
 
     @cached_property
     def decisions(self) -> dict[str, Any]:
-        """What decides what is computed, with which bits and where, as plain data: `plan --json` writes it, --plan
-        reads it."""
+        """Everything that decides what is computed, with which bits and where, as plain data: `plan --json` writes it,
+        --plan reads it."""
         return {
             "model": self.model.fingerprint,
             "drafts": [draft.fingerprint for draft in self.drafts],
@@ -230,7 +230,7 @@ class JobPlan:
 
     @property
     def hash(self) -> str:
-        """Of its decisions, but for hosts' names: the same plan elsewhere has the same one."""
+        """Of its decisions without hosts' names: the same plan on other hosts has the same hash."""
         nameless = [{name: value for name, value in rank.items() if name != "host"} for rank in self.decisions["ranks"]]
         text = json.dumps(self.decisions | {"ranks": nameless}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:N_DIGITS]
@@ -247,12 +247,12 @@ def _device(plan: DevicePlan) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON gives it back."""
+    """As it is read from JSON."""
     return json.loads(json.dumps(value, default=str))
 
 
 def check_memory(plan: JobPlan, way_out: str) -> None:
-    """Raises UserError when a host, or a GPU there, lacks memory for what its ranks shall hold."""
+    """Raises UserError when a host or a GPU lacks the memory that its ranks need."""
     check_fits(*plan.free_memory, plan.memory, way_out)
     check_gpus(plan.hosts, plan.on_gpus, way_out)
 

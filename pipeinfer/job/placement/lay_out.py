@@ -15,11 +15,10 @@ from pipeinfer.job.placement.cache_types import check_cache_types
 from pipeinfer.job.placement.capacity import capacity_of, engine_settings
 from pipeinfer.job.placement.devices import RankDevices, check_draft_gpu_layers, check_one_backend, plan_devices
 from pipeinfer.job.placement.draft_rank import choose_draft_rank
-from pipeinfer.job.placement.exactness import repacked_alike
 from pipeinfer.job.placement.heads import check_features, check_head, head_of
 from pipeinfer.job.placement.job_plan import JobPlan, ModelFile, RankPlan, sizes_of
 from pipeinfer.job.placement.memory import MemoryNeeds
-from pipeinfer.job.placement.numerics import NumericsPlan, named, numerics_of
+from pipeinfer.job.placement.numerics import NumericsPlan, named, numerics_of, repacked_alike
 from pipeinfer.job.placement.pace_profile import pace_profile
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.torch.hyperparameters import check_known
@@ -27,8 +26,8 @@ from pipeinfer.models.torch.hyperparameters import check_known
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """What a plan is made of. `drafts`: headers of those in use, the smallest first; `n_ctx`: tokens of all requests
-    that are open at a time; `n_prompt`: of the longest prompt."""
+    """The inputs of a plan. `drafts`: headers of those in use, the smallest first; `n_ctx`: tokens of all requests
+    that are open at a time; `n_prompt`: tokens of the longest prompt."""
 
     options: RunOptions
     hosts: Sequence[Host]
@@ -84,8 +83,8 @@ def lay_out(inputs: PlanInputs) -> JobPlan:
 def unnamed_numerics(
     options: RunOptions, hosts: Sequence[Host], info: ModelInfo, devices: Sequence[RankDevices]
 ) -> NumericsPlan:
-    """Before ranks have their layers. Drafts may be on GPUs; with layers of the target there neither blocks nor parts
-    give them the same bits."""
+    """The numerics before layers are assigned. Drafts may be on GPUs; with layers of the target there neither blocks
+    nor parts give them the same bits."""
     ranks = options.target_ranks(len(hosts))
     is_exact = options.numerics == "exact" and all(devices[rank].target.n_gpu_layers == 0 for rank in ranks)
     name = options.kept_numerics or (options.planned.numerics_name if options.planned else "")
@@ -108,8 +107,8 @@ def _assign(inputs: PlanInputs, needs: MemoryNeeds) -> Assignment:
 
 
 def threads_of_ranks(threads: tuple[int, ...], computing: Set[int], hosts: Sequence[Host]) -> tuple[int, ...]:
-    """Of each rank, as given, else, also for 0, a share of its host's cores. Raises UserError for a wrong number of
-    values."""
+    """Threads of each rank: as given, else, also for 0, a share of its host's cores. Raises UserError for a wrong
+    number of values."""
     if len(threads) not in (0, 1, len(hosts)):
         raise UserError(
             f"--threads {','.join(map(str, threads))} has {len(threads)} values, and the number of ranks is "
@@ -123,7 +122,7 @@ def threads_of_ranks(threads: tuple[int, ...], computing: Set[int], hosts: Seque
 
 
 def _check(inputs: PlanInputs, devices: Sequence[RankDevices]) -> None:
-    """Raises UserError for options that are wrong wherever layers go."""
+    """Raises UserError for options that are wrong under every assignment."""
     options, n_ranks = inputs.options, len(inputs.hosts)
     draft_widths(len(options.drafts), options.draft_split)  # is refused also with a policy that needs no draft
     check_wire_type(options)
@@ -133,7 +132,7 @@ def _check(inputs: PlanInputs, devices: Sequence[RankDevices]) -> None:
 
 
 def _check_computable(inputs: PlanInputs, assignment: Assignment, devices: Sequence[RankDevices]) -> None:
-    """Raises UserError where a backend is asked for layers that it cannot compute, or not as exactly as is asked."""
+    """Raises UserError where a backend cannot compute its layers, or not exactly."""
     options, ranks = inputs.options, [stage.rank for stage in assignment.stages]
     if options.numerics == "exact":
         check_one_backend(devices, ranks)
@@ -159,7 +158,7 @@ def _unused(inputs: PlanInputs, plan: JobPlan) -> Iterator[str]:
 
 
 def _notes(inputs: PlanInputs) -> Iterator[str]:
-    """What the user should know of texts that are not exact, or too long for the model."""
+    """Warnings for texts that are not exact, or too long for the model."""
     info, selected, ctx_size = inputs.info, inputs.info.layers.n_selected, inputs.options.ctx_size
     if inputs.options.numerics == "exact" and 0 < selected < inputs.n_ctx:
         yield (

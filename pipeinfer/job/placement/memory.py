@@ -1,4 +1,4 @@
-"""What ranks will hold in memory: their models, the contexts, and what comes with them; what that leaves for stages."""
+"""The memory that ranks will hold: models, contexts, buffers; and the room that is left for stages."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class MemoryNeeds:
         )
 
     def _with_drafts(self, n_ranks: int, placed: Sequence[Stages]) -> list[Memory]:
-        """Of every rank, what it holds besides layers of models that have no place yet."""
+        """The memory of every rank without the layers that are not placed yet."""
         row_bytes = (4 + 2 * len(self.layers_read)) * self.info.n_embd  # activations, and features in bf16
         found = [Memory(buffers=N_MESSAGES * row_bytes * self.capacity.n_rows)] * n_ranks
         # drafts' vocabularies are freed before weights are loaded
@@ -183,7 +183,7 @@ class MemoryNeeds:
 
 
 class Computed(NamedTuple):
-    """What computes a rank's layers. `lacks`: models without a file there."""
+    """The devices of a rank's layers. `lacks`: models without a file there."""
 
     device: DevicePlan
     lacks: frozenset[str] = frozenset()

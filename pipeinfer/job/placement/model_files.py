@@ -59,7 +59,7 @@ def _compare(target: Path, draft: Path, digests: tuple[str, str]) -> Translation
 
 
 def translation_note(draft: Path, translation: Translation | None) -> str:
-    """What is to be said of it; nothing where no token differs but padding."""
+    """A note on the translation; empty where no token differs but padding."""
     if translation is None or translation.alike:
         return ""
     return (
@@ -69,8 +69,8 @@ def translation_note(draft: Path, translation: Translation | None) -> str:
 
 
 def fetch_models(options: RunOptions) -> RunOptions:
-    """The options with files in the place of names, and the target's own head as the draft where it is to be found.
-    Raises UserError for what cannot be had."""
+    """The options with files in the place of names, and with the target's own head as the draft where that is wanted.
+    Raises UserError for a file that cannot be had."""
     model, *drafts = fetch_files([options.model, *options.drafts], options.offline)
     may_find = options.finds_head and not any(backend.is_torch for backend in options.backend)
     if may_find and has_own_head(read_model_info(model)):

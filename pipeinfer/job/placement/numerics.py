@@ -1,9 +1,10 @@
-"""What decides the bits of a job's texts beside the models and the requests, and its name.
+"""The numerics of a job: everything that decides the bits of its texts beside models and requests, and its name.
 
 Free memory, the number of ranks, threads and the policy are no part of it. Knows no request.
 """
 
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,11 +13,15 @@ from pipeinfer.cluster.messages.activations import WireType
 from pipeinfer.job.options.sections import Numerics
 from pipeinfer.job.placement.devices import DevicePlan
 from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
+from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.llama.ggml import type_name
-from pipeinfer.models.llama.params import TypeRows, rows_in_groups
+from pipeinfer.models.llama.params import MANY, LlamaParams, TypeRows, in_groups, rows_in_groups, worth_repacking
 
 N_DIGITS = 4
 """Of a digest of what repacked kernels add up to: they differ between processors."""
+
+IN_GROUPS = re.compile(r"\.x\d")
+"""In the names of numerics whose rows come in groups; see `named`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,22 @@ class NumericsPlan:
     wire_type: WireType = WireType.F32
     cache: CacheTypes = F16_CACHE
     draft_cache: CacheTypes = F16_CACHE
+
+
+def repacked_alike(hosts: Sequence[Host], info: ModelInfo, n_requests: int, name: str) -> tuple[TypeRows, ...]:
+    """Types of the target's weights that are repacked, and how rows of each are computed; none where that is no faster.
+    A layer must have the same bits on every rank: all hosts must repack the same types with the same results.
+
+    Rows come in groups where a job is opened for many requests, or for numerics of this `name`, if it is not empty.
+    """
+    if len({host.repacked for host in hosts}) > 1:
+        return ()
+    in_parts = worth_repacking(info, LlamaParams(0), tuple(TypeRows(*each[:2]) for each in hosts[0].repacked))
+    if len({host.grouped for host in hosts}) > 1:
+        return in_parts
+    if name:
+        n_requests = MANY if IN_GROUPS.search(name) else 1
+    return in_groups(info, in_parts, [type for type, _ in hosts[0].grouped], n_requests) or in_parts
 
 
 def numerics_of(options: Numerics, repacked: tuple[TypeRows, ...], blocks: bool) -> NumericsPlan:
