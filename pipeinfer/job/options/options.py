@@ -95,6 +95,12 @@ class RunOptions(
         return max(policy.n_rows for policy in (self.policy, *self.also))
 
     @property
+    def wanted_numerics(self) -> str:
+        """The name of the numerics that the job must have: of what goes on, or of a plan; empty: the planner
+        chooses."""
+        return self.kept_numerics or (self.planned.numerics_name if self.planned else "")
+
+    @property
     def may_have_samplers(self) -> bool:
         """Whether threads may choose tokens beside the last stage: unasked for many requests, if not all cores
         compute."""

@@ -97,11 +97,11 @@ def _draft_layers(rank: Mapping[str, Any]) -> int:
     return AUTO_LAYERS if draft in (None, target) else int(draft["n_gpu_layers"])
 
 
-def _differences(planned: Any, own: Any, where: str = "") -> Iterator[str]:
+def _differences(planned: Any, own: Any, where: str) -> Iterator[str]:
     """A text each. What the plan leaves open is no difference, nor are hosts' domains."""
     if isinstance(planned, Mapping) and isinstance(own, Mapping):
         for name in planned:
-            yield from _differences(planned[name], own.get(name), f"{where} {name}".strip())
+            yield from _differences(planned[name], own.get(name), f"{where} {name}")
     elif isinstance(planned, list) and isinstance(own, list) and len(planned) == len(own):
         for number, (theirs, ours) in enumerate(zip(planned, own, strict=True)):
             yield from _differences(theirs, ours, f"{where.removesuffix('s')} {number}")

@@ -2,7 +2,6 @@
 
 from dataclasses import asdict, dataclass
 
-from pipeinfer.core.kv.blocks import LARGEST
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 
@@ -10,7 +9,6 @@ MAX_BATCH = 2048  # prompt tokens a run: every rank has buffers for so many rows
 N_CELLS_SPARE = 512  # cells above the context, for guesses and, with exact numerics, for parked cells
 CELLS_PADDING = 256  # libllama's
 MAX_PROMPTS = 4  # in blocks that are read at a time: each has a context of its own meanwhile
-
 
 MEANINGS = {
     "n_ctx": "tokens of context", "n_cells": "cells", "n_batch": "prompt tokens a run", "n_requests": "requests",
@@ -53,10 +51,6 @@ class Capacity:
     def n_outputs(self) -> int:
         """Rows of a run that may want logits, and one."""
         return max(self.n_guess_rows, self.n_seq) + 1
-
-    def n_rows_max(self, blocks: bool) -> int:
-        """Rows a run carries at most."""
-        return max(self.n_rows, LARGEST if blocks else 0)
 
 
 def capacity_of(options: RunOptions, n_ctx: int, rewinds: bool) -> Capacity:

@@ -7,6 +7,7 @@ from pipeinfer.cluster.assignment import Assignment
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.options.sections import Placement
 from pipeinfer.job.placement.job_plan import JobPlan, check_memory
 from pipeinfer.job.placement.lay_out import PlanInputs, lay_out
 from pipeinfer.job.placement.model_files import draft_translation, read_drafts
@@ -37,13 +38,13 @@ def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: i
     if planned := options.planned:
         planned.check({"model": info.fingerprint, "drafts": [draft.fingerprint for draft in inputs.drafts]})
     plan, kept, goes_on = choose_numerics(inputs), options.kept_numerics, options.allow_other_numerics
-    if (wanted := kept or (planned.numerics_name if planned else "")) and plan.numerics.name != wanted:
+    if (wanted := options.wanted_numerics) and plan.numerics.name != wanted:
         same = _with_numerics(inputs, wanted)
         plan = same if same and (not goes_on or same.fits) else plan
     if planned:
         planned.check(plan.decisions)
     try:
-        check_memory(plan, _way_out(plan.assignment, options.layer_split is not None))
+        check_memory(plan, _way_out(plan.assignment, options))
     except UserError as error:
         began = f"; what is to go on was begun with numerics {kept}, --allow-other-numerics goes on with others" if (
             kept and not goes_on) else ""  # fmt: skip
@@ -72,11 +73,13 @@ def _with_numerics(inputs: PlanInputs, name: str) -> JobPlan | None:
 
 
 def _without_repacking(inputs: PlanInputs) -> PlanInputs:
-    return replace(inputs, hosts=[replace(host, repacked=()) for host in inputs.hosts])
+    return replace(inputs, hosts=[replace(host, repacked=(), grouped=()) for host in inputs.hosts])
 
 
-def _way_out(assignment: Assignment, chosen: bool) -> str:
-    """Where memory is short. `chosen`: the user has split the layers."""
+def _way_out(assignment: Assignment, asked: Placement) -> str:
+    """Where memory is short. `asked`: what the user decided."""
     is_cut = len(assignment.stages) > 1
-    first = "leave --layer-split out, " if chosen else "no split was found that fits; " if is_cut else ""
+    first = "no split was found that fits; " if is_cut else ""
+    if asked.plan or asked.layer_split is not None:
+        first = f"leave {'--plan' if asked.plan else '--layer-split'} out, "
     return f"{first}use a smaller context (-c), more ranks on further hosts, or a smaller quantisation"

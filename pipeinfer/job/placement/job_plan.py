@@ -15,6 +15,7 @@ from pipeinfer.cluster.hosts.cores import Host, crowded_hosts, crowding
 from pipeinfer.cluster.hosts.free_memory import FreeMemory, Memory, check_fits, paging_lines
 from pipeinfer.cluster.hosts.gpu_memory import check_gpus
 from pipeinfer.cluster.timing.costs import Profile
+from pipeinfer.core.kv.blocks import LARGEST
 from pipeinfer.errors import UserError
 from pipeinfer.job.placement.capacity import Capacity, EngineSettings
 from pipeinfer.job.placement.devices import DevicePlan
@@ -155,7 +156,7 @@ class JobPlan:
     @property
     def n_rows_max(self) -> int:
         """Rows a run carries at most: a chunk of the prompt with the root, or guesses."""
-        return self.capacity.n_rows_max(self.numerics.blocks)
+        return max(self.capacity.n_rows, LARGEST if self.numerics.blocks else 0)
 
     @property
     def layers_read(self) -> tuple[int, ...]:
@@ -228,7 +229,7 @@ class JobPlan:
             "capacity": asdict(self.capacity),
         }
 
-    @property
+    @cached_property
     def hash(self) -> str:
         """Of its decisions without hosts' names: the same plan on other hosts has the same hash."""
         nameless = [{name: value for name, value in rank.items() if name != "host"} for rank in self.decisions["ranks"]]

@@ -87,8 +87,8 @@ def unnamed_numerics(
     nor parts give them the same bits."""
     ranks = options.target_ranks(len(hosts))
     is_exact = options.numerics == "exact" and all(devices[rank].target.n_gpu_layers == 0 for rank in ranks)
-    name = options.kept_numerics or (options.planned.numerics_name if options.planned else "")
-    repacked = repacked_alike(hosts, info, options.n_expected, name) if options.repack and is_exact else ()
+    may_repack, name = options.repack and is_exact, options.wanted_numerics
+    repacked = repacked_alike(hosts, info, options.n_expected, name) if may_repack else ()
     return numerics_of(options, repacked, info.layers.known.flash and is_exact)
 
 

@@ -9,10 +9,10 @@ how many on depends on the processor and the build.
 import ctypes
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
@@ -52,37 +52,44 @@ class Grouped(NamedTuple):
     digest: str
 
 
-@cache
-def grouped_types() -> tuple[Grouped, ...]:
-    """With weights that are repacked where they can be, and without tiled kernels. Empty where libggml must not repack.
-    Kept on disk for this build and host."""
+T = TypeVar("T")
+
+
+def _kept(what: str, read: Callable[..., T], check: Callable[["Kernels"], Iterable[T | None]]) -> tuple[T, ...]:
+    """What `check` finds, kept on disk for this build and host; `read`: one of the kept items, from its fields. Empty
+    where libggml must not repack."""
     if not ggml.amx_works():
         return ()
-    name, kept = ggml.kept_name("in groups"), user_cache()
+    name, kept = ggml.kept_name(what), user_cache()
     try:
-        return tuple(Grouped(int(type), str(digest)) for type, digest in kept.get(name))
+        return tuple(read(*fields) for fields in kept.get(name))
     except (TypeError, ValueError):
         pass
-    kernels, known = Kernels(), [type for type in GROUP_TYPES if type not in TILED_TYPES or tiles.can_find()]
-    found = tuple(each for type in known if (each := kernels.check_groups(type)))
+    found = tuple(each for each in check(Kernels()) if each)
     kept.put(name, found)
     return found
+
+
+@cache
+def grouped_types() -> tuple[Grouped, ...]:
+    """With weights that are repacked where they can be, and without tiled kernels. Empty where libggml must not
+    repack."""
+    types = [type for type in GROUP_TYPES if type not in TILED_TYPES or tiles.can_find()]
+    return _kept(
+        "in groups",
+        lambda type, digest: Grouped(int(type), str(digest)),
+        lambda kernels: map(kernels.check_groups, types),
+    )
 
 
 @cache
 def repacked_types() -> tuple[Repacked, ...]:
-    """Empty where libggml repacks nothing, or must not. Kept on disk for this build and host."""
-    if not ggml.amx_works():
-        return ()
-    name, kept = ggml.kept_name("repacked"), user_cache()
-    try:
-        return tuple(Repacked(int(type), int(n_rows), str(digest)) for type, n_rows, digest in kept.get(name))
-    except (TypeError, ValueError):
-        pass
-    kernels = Kernels()
-    found = tuple(each for type in TYPES if (each := kernels.check(type)))
-    kept.put(name, found)
-    return found
+    """Empty where libggml repacks nothing, or must not."""
+    return _kept(
+        "repacked",
+        lambda type, n_rows, digest: Repacked(int(type), int(n_rows), str(digest)),
+        lambda kernels: map(kernels.check, TYPES),
+    )
 
 
 def repacked_rows() -> dict[str, int]:

@@ -137,6 +137,17 @@ def test_what_goes_on_keeps_groups_or_parts(info: ModelInfo) -> None:
     assert go_on("", 16, short).name == "exact" and not go_on("", 16, short).repacked
 
 
+def test_without_memory_for_groups_rows_come_as_in_the_file(tmp_path: Path) -> None:
+    """Also of types that libggml does not repack: rows in groups are computed from copies of the weights."""
+    found = read_model_info(write_model(tmp_path / "f16.gguf", Shape(), "F16"))
+    options = RunOptions(model=found.path, policy=Iterative(), n_expected=MANY)
+    groups = deploy(options, [GROUPED], found, 512, 100)
+    needed = groups.memory[0].needed
+    short = deploy(options, [replace(GROUPED, memory=FreeMemory(needed - 1, needed - 1))], found, 512, 100)
+    assert groups.numerics.repacked and not short.numerics.repacked and short.numerics.name == "exact"
+    assert short.notes == (NOT_REPACKED.format(groups.numerics.name, "exact"),)
+
+
 def test_prompts_that_are_read_at_a_time_share_the_planned_cells(info: ModelInfo) -> None:
     cell_bytes = sum(info.kv_bytes_per_cell)
     options, n_ctx = RunOptions(model=info.path, policy=Iterative()), 4096
