@@ -3,7 +3,7 @@
 # image that runs on other processors than the one that built it.
 FROM python:3.12-slim-bookworm AS build
 ARG MPI=mpich
-ARG CMAKE_ARGS="-DLLAVA_BUILD=OFF -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'"
+ARG CMAKE_ARGS="-DLLAVA_BUILD=OFF -DGGML_RPC=ON -DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'"
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ make && rm -rf /var/lib/apt/lists/*
 COPY . /src
 RUN python -m venv /opt/pipeinfer \

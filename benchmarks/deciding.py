@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeinfer.core.engine import Engine
-from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy, PolicyView
 from pipeinfer.core.requests import Request
+from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.runs import Guess, Run, Verdict
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.scheduling.run_cost import RunCost
-from pipeinfer.policies.registry import POLICIES
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.policies import POLICIES
 
 SIZES = (8, 64, 256)
 N_CHEAP = (2, 32)

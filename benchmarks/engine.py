@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from pipeinfer.core.engine import Engine
-from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Request
+from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.runs import Run, Verdict
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.scheduling.run_cost import RunCost
+from pipeinfer.core.sequences import SequencePool
 from pipeinfer.policies import Iterative
 
 N_TOKENS = 200
@@ -62,8 +62,7 @@ def measure(n_requests: int, n_stages: int) -> tuple[float, float]:
     for request_id in range(n_requests):
         engine.add(Request(request_id, [1], N_TOKENS, SamplingParams(temp=0.0), N_TOKENS + 2), Iterative())
     start_s = time.process_time()
-    for _ in engine.generate():
-        pass
+    engine.complete()
     return 1e6 * (time.process_time() - start_s) / pipeline.n_runs, pipeline.n_rows / pipeline.n_runs
 
 

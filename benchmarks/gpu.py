@@ -1,15 +1,17 @@
 """What there is to find out on a GPU, in a few runs of some minutes: `python benchmarks/gpu.py [--parts check,speed]`.
 
 check   layers on the device against those on the CPU: torch's in every type, single rows, chunks, trees, recorded runs
-        again; libllama's where its build has a GPU; torch's against transformers', where that is installed
+        again; libllama's where its build has a GPU; torch's against transformers', where that is installed. With
+        libllama's name of a device: libllama's in some types, and how many rows are exact at once
 speed   a model of 1B's or 8B's shape with random weights in bf16: one row of torch's without messages, with recorded
         graphs and without, and begun before the last one's result is there; on 1, 2 and 4 ranks of one GPU time per
         token of one text, throughput of many, and `auto` with a draft
 others  the same text by others, in one process: a plain llama under `torch.compile` with a cache of fixed size, and
         transformers, also with the draft (assisted generation), where that is installed
 
-Beside a figure of one text stands what reading the weights takes at least. `--quick` tries the script itself with a
-tiny model, with `--device cpu` anywhere. Needs no network; a line of JSON a figure goes to `--output`.
+`--device`: torch's, or libllama's name of any that it has (CUDA0, Vulkan0, RPC0 of `--rpc`), for libllama's layers
+alone. Beside a figure of one text on torch's stands what reading the weights takes at least. `--quick` tries the script
+itself with a tiny model, with `--device cpu` anywhere. Needs no network; a line of JSON a figure goes to `--output`.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +37,16 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from gpu_check import check_devices
+from gpu_check import check_devices, check_llama
 from random_model import SIZES, Size, write_random
 
-from pipeinfer.cluster.timing.timed_runs import evaluate
+from pipeinfer.cluster.timed_runs import evaluate
 from pipeinfer.core.interfaces import AsyncStage, Batch
-from pipeinfer.job.placement.torch_memory import weight_bytes
+from pipeinfer.job.placement.memory import weight_bytes
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.gguf.slice import open_slice
-from pipeinfer.models.llama.ggml import load_library
-from pipeinfer.models.torch.library import load_torch
-from pipeinfer.models.torch.params import BF16, F32, TorchParams
+from pipeinfer.models.llama.ggml import has_gpu
+from pipeinfer.models.torch.params import BF16, F32, TorchParams, load_torch
 from tests.support.jobs import COMMAND, ROOT, environment, launcher
 
 N_CELLS, N_CONTEXT, N_ROWS = 512, 64, 32
@@ -56,6 +59,7 @@ JOB_S = 240.0
 @click.command(help=__doc__)
 @click.option("--parts", default="check,speed,others", show_default=True)
 @click.option("--device", default="cuda", show_default=True)
+@click.option("--rpc", default="", help="A server HOST:PORT for each rank, separated by commas.")
 @click.option("--sizes", default="1b,8b", show_default=True, help=f"Of {', '.join(SIZES)}.")
 @click.option("--ranks", default="1,2,4", show_default=True)
 @click.option("--backends", default="torch,llama", show_default=True, help="Of part speed; torch:int8, torch:int4 too.")
@@ -66,35 +70,48 @@ JOB_S = 240.0
 @click.option("--folder", type=click.Path(path_type=Path), help="Keep models, traces and pictures here.")
 @click.option("--output", type=click.Path(path_type=Path), help="Append figures to this file, a line of JSON each.")
 def main(
-    parts: str, device: str, sizes: str, ranks: str, backends: str, tokens: int, requests: int, compiler: str,
+    parts: str, device: str, rpc: str, sizes: str, ranks: str, backends: str, tokens: int, requests: int, compiler: str,
     quick: bool, folder: Path | None, output: Path | None,
 ) -> None:  # fmt: skip
-    wrong, wanted = 0, set(parts.split(","))
+    wrong, wanted, servers = 0, set(parts.split(",")), rpc.split(",") if rpc else []
+    is_torch = device.partition(":")[0] in ("cuda", "cpu")
     if quick:
         sizes, ranks, tokens, requests = "tiny", "1", 6, 3
+    if not is_torch:
+        backends, wanted = "llama", wanted - {"others"}
     with tempfile.TemporaryDirectory() as scratch:
         kept = folder or Path(scratch)
         kept.mkdir(parents=True, exist_ok=True)
         if "check" in wanted:
-            for found in check_devices(kept, device):
-                wrong += not found["right"]
+            for found in (
+                check_devices(kept, device) if is_torch else in_child(check_llama, kept, device, servers, quick)
+            ):
+                wrong += not found.get("right", True)
                 tell(found, output)
         if wanted & {"speed", "others"}:
-            bandwidth = device_bandwidth(device)
-            tell({"what": "bandwidth", "device": device, "bytes_per_s": bandwidth}, output)
+            bandwidth = device_bandwidth(device) if is_torch else 0.0
+            if is_torch:
+                tell({"what": "bandwidth", "device": device, "bytes_per_s": bandwidth}, output)
             for name in sizes.split(","):
                 model, draft = models_of(kept, name, SIZES[name])
                 figures = list[Iterator[dict[str, Any]]]()
                 if "speed" in wanted:
-                    at = list(map(int, ranks.split(",")))
-                    figures = [speeds(model, draft, each, device, at, tokens, requests, kept)
+                    at = [n for n in map(int, ranks.split(",")) if not servers or n <= len(servers)]
+                    figures = [speeds(model, draft, each, device, servers, at, tokens, requests, kept)
                                for each in backends.split(",")]  # fmt: skip
                 if "others" in wanted:
                     figures.append(others(model, draft, device, tokens, compiler))
                 for found in chain.from_iterable(map(kept_going, figures)):
                     wrong += found["what"] == BROKE_OFF
-                    tell({"size": name, **found, **limits(read_model_info(model), device, bandwidth, found)}, output)
+                    most = limits(read_model_info(model), device, bandwidth, found) if is_torch else {}
+                    tell({"size": name, **found, **most}, output)
     sys.exit(1 if wrong else 0)
+
+
+def in_child(check: Callable[..., list[dict[str, Any]]], *arguments: object) -> list[dict[str, Any]]:
+    """In a process of its own: an RPC server has one client at a time, and jobs follow."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(check, *arguments).result()
 
 
 def kept_going(figures: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -127,16 +144,21 @@ def models_of(folder: Path, name: str, size: Size) -> tuple[Path, Path]:
 
 
 def speeds(
-    model: Path, draft: Path, backend: str, device: str, ranks: Sequence[int], tokens: int, requests: int, folder: Path
-) -> Iterator[dict[str, Any]]:
-    """One text on each number of ranks, many texts, and one with guesses."""
+    model: Path, draft: Path, backend: str, device: str, servers: Sequence[str], ranks: Sequence[int], tokens: int,
+    requests: int, folder: Path,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """One text on each number of ranks, many texts, and one with guesses. `servers`: of RPC, one a rank."""
     where = place(backend, device)
     if where is None:
-        yield {"what": "skipped", "backend": backend, "why": "this llama-cpp-python has no GPU support"}
+        yield {"what": "skipped", "backend": backend, "why": "libllama has no GPU here"}
         return
     if backend.startswith("torch"):
         yield from row_alone(model, device, backend)
     common = ["-m", str(model), "--numerics", "fast", *where]
+
+    def run(n_ranks: int, words: Sequence[str]) -> dict[str, Any]:
+        return run_job(n_ranks, [*words, *(["--rpc", ",".join(servers[:n_ranks])] if servers else [])])
+
     one = ["-p", PROMPT, "-n", str(tokens), "--ignore-eos", "--temp", "0", "--json"]
     plain = []
     for n_ranks in ranks:
@@ -147,7 +169,7 @@ def speeds(
             "what": "many texts",
             "backend": backend,
             "ranks": n_ranks,
-            **batch(n_ranks, common, tokens, requests, folder),
+            **batch(partial(run, n_ranks), common, tokens, requests, folder),
         }
     trace = folder / f"{model.stem}-{backend.replace(':', '-')}.json"
     guessed = run(2, ["run", *common, *one, "-md", str(draft), "--policy", "auto", "--trace", str(trace)])
@@ -231,10 +253,12 @@ def place(backend: str, device: str) -> list[str] | None:
         return ["--backend", f"torch:{device}{backend[len('torch') :]}"]
     if device == "cpu":
         return ["--backend", "llama"]
-    return ["-ngl", "all"] if load_library().llama_supports_gpu_offload() else None
+    if not device.startswith("cuda"):
+        return ["-ngl", "all", "--device", device]
+    return ["-ngl", "all"] if has_gpu() else None
 
 
-def run(n_ranks: int, words: Sequence[str]) -> dict[str, Any]:
+def run_job(n_ranks: int, words: Sequence[str]) -> dict[str, Any]:
     done = subprocess.run(
         [*launcher(n_ranks), *COMMAND, *words], capture_output=True, text=True, env=environment(), timeout=JOB_S
     )
@@ -252,7 +276,9 @@ def figure(what: str, backend: str, n_ranks: int, found: dict[str, Any]) -> dict
     }  # fmt: skip
 
 
-def batch(n_ranks: int, common: Sequence[str], tokens: int, requests: int, folder: Path) -> dict[str, Any]:
+def batch(
+    run: Callable[[Sequence[str]], dict[str, Any]], common: Sequence[str], tokens: int, requests: int, folder: Path
+) -> dict[str, Any]:
     """Tokens a second of many texts at a time."""
     source, answers = folder / "prompts.jsonl", folder / "answers.jsonl"
     source.write_text("".join(json.dumps({"prompt": f"{PROMPT} {i}", "seed": i}) + "\n" for i in range(requests)))
@@ -270,7 +296,7 @@ def batch(n_ranks: int, common: Sequence[str], tokens: int, requests: int, folde
         "--ignore-eos",
         "--json",
     ]
-    summary = run(n_ranks, [*words, "-np", str(requests)])
+    summary = run([*words, "-np", str(requests)])
     return {"requests": requests, "tokens_per_s": summary["predicted_per_second"]}
 
 

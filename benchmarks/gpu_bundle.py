@@ -32,6 +32,7 @@ NOT_CARRIED = ("__pycache__", "include", "*.gguf", "libmpi_abi*", "mpi*_abi")
 """The shipped models, as `gpu.py` makes its own, and an MPI a second time, for programs of the common ABI."""
 
 MOST = 64 << 20
+ON_CPUS = {"libggml-base", "libggml-cpu", "libggml-rpc"}
 
 
 @click.command(help=__doc__)
@@ -62,13 +63,13 @@ def main(folder: Path, version: str, there: str) -> None:
 
 
 def tell(folder: Path, mpi: str | None, carried: Sequence[Distribution]) -> None:
-    from pipeinfer.models.llama.ggml import load_library
+    from pipeinfer.models.llama.ggml import library_folder
 
     n_bytes = sum(each.stat().st_size for each in folder.iterdir() if each.is_file())
     click.echo(f"{folder}: {n_bytes / 2**20:.1f} MiB, {len(carried)} packages; there: python3 {folder.name}/begin.py")
     if mpi is None:
         click.echo("left out: MPI, which is none of Python's packages here: part speed wants an mpirun over there")
-    if not load_library().llama_supports_gpu_offload():
+    if {each.name.split(".")[0] for each in library_folder().glob("libggml-*")} <= ON_CPUS:
         click.echo("left out: libllama's layers on a GPU: this build of llama-cpp-python is one for CPUs")
     click.echo("left out: transformers, which is measured where it is; llama.cpp is compiled for this processor")
     if n_bytes > MOST:

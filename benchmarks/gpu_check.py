@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +14,15 @@ import numpy as np
 from pipeinfer.core.interfaces import Batch, StageModel
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.types import FloatArray
+from pipeinfer.models.gguf.layers import F16_CACHE, CacheTypes
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
-from pipeinfer.models.llama.ggml import dequantise, load_library
+from pipeinfer.models.llama.device_proof import prove
+from pipeinfer.models.llama.ggml import has_gpu
 from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.llama.rpc import connect
 from pipeinfer.models.llama.stage import LlamaStage
-from pipeinfer.models.torch.library import load_torch
-from pipeinfer.models.torch.params import TorchParams
+from pipeinfer.models.llama.token_table import dequantise
+from pipeinfer.models.torch.params import TorchParams, load_torch
 from tests.support.gguf_factory import Shape, write_model
 
 SHAPES = {
@@ -33,6 +36,7 @@ ALLOWED = {"f32": 2e-3, "bf16": 2e-2, "int8": 2e-2, "int4": 4e-2, "libllama": 2e
 may get another."""
 
 N_PROMPT = 40
+TYPES = ("F32", "F16", "Q8_0", "Q4_K_M")
 
 
 def check_devices(folder: Path, device: str) -> Iterator[dict[str, Any]]:
@@ -59,13 +63,32 @@ def check_devices(folder: Path, device: str) -> Iterator[dict[str, Any]]:
         packed = write_model(folder / f"check-{name}-Q4_K_M.gguf", replace(shape, n_layer=2), "Q4_K_M")
         found, there = (logits_of(open_torch(packed, where, "f32")) for where in (device, "cpu"))
         yield finding(f"{name}, Q4_K_M, torch f32 on {device} and on the CPU", "f32", found, there)
-        if device != "cpu" and load_library().llama_supports_gpu_offload():
+        if device != "cpu" and has_gpu():
             yield finding(f"{name}, libllama on its GPU", "libllama", logits_of(open_llama(path, -1)), expected)
     if find_spec("transformers"):
         path = write_model(folder / "check-transformers.gguf", Shape("qwen2", n_layer=2), "F32")
         tokens = tokens_of(N_PROMPT)
         found = logits_of(open_torch(path, device, "f32"), only_prompt=True)
         yield finding("qwen2, torch f32 and transformers", "transformers", found, transformers_logits(path, tokens))
+
+
+def check_llama(folder: Path, device: str, servers: Sequence[str], quick: bool) -> list[dict[str, Any]]:
+    """The same of libllama's device of this name, an RPC server's among them; and how many rows it may compute at once,
+    each with the bits that it has alone. `same_as_cpu`: and that a CPU gives it. `quick`: of one family."""
+    connect(servers)
+    found = []
+    for (name, shape), type_name in product(list(SHAPES.items())[: 1 if quick else None], TYPES):
+        path = write_model(folder / f"check-{name}-{type_name}.gguf", replace(shape, n_layer=2), type_name)
+        there, here = (logits_of(open_llama(path, *where)) for where in ((-1, (device,)), (0, ())))
+        found.append(finding(f"{name} {type_name}, libllama on {device} and on the CPU", "libllama", there, here))
+        for types in (F16_CACHE, CacheTypes("bf16", "f16")) if device.startswith("RPC") else (F16_CACHE,):
+            params = LlamaParams(0, cache=types)
+            proofs = [prove(read_model_info(path), replace(params, n_gpu_layers=n, devices=where))
+                      for n, where in ((-1, (device,)), (0, ()))]  # fmt: skip
+            what = f"{name} {type_name}, keys {types.k}, values {types.v}, exact on {device}"
+            found.append({"what": what, "rows_at_once": proofs[0].n_rows,
+                          "same_as_cpu": proofs[0].digest == proofs[1].digest})  # fmt: skip
+    return found
 
 
 def finding(what: str, kind: str, found: FloatArray, expected: FloatArray) -> dict[str, Any]:
@@ -125,9 +148,9 @@ def open_torch(path: Path, device: str, dtype: str, exact: bool = False) -> Stag
     return TorchStage(open_slice(info, 0, info.n_layer), params)
 
 
-def open_llama(path: Path, n_gpu_layers: int) -> StageModel:
+def open_llama(path: Path, n_gpu_layers: int, devices: tuple[str, ...] | None = None) -> StageModel:
     info = read_model_info(path)
-    params = LlamaParams(512, 8, 64, 64, n_gpu_layers=n_gpu_layers, exact=False)
+    params = LlamaParams(512, 8, 64, 64, n_gpu_layers=n_gpu_layers, exact=False, devices=devices)
     return LlamaStage(open_slice(info, 0, info.n_layer), params)
 
 

@@ -14,10 +14,8 @@ from typing import Any
 import numpy as np
 
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
-from pipeinfer.models.torch.hyperparameters import Hyperparameters, read_hyperparameters
-from pipeinfer.models.torch.library import load_torch
-from pipeinfer.models.torch.params import BF16, F32
-from pipeinfer.models.torch.rope import deinterleaved_order
+from pipeinfer.models.torch.layer import deinterleaved_order
+from pipeinfer.models.torch.params import BF16, F32, Hyperparameters, load_torch, read_hyperparameters
 from pipeinfer.models.torch.weights import Weights
 
 torch = load_torch()

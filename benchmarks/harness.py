@@ -56,10 +56,20 @@ def batch(
     folder: Path, n_ranks: int, prompts: Sequence[str], n_predict: int, words: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """The summary of a greedy `pipeinfer batch` of these prompts, and the texts in their order."""
+    arguments, output = batch_words(folder, [{"prompt": prompt} for prompt in prompts], n_predict)
+    summary = json.loads(job(n_ranks, [*arguments, "--json", *words]))
+    return summary, [line["text"] for line in answers(output)]
+
+
+def batch_words(folder: Path, requests: Sequence[Mapping[str, Any]], n_predict: int) -> tuple[list[str], Path]:
+    """The words of a greedy `pipeinfer batch` of these requests, and the file of its answers."""
     asked, output = folder / "asked.jsonl", folder / "answers.jsonl"
     output.unlink(missing_ok=True)
-    lines = [{"prompt": prompt, "max_tokens": n_predict, "ignore_eos": True} for prompt in prompts]
+    lines = [{**request, "max_tokens": n_predict, "ignore_eos": True} for request in requests]
     asked.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    summary = json.loads(job(n_ranks, ["batch", str(asked), "-o", str(output), "--temp", "0", "--json", *words]))
-    results = sorted(map(json.loads, output.read_text().splitlines()), key=lambda line: int(line["index"]))
-    return summary, [line["text"] for line in results]
+    return ["batch", str(asked), "-o", str(output), "--temp", "0"], output
+
+
+def answers(output: Path) -> list[dict[str, Any]]:
+    """The lines of a batch's answers, in the order of its requests."""
+    return sorted(map(json.loads, output.read_text().splitlines()), key=lambda line: int(line["index"]))

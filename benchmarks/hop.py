@@ -18,11 +18,10 @@ import numpy as np
 from mpi4py import MPI
 
 from pipeinfer.cluster.head_pipeline import HeadPipeline, HeadWaiter
-from pipeinfer.cluster.messages.verdicts import decode_verdict, verdict_bytes
-from pipeinfer.cluster.stages.prunings import LocalPrunings
 from pipeinfer.cluster.stages.serve import Pipe, StageLoop
 from pipeinfer.cluster.stages.stage import StageWorker
 from pipeinfer.cluster.transport import Link
+from pipeinfer.cluster.verdicts import decode_verdict, verdict_bytes
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp, Opening, Row, Run
 from pipeinfer.core.sampling import SamplingParams
@@ -102,7 +101,7 @@ def main() -> None:
             naive_ring(ring_comm, buffer.view(np.float32).reshape(1, N_EMBD))
             naive_s.append((time.perf_counter() - start_s) / size)
         if rank:
-            worker = StageWorker(InstantModel(following is None), LocalPrunings(), time.perf_counter, rank == 1)
+            worker = StageWorker(InstantModel(following is None), time.perf_counter, rank == 1)
             pipe = Pipe(rank - 1, following, 64, N_EMBD)
             StageLoop(link.comm, pipe, worker, lambda outbox, ledger: None).run()
             continue

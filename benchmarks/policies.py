@@ -22,15 +22,14 @@ from functools import partial
 from itertools import chain, product
 from pathlib import Path
 
-from pipeinfer.cluster.timing.costs import Profile
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.tree import Node
-from pipeinfer.observe.texts.markdown import markdown_table
 from pipeinfer.policies import Auto, FlowSpec, Iterative, PipeDec, PipeInfer, PipeSpec, Speculative
 from pipeinfer.policies.auto import LEAST
+from pipeinfer.text import markdown_table
 from pipeinfer.virtual.choices import Choices, n_predicted, ranks_for, synthetic_team
-from pipeinfer.virtual.compare import limit_of
+from pipeinfer.virtual.costs import Profile
 from pipeinfer.virtual.profile import load_profile
 from pipeinfer.virtual.simulation import simulate
 
@@ -157,7 +156,7 @@ def measure(cluster: tuple[str, str, int], acceptance: float, seeds: int, n_toke
     for policy_name, variants in TUNED.items():
         profile = load_profile(name).lay_out(nodes, pair, variants[0].drafts)
         speeds[policy_name] = best_speed(variants, profile, texts, n_tokens)
-        limit = limit_of(profile, N_PROMPT)
+        limit = profile.limit_per_s(N_PROMPT)
     cell = Cell(name, pair, nodes or profile.n_ranks, acceptance, speeds, limit)
     if kept:
         kept.write_text(json.dumps(asdict(cell)))

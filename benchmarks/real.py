@@ -30,7 +30,7 @@ from harness import in_turns, job
 from streams import throughput
 
 from pipeinfer.cluster.hosts.cores import this_host
-from pipeinfer.observe.texts.markdown import markdown_table
+from pipeinfer.text import markdown_table
 from tests.support.plain_llama import SILENT
 from tests.support.serving import Served
 

@@ -27,12 +27,12 @@ from harness import grown
 from policies import BOUND, TUNED, best_speed
 
 from experiments.record import Prompt, record_pair
-from pipeinfer.job.requests.prompts import TEXTS
+from pipeinfer.job.requests.conversation import TEXTS
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.observe.texts.markdown import markdown_table
+from pipeinfer.text import markdown_table
+from pipeinfer.virtual.choices import RecordedChoices, read_choices, write_choices
 from pipeinfer.virtual.profile import load_profile
-from pipeinfer.virtual.recorded import RecordedChoices, read_choices, write_choices
 
 CLUSTERS = (
     ("pipedec-7", "", 0), ("pipespec", "llama-70b-1b", 3), ("flowspec", "llama2-13b", 0),

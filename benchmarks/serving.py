@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import selectors
 import socket
 import struct
@@ -27,12 +28,11 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.options.text_sections import ChatOptions
-from pipeinfer.job.serve.front import Ask, Begun, Came, Drop, Ended, Part, Ready, Setup
+from pipeinfer.job.options.text_sections import ChatOptions, ContextOptions, TextOptions
+from pipeinfer.job.requests.body import Defaults
+from pipeinfer.job.serve.channel import Ask, Cancel, Finished, Ready, Setup, Started, TextUpdate, TextUpdates
 from pipeinfer.models.demo import TARGET
-from pipeinfer.server.front import HttpFront
-from pipeinfer.server.options import HttpOptions
+from pipeinfer.server.front import HttpFront, HttpOptions
 from tests.support.jobs import descendants
 from tests.support.serving import Served
 
@@ -104,17 +104,28 @@ class ToyHead:
     """The process that speaks HTTP, and a process that tells it of tokens `rate` times a second."""
 
     def __init__(self, rate: float, n_most: int) -> None:
-        self._front = HttpFront(HttpOptions(port=0, n_connections=2 * n_most + 20, log_format="none"))
-        self.port, self.rate, self.n_most = int(self._front.address.rpartition(":")[2]), rate, n_most
+        http = HttpOptions(port=0, n_connections=2 * n_most + 20, log_format="none")
+        self._front = HttpFront(
+            http,
+            Setup(
+                TARGET,
+                TextOptions(chat=ChatOptions()),
+                ContextOptions(),
+                Defaults(SamplingParams(), -1, (), False),
+                n_most,
+                None,
+                1 << 20,
+                1024,
+                900,
+                "toy",
+            ),
+        )
+        self.port, self.rate = int(self._front.address.rpartition(":")[2]), rate
         self._process = multiprocessing.get_context("fork").Process(target=self._run, daemon=True)
         self._process.start()
-        assert self._process.pid
-        self.pid = self._process.pid
         wait_until_ready(self.port)
 
     def _run(self) -> None:
-        options = RunOptions(model=TARGET, chat=ChatOptions(), sampling=SamplingParams(), parallel=self.n_most)
-        self._front.start(Setup(options, 1 << 20, 1024, 900, "toy"))
         self._front.tell(Ready(1024))
         left, next_s = dict[int, int](), time.monotonic()
         while not self._front.lost():
@@ -127,21 +138,21 @@ class ToyHead:
     def _hear(self, left: dict[int, int]) -> None:
         for message in self._front.take():
             if isinstance(message, Ask):
-                left[message.id] = message.n_predict
-                self._front.tell(Begun(message.id))
-            elif isinstance(message, Drop):
+                left[message.id] = message.request.n_predict
+                self._front.tell(Started(message.id))
+            elif isinstance(message, Cancel):
                 left.pop(message.id, None)
 
     def _say(self, left: dict[int, int]) -> None:
-        parts: list[Part] = [(id, [262 + n], " word", []) for id, n in left.items()]
+        parts: list[TextUpdate] = [(id, [262 + n], " word", []) for id, n in left.items()]
         if parts:
             now_s = time.monotonic()
-            self._front.tell(Came(now_s, now_s, parts))
+            self._front.tell(TextUpdates(now_s, now_s, parts))
         for id in left:
             left[id] -= 1
         for id in [id for id, n in left.items() if not n]:
             del left[id]
-            self._front.tell(Ended(id, "length", {"cache_n": 0}))
+            self._front.tell(Finished(id, "length", {"cache_n": 0}))
 
     def __enter__(self) -> ToyHead:
         return self
@@ -149,6 +160,7 @@ class ToyHead:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.join()
+        self._front.close()
 
 
 def wait_until_ready(port: int) -> None:
@@ -208,7 +220,7 @@ def spread(waits_s: np.ndarray) -> str:
 def main(streams: int, tokens: int, deaf: int, ranks: int, toy: float | None, words: tuple[str, ...]) -> None:
     if toy:
         with ToyHead(toy, min(1000, streams + deaf)) as head:
-            measure(head.port, head.pid, streams, tokens, deaf)
+            measure(head.port, os.getpid(), streams, tokens, deaf)
         return
     parallel = ["--parallel", str(min(254, streams + deaf)), "--max-connections", str(2 * (streams + deaf) + 20)]
     with Served(ranks, [*parallel, *words]) as served:

@@ -23,9 +23,7 @@ from typing import Any
 
 from pipeinfer.job.requests.chat_format import ChatFormat
 from pipeinfer.models.gguf.model_info import read_model_info
-from pipeinfer.models.text.chat import ChatTemplate, Message, encode_rendered
-from pipeinfer.models.text.chat_template import template_of
-from pipeinfer.models.text.literals import Rendered
+from pipeinfer.models.text.chat_template import ChatMessage, ChatTemplate, Rendered, encode_rendered, template_of
 from pipeinfer.models.text.tokenizer import Tokenizer
 
 N_RAW, N_CHATS, PORT, START_S = 200, 60, 9911, 60.0
@@ -93,15 +91,15 @@ def text_of(rng: random.Random, names: list[str]) -> str:
     return "".join(parts) or "a"
 
 
-def conversation(rng: random.Random, names: list[str], is_begun: bool) -> list[Message]:
+def conversation(rng: random.Random, names: list[str], is_begun: bool) -> list[ChatMessage]:
     """`is_begun`: the assistant has begun its answer."""
-    said = [Message("system", text_of(rng, []))] if rng.random() < 0.5 else []
+    said = [ChatMessage("system", text_of(rng, []))] if rng.random() < 0.5 else []
     for _ in range(rng.randint(1, 3)):
-        said += [Message("user", text_of(rng, names)), Message("assistant", text_of(rng, []))]
+        said += [ChatMessage("user", text_of(rng, names)), ChatMessage("assistant", text_of(rng, []))]
     return said if is_begun else said[:-1]
 
 
-def our_ids(format: ChatFormat, messages: list[Message], is_begun: bool) -> list[int]:
+def our_ids(format: ChatFormat, messages: list[ChatMessage], is_begun: bool) -> list[int]:
     (found,) = format.render_all([(messages[:-1] if is_begun else messages, None, {})])
     assert isinstance(found, Rendered), found
     rendered = format.continued(found, messages[-1])[0] if is_begun else found

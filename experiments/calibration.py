@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pipeinfer.virtual.recorded import RecordedChoices
+from pipeinfer.virtual.choices import RecordedChoices
 
 
 def chain_rate(top1: float, n_guesses: int) -> float:

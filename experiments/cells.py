@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cache
 
-from pipeinfer.cluster.timing.costs import Profile, Work
 from pipeinfer.core.policy import Policy
+from pipeinfer.observe.figures import speculation, ttft_after_prompt_s
 from pipeinfer.policies import Speculative
-from pipeinfer.virtual.choices import ranks_for, synthetic_team
+from pipeinfer.virtual.choices import RecordedChoices, ranks_for, synthetic_team
+from pipeinfer.virtual.costs import Profile, Work
 from pipeinfer.virtual.profile import load_profile
-from pipeinfer.virtual.recorded import RecordedChoices
 from pipeinfer.virtual.simulation import Simulated, simulate
 
 SEEDS = range(10)
@@ -110,11 +110,11 @@ def run_texts(setting: Setting, policy: Policy, texts: Sequence[RecordedChoices]
 
 
 def _figures(simulated: Simulated) -> Figures:
-    metrics = simulated.metrics
+    metrics, rates = simulated.metrics, speculation(simulated.metrics)
     token_s = metrics.token_s
     return Figures(
-        (len(token_s) - 1) / (token_s[-1] - token_s[0]), metrics.ttft_after_prompt_s, metrics.sent_acceptance,
-        metrics.tokens_per_turn, len(token_s) / max(1, metrics.n_rounds),
+        (len(token_s) - 1) / (token_s[-1] - token_s[0]), ttft_after_prompt_s(metrics), rates["sent_acceptance"],
+        rates["tokens_per_turn"], len(token_s) / max(1, metrics.n_rounds),
     )  # fmt: skip
 
 

@@ -27,9 +27,9 @@ from pipeinfer.job.options.values import THREADS, File, Number, Whole
 from pipeinfer.job.placement.memory import check_alone
 from pipeinfer.job.placement.model_files import fetch_files
 from pipeinfer.models.demo import TARGET
-from pipeinfer.models.gguf.header import BLOCKS, Tensor, metadata_spans
+from pipeinfer.models.gguf.header import BLOCKS, Tensor, read_header
 from pipeinfer.models.gguf.model_info import MAX_LAYERS, ModelInfo, layer_of, read_model_info
-from pipeinfer.models.gguf.writer import encode_entry, encode_header, model_metadata, tensor_data, write_gguf
+from pipeinfer.models.gguf.writer import encode_entry, encode_header, tensor_data, write_gguf
 from pipeinfer.outputs import check_separate, check_writable, path_of, whole_file
 
 MAX_NOISE = 1000
@@ -153,9 +153,9 @@ def _data(part: Part) -> Iterator[bytes | memoryview]:
 
 def _entries(info: ModelInfo, n_layer: int) -> Iterator[bytes]:
     """The metadata: the model's own as they are in its file, the vocabulary with them, but for what counts layers."""
-    known = model_metadata(info, [_origin(info, layer) for layer in range(n_layer)])
+    known = info.layers.written_metadata([_origin(info, layer) for layer in range(n_layer)])
     with open(info.paths[0], "rb") as file:
-        for key, (start, end) in metadata_spans(info.paths[0]).items():
+        for key, (start, end) in read_header(info.paths[0]).spans.items():
             if key not in known:
                 continue
             if known[key] != info.metadata[key].raw:
@@ -251,8 +251,8 @@ def make_grown(
 
 def _measuring(model: Path, draft: Path, n_predict: int, n_threads: int) -> Callable[[Path], float]:
     """What gives a grown target's acceptance rate. Raises UserError when the draft's vocabulary is quite another."""
+    from pipeinfer.job.inspect.pair_report import TEXTS, acceptance
     from pipeinfer.job.placement.model_files import draft_translation  # loads libllama
-    from pipeinfer.models.agreement import TEXTS, acceptance
     from pipeinfer.models.text.tokenizer import Tokenizer
 
     tokenizer, translation = Tokenizer(model), draft_translation(model, draft)

@@ -21,25 +21,26 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 
+from pipeinfer.core.blocks import Span, spans_of
 from pipeinfer.core.drafting import guess_next
 from pipeinfer.core.interfaces import Batch, LoadedModel
-from pipeinfer.core.kv.blocks import Span, spans_of
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams, choose
+from pipeinfer.core.settings import MAX_WIDTH
 from pipeinfer.core.types import FloatArray
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
-from pipeinfer.models.text.chat import PLAIN_TEMPLATE, ChatTemplate, Message, encode_rendered
-from pipeinfer.models.text.chat_template import template_of
+from pipeinfer.models.text.chat_template import PLAIN_TEMPLATE, ChatMessage, ChatTemplate, encode_rendered, template_of
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.policies.limits import MAX_WIDTH
-from pipeinfer.virtual.recorded import RecordedChoices, write_choices
+from pipeinfer.virtual.choices import Guesses, RecordedChoices, write_choices
 
 N_BATCH = 128
 GREEDY = SamplingParams(temp=0.0)
 LEAST = 0.001
 """The probability of a guess that is worth recording; PipeInfer's published cutoff."""
+N_OFF_PATH, LEAST_OFF_PATH = 16, 0.01
+"""Tokens that are followed after a wrong guess, and the probability of a guess there that is worth recording."""
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
@@ -102,16 +103,33 @@ def record_pair(
     """The target's text, up to one of the tokens `ends` if it comes, and the draft's guesses, which share its noise;
     both must have one vocabulary. `sampling`: no penalties. Raises UserError for files that are no models."""
     n_cells = len(prompt.tokens) + n_predict + N_BATCH
-    path, known = list(prompt.tokens), []
+    path, known = list(prompt.tokens), list[Guesses]()
     with closing(_open_whole(target, n_cells, n_threads, exact=True)) as model:
         while len(path) < len(prompt.tokens) + n_predict and path[-1] not in ends:
             path.append(choose(model.logits_after(path), sampling, len(path)))
     with closing(_open_whole(draft, n_cells, n_threads, exact=False)) as model:
         for end in range(len(prompt.tokens), len(path) + 1):
-            found = guess_next(model.logits_after(path[:end]), sampling, end, (), MAX_WIDTH, couple=True)
-            likely = [guess for guess in found if guess.probability >= LEAST] or found[:1]
-            known.append([(guess.token, float(f"{guess.probability:.3g}")) for guess in likely])
-    return RecordedChoices(prompt.name, len(prompt.tokens), path[len(prompt.tokens) :], known)
+            known.append(_guesses_after(model, path[:end], sampling, LEAST))
+        off_path = [
+            _off_path(model, path[:end], guesses[0][0], sampling) if guesses[0][0] != path[end] else []
+            for end, guesses in enumerate(known[:-1], len(prompt.tokens))
+        ]
+    return RecordedChoices(prompt.name, len(prompt.tokens), path[len(prompt.tokens) :], known, off_path)
+
+
+def _off_path(model: PathModel, context: Sequence[int], wrong: int, sampling: SamplingParams) -> list[Guesses]:
+    """The draft's guesses after `wrong`, and after its best guesses from there on."""
+    tokens, found = [*context, wrong], []
+    for _ in range(N_OFF_PATH):
+        found.append(_guesses_after(model, tokens, sampling, LEAST_OFF_PATH))
+        tokens.append(found[-1][0][0])
+    return found
+
+
+def _guesses_after(model: PathModel, tokens: Sequence[int], sampling: SamplingParams, least: float) -> Guesses:
+    guesses = guess_next(model.logits_after(tokens), sampling, len(tokens), (), MAX_WIDTH, couple=True)
+    likely = [guess for guess in guesses if guess.probability >= least] or guesses[:1]
+    return [(guess.token, float(f"{guess.probability:.3g}")) for guess in likely]
 
 
 def _open_whole(path: Path, n_cells: int, n_threads: int, exact: bool) -> PathModel:
@@ -120,7 +138,9 @@ def _open_whole(path: Path, n_cells: int, n_threads: int, exact: bool) -> PathMo
         n_cells=n_cells, n_seq_max=2, n_batch=N_BATCH, n_outputs_max=2,
         n_threads=n_threads or len(os.sched_getaffinity(0)), exact=exact,
     )  # fmt: skip
-    return PathModel(LlamaStage(open_slice(info, 0, info.n_layer, None), params), exact and info.layers.known.flash)
+    return PathModel(
+        LlamaStage(open_slice(info, 0, info.n_layer, None), params), exact and info.layers.architecture.flash
+    )
 
 
 def read_prompts(path: Path, n_questions: int, model: Path, chat: bool) -> list[Prompt]:
@@ -133,7 +153,7 @@ def read_prompts(path: Path, n_questions: int, model: Path, chat: bool) -> list[
     if not chat:
         return [Prompt(f"{path.stem}/{number}", tokenizer.encode(text)) for number, text in enumerate(texts)]
     template = ChatTemplate(template_of(read_model_info(model).metadata) or PLAIN_TEMPLATE, str(model))
-    rendered = (template.render([Message("user", text)], tokenizer) for text in texts)
+    rendered = (template.render([ChatMessage("user", text)], tokenizer) for text in texts)
     return [Prompt(f"{path.stem}/{number}", encode_rendered(tokenizer, text)) for number, text in enumerate(rendered)]
 
 

@@ -7,10 +7,9 @@ from statistics import pstdev
 from experiments.calibration import rate_after_miss, rate_at_depth, recorded_chain_rate
 from experiments.cells import Setting, run_texts
 from experiments.reproduced_flowspec import METHODS
-from pipeinfer.observe.texts.markdown import markdown_table
-from pipeinfer.policies import FlowSpec, Iterative, PipeDec, PipeInfer, Speculative
-from pipeinfer.policies.registry import make_policy
-from pipeinfer.virtual.recorded import RecordedChoices, read_choices
+from pipeinfer.policies import FlowSpec, Iterative, PipeDec, PipeInfer, Speculative, make_policy
+from pipeinfer.text import markdown_table
+from pipeinfer.virtual.choices import RecordedChoices, read_choices
 
 TEXTS = Path(__file__).parent / "choices" / "qwen2.5-coder.jsonl"
 SAMPLED = TEXTS.with_stem("qwen2.5-coder-sampled")

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from experiments.cells import Figures, Setting, over, run
-from pipeinfer.observe.texts.markdown import markdown_table
 from pipeinfer.policies import FlowSpec, PipeDec, PipeInfer
+from pipeinfer.text import markdown_table
 
 TOP1, AGEING = 0.84, 0.95
 """With these the first tree's guesses bring as many tokens a round as in table II, 4.89 and 5.02 (Chunk-PP)."""

@@ -8,11 +8,11 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from pipeinfer.observe.texts.markdown import markdown_table
-from pipeinfer.policies.registry import make_policy
+from pipeinfer.policies import make_policy
+from pipeinfer.text import markdown_table
 from pipeinfer.virtual.choices import ranks_for
 from pipeinfer.virtual.profile import load_profile
-from pipeinfer.virtual.traffic import Load, simulate_load, synthetic_texts
+from pipeinfer.virtual.simulation import Load, simulate_load, synthetic_texts
 
 SAMPLERS = 8
 NONE, ALL = "none: plain pipeline parallelism", "all three"

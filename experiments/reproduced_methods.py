@@ -5,12 +5,11 @@ from dataclasses import replace
 
 from experiments.cells import ANY_SIZE, Setting, baseline, over, run
 from pipeinfer.core.policy import Policy
-from pipeinfer.observe.texts.markdown import markdown_table
-from pipeinfer.policies import Auto, Iterative, PipeDec, Speculative
-from pipeinfer.policies.registry import POLICIES, make_policy
+from pipeinfer.policies import POLICIES, Auto, Iterative, PipeDec, Speculative, make_policy
+from pipeinfer.text import markdown_table
 from pipeinfer.virtual.choices import ranks_for
 from pipeinfer.virtual.profile import Model, load_profile
-from pipeinfer.virtual.traffic import Load, simulate_load, synthetic_texts
+from pipeinfer.virtual.simulation import Load, simulate_load, synthetic_texts
 
 ASYNCHRONOUS = tuple(name for name in POLICIES if name not in ("iterative", "speculative"))
 

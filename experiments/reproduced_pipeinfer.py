@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from experiments.calibration import top1_of_chain
 from experiments.cells import ANY_SIZE, Figures, Setting, baseline, over, run
-from pipeinfer.observe.texts.markdown import markdown_table
 from pipeinfer.policies import Iterative, PipeInfer, Speculative
+from pipeinfer.text import markdown_table
 
 POOR = 0.05
 

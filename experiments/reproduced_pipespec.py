@@ -3,9 +3,8 @@
 from collections.abc import Iterator
 
 from experiments.cells import N_TOKENS, Setting, lengths, over, run
-from pipeinfer.observe.texts.markdown import markdown_table
-from pipeinfer.policies import Iterative, PipeSpec
-from pipeinfer.policies.registry import make_policy
+from pipeinfer.policies import Iterative, PipeSpec, make_policy
+from pipeinfer.text import markdown_table
 
 PIPESPEC_TOKEN_S = 0.1237
 PIPESPEC_SETTINGS = {  # pair -> (nodes, the paper's speed-up asynchronous, synchronous), table 1

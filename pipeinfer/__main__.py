@@ -3,7 +3,7 @@
 import sys
 
 if not getattr(sys.flags, "safe_path", False):
-    del sys.path[0]  # -m puts the current folder first: a json.py that lies there must not be taken for the library's
+    del sys.path[0]  # -m puts the current folder first: its json.py must not replace the standard library's
 
 from pipeinfer.cli.main import main
 

@@ -1,4 +1,5 @@
-"""The command line of a Python child process that imports what this process can import. Knows no model and no MPI."""
+"""Python child processes: their command line, and the side of a child that answers within limits. Knows no model and no
+MPI."""
 
 import sys
 from pathlib import Path
@@ -7,12 +8,28 @@ ROOT = str(Path(__file__).parents[1])
 
 
 def python_command(code: str, *arguments: object) -> list[str]:
-    """Run `code` with `arguments` as `sys.argv[1:]`. Its `sys.path` is this process's.
+    """Run `code` with `arguments` as `sys.argv[1:]`, with this process's `sys.path`.
 
-    The current directory, which `-c` and `-m` add, is left out: a `json.py` that lies there must not replace the
-    standard library's.
+    The current directory, which `-c` and `-m` add, is left out: its `json.py` must not replace the standard library's.
     """
     paths = [path for path in sys.path if path]
     if ROOT not in paths:  # `python -m pipeinfer` in the source tree
         paths.insert(0, ROOT)
     return [sys.executable, "-c", f"import sys; sys.path[:] = {paths!r}\n{code}", *map(str, arguments)]
+
+
+def answer_within(module: str, cpu_s: str, n_bytes: str) -> None:
+    """Read a JSON object from standard input, and write the answer of the module's function `answer`, within limits of
+    seconds of a core and bytes of memory."""
+    import contextlib
+    import json
+    import resource
+    from importlib import import_module
+
+    work = import_module(module)  # before the request is read: the process may have been started ahead
+    request = json.load(sys.stdin)
+    limits = ((resource.RLIMIT_CPU, cpu_s), (resource.RLIMIT_AS, n_bytes), (resource.RLIMIT_CORE, 0))
+    for name, limit in limits:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(name, (int(limit), int(limit)))
+    json.dump(work.answer(request), sys.stdout)

@@ -1,7 +1,6 @@
-"""What was found out once and need not be again: small values by name, a file each, in the user's cache folder.
+"""Small values by name in the user's cache folder, a file each. Knows no model and no cluster.
 
-A value that cannot be read, or was written by something else, is no value; a folder that cannot be written keeps none.
-Knows no model and no cluster.
+A value that cannot be read, or was written by another program, is missing; a folder that cannot be written stays empty.
 """
 
 import contextlib
@@ -15,19 +14,19 @@ from typing import Any
 from pipeinfer.errors import UserError
 from pipeinfer.outputs import write_file
 
-N_KEPT = 256
-"""Values that the folder holds at most; the oldest go."""
+N_VALUES = 256
+"""The most values of the folder; the oldest are deleted."""
 BYTES_MAX = 64 * 1024
 
 
 class DiskCache:
-    """Values in a folder that several processes and hosts may share."""
+    """Values in a folder that processes and hosts may share."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def get(self, name: str) -> Any:
-        """The value of that name, as JSON gives it; None if there is none."""
+        """The value of that name, from JSON; None if there is none."""
         path = self._path(name)
         try:
             if not path.is_file() or path.stat().st_size > BYTES_MAX:
@@ -38,7 +37,7 @@ class DiskCache:
         return entry.get("value") if isinstance(entry, dict) and entry.get("name") == name else None
 
     def put(self, name: str, value: Any) -> None:
-        """Keep a value that JSON can hold, if the folder can be written."""
+        """Store a value that JSON can hold, if the folder can be written."""
         with contextlib.suppress(OSError, UserError):
             self._folder.mkdir(parents=True, exist_ok=True)
             write_file(self._path(name), "a kept value", json.dumps({"name": name, "value": value}).encode())
@@ -50,11 +49,11 @@ class DiskCache:
     def _forget_oldest(self) -> None:
         with os.scandir(self._folder) as entries:
             files = [(entry.stat().st_mtime, entry.path) for entry in entries if entry.name.endswith(".json")]
-        for _, path in sorted(files)[: max(0, len(files) - N_KEPT)]:
+        for _, path in sorted(files)[: max(0, len(files) - N_VALUES)]:
             Path(path).unlink(missing_ok=True)
 
 
 def user_cache(environ: Mapping[str, str] = os.environ) -> DiskCache:
-    """The user's own: under XDG_CACHE_HOME, or ~/.cache."""
+    """The user's cache: under XDG_CACHE_HOME, or ~/.cache."""
     base = environ.get("XDG_CACHE_HOME", "")
     return DiskCache((Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "pipeinfer" / "kept")

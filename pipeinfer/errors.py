@@ -1,4 +1,4 @@
-"""The exceptions users meet. Everything else that escapes is a fault of ours."""
+"""The exceptions that users see. Any other one that escapes is a fault of this package."""
 
 
 class UserError(Exception):
@@ -10,9 +10,8 @@ class JobError(UserError):
 
 
 class StopRequested(Exception):
-    """The user (Ctrl-C, SIGTERM) or a rank that was told to end asks for an orderly stop."""
+    """The user (Ctrl-C, SIGTERM), or another rank, requests an orderly stop."""
 
 
 class ModelFault(Exception):
-    """A loaded model went bad: its file was changed, what it computes is no number, or its device is full. Exit code
-    1."""
+    """A loaded model failed: its file was changed, its results are no numbers, or its device is full. Exit code 1."""

@@ -1,12 +1,11 @@
-"""Files that are written: made beside their place and renamed, so that each is whole or as it was before. Also what is
-checked before work begins: that they can be written, and are none of the files that are read. Knows no contents."""
+"""Write files: made beside their place and renamed, so that each is complete or unchanged; and check before work that
+they can be written, and are none of the files that are read. Knows no contents."""
 
 import contextlib
 import errno
 import os
 import secrets
 import stat
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import BinaryIO
@@ -14,17 +13,17 @@ from typing import BinaryIO
 from pipeinfer.errors import UserError
 
 STREAM_FOLDERS = ("/dev", "/dev/fd", "/proc/self/fd")
-"""What is named here is a stream that somebody holds: renaming a file to it would not reach them."""
+"""Files in these folders are streams that other processes hold, which a renamed file would not reach."""
 
 NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 
 
 @contextlib.contextmanager
 def whole_file(path: Path, what: str) -> Iterator[BinaryIO]:
-    """A file to write to. It takes `path`'s place at the end of the block; if the block fails, `path` stays as it was.
+    """A file to write to. It replaces `path` at the end of the block; if the block fails, `path` is unchanged.
 
-    Until then it may have no name: `path_of` gives one. A device or a pipe is written to at once. `what` is how
-    messages call the file: an option. Raises UserError, which names the file, for any OSError.
+    Until then it may have no name: `path_of` gives one. A device or a pipe is written directly. `what`: the file's
+    name in messages, an option. Raises UserError, which names the file, for any OSError.
     """
     try:
         if _is_stream(path):
@@ -36,25 +35,13 @@ def whole_file(path: Path, what: str) -> Iterator[BinaryIO]:
         raise write_error(path, what, error) from None
 
 
-@contextlib.contextmanager
-def temporary_folder() -> Iterator[Path]:
-    """It is gone at the end of the block. Raises UserError where none can be made."""
-    try:
-        place = tempfile.TemporaryDirectory(prefix="pipeinfer-")
-    except OSError as error:
-        raise UserError(f"there is no place for temporary files: {error.strerror}; set TMPDIR to a directory that can "
-                        "be written") from None  # fmt: skip
-    with place as folder:
-        yield Path(folder)
-
-
 def path_of(file: BinaryIO) -> Path:
-    """By which this process, and no other, can read an open file."""
+    """The path by which this process, and no other, can read an open file."""
     return Path(f"/proc/self/fd/{file.fileno()}")
 
 
 def write_file(path: Path, what: str, data: bytes) -> None:
-    """The same for a content that is at hand."""
+    """Write a file with this content as `whole_file` does."""
     with whole_file(path, what) as file:
         file.write(data)
 
@@ -78,19 +65,19 @@ def check_writable(path: Path, what: str) -> None:
 
 def check_separate(outputs: Mapping[str, Path | None], inputs: Mapping[str, Iterable[Path]]) -> None:
     """Raises UserError when an output, by any name, is an input or another output. Keys: the options that name them."""
-    known = {_identity(path): (option, "reads") for option, paths in inputs.items() for path in paths}
-    known.pop(None, None)
+    users = {_identity(path): (option, "reads") for option, paths in inputs.items() for path in paths}
+    users.pop(None, None)
     for option, path in outputs.items():
         identity = _identity(path) if path else None
-        if identity in known:
-            other, does = known[identity]
+        if identity in users:
+            other, does = users[identity]
             raise UserError(f"{option} {path} is the file that {other} {does}; name another file")
         if identity:
-            known[identity] = (option, "writes")
+            users[identity] = (option, "writes")
 
 
 def write_error(path: Path, what: str, error: OSError) -> UserError:
-    """What a user is told when a file could not be written."""
+    """The message for a file that could not be written."""
     folder = path.parent
     if not folder.is_dir():
         return UserError(f"{what} {path}: there is no folder {folder}; make it, or name another file")
@@ -98,7 +85,7 @@ def write_error(path: Path, what: str, error: OSError) -> UserError:
 
 
 def _beside(path: Path) -> Iterator[BinaryIO]:
-    place = Path(os.path.realpath(path))  # where `path` is a link, the file that it leads to is replaced
+    place = Path(os.path.realpath(path))  # of a link the target is replaced
     temporary = place.with_name(f".{place.name[:40]}.{secrets.token_hex(4)}")
     try:
         with _open_new(place.parent, temporary) as file:
@@ -107,7 +94,7 @@ def _beside(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             if not temporary.exists():
-                # links are followed only by the call that takes a folder, which an absolute path makes no use of
+                # only the call with a folder follows links; an absolute path does not use the folder
                 os.link(path_of(file), temporary, src_dir_fd=file.fileno(), follow_symlinks=True)
         os.replace(temporary, place)
     finally:
@@ -115,8 +102,8 @@ def _beside(path: Path) -> Iterator[BinaryIO]:
 
 
 def _open_new(folder: Path, temporary: Path) -> BinaryIO:
-    """A file without a name, of which nothing stays even if this process is killed; `temporary` where there is no such
-    thing (network file systems)."""
+    """A file without a name, which vanishes even if this process is killed; `temporary` on file systems without such
+    files (network file systems)."""
     try:
         return open(os.open(folder, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o666), "wb")
     except (OSError, AttributeError) as error:
@@ -126,18 +113,18 @@ def _open_new(folder: Path, temporary: Path) -> BinaryIO:
 
 
 def _is_stream(path: Path) -> bool:
-    # os.path's, for which a name that no file can have is that of none
+    # os.path's functions, which return False for names that no file can have
     return str(path.parent) in STREAM_FOLDERS or (
         os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
     )
 
 
 def _identity(path: Path) -> tuple[int, int] | str | None:
-    """Equal for all names of a file; None where it does not matter who else uses it."""
+    """Equal for all names of a file; None for streams, which several may use."""
     if _is_stream(path):
         return None
     try:
-        found = path.stat()
+        status = path.stat()
     except OSError:
         return os.path.realpath(path)
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino

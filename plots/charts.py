@@ -68,20 +68,20 @@ def panels(
 ) -> tuple[Figure, list[tuple[Axes, pd.DataFrame, str]]]:
     """Axes for each panel of the frame and each of `values`, with the rows of the panel and the value. The grid is 10
     inches wide where `width`, of one of them, allows it. `counts`: by panel, the last line of its title."""
-    found = [(name, rows, value) for name, rows in frame.groupby("panel", sort=False) for value in values]
-    columns = min(len(found), 2 if len(values) > 1 else max(1, int(10.5 // width)))
-    titles = [textwrap.fill(name, int(13 * (width - 0.4))) for name, _, _ in found]
+    cells = [(name, rows, value) for name, rows in frame.groupby("panel", sort=False) for value in values]
+    columns = min(len(cells), 2 if len(values) > 1 else max(1, int(10.5 // width)))
+    titles = [textwrap.fill(name, int(13 * (width - 0.4))) for name, _, _ in cells]
     if counts:
-        titles = [f"{title}\n{counts[name]}" for title, (name, _, _) in zip(titles, found, strict=True)]
-    n_rows = -(-len(found) // columns)
+        titles = [f"{title}\n{counts[name]}" for title, (name, _, _) in zip(titles, cells, strict=True)]
+    n_rows = -(-len(cells) // columns)
     n_lines = sum(max(title.count("\n") for title in titles[at * columns :][:columns]) for at in range(n_rows))
     size = (width * columns, 2.9 * n_rows + 0.5 + LINE_HEIGHT * n_lines)
     figure, grid = plt.subplots(n_rows, columns, figsize=size, layout="constrained", squeeze=False)
-    for spare in grid.flat[len(found) :]:
+    for spare in grid.flat[len(cells) :]:
         spare.remove()
     for axes, title in zip(grid.flat, titles, strict=False):
         axes.set_title(title)
-    return figure, [(axes, rows, value) for axes, (_, rows, value) in zip(grid.flat, found, strict=False)]
+    return figure, [(axes, rows, value) for axes, (_, rows, value) in zip(grid.flat, cells, strict=False)]
 
 
 def finish(figure: Figure, title: str, note: str) -> Figure:
@@ -123,8 +123,8 @@ def bars(
     counts = {name: count_text(sizes[name]) for name in frame.panel.unique()} if sizes.nunique() > 1 else None
     n_groups = len(groups) or frame.groupby("panel")[by].nunique().max()
     width = max(4.6 if frame.panel.nunique() == 1 else 3.4, 1.2 + 0.3 * n_groups * len(looks))
-    figure, found = panels(frame, values, width, counts)
-    for axes, panel, value in found:
+    figure, cells = panels(frame, values, width, counts)
+    for axes, panel, value in cells:
         shown, n_series = groups or sorted(set(panel[by])), panel.series.nunique()
         highest, wide = 0.0, 0.8 / n_series
         for index, (label, rows, means, deviations) in enumerate(series_of(panel, by, value)):
@@ -150,8 +150,8 @@ def bars(
 def distributions(frame: pd.DataFrame, values: Mapping[str, tuple[str, str]], looks: Mapping[str, Look]) -> Figure:
     """Cumulative distributions as steps of each of `values`: columns of (values, weights), with the labels of both
     axes."""
-    figure, found = panels(frame, values)
-    for axes, panel, value in found:
+    figure, cells = panels(frame, values)
+    for axes, panel, value in cells:
         for label, rows in panel.groupby("series", observed=True):
             numbers, weights = map(np.concatenate, zip(*rows[value], strict=True))
             if len(numbers):

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from pipeinfer.observe.columns import Column
-from pipeinfer.observe.report import without_suffixes
-from pipeinfer.observe.table import Record
-from pipeinfer.policies.registry import POLICIES
+from pipeinfer.observe.columns import Column, Record
+from pipeinfer.policies import POLICIES
+from pipeinfer.text import without_suffixes
 
 SHOWN = (
     "policy", "variant", "settings", "model", "model_bytes", "model_hash", "quantisation", "model_draft",
@@ -43,7 +42,7 @@ def frame_of(rows: Sequence[Record], columns: Sequence[Column]) -> pd.DataFrame:
     simulated again, which gives the same, counts once."""
     cells = {each.name: [row.get(each.name, EMPTY.get(each.kind, math.nan)) for row in rows] for each in columns}
     frame = pd.DataFrame(cells).fillna({"ranks": 0}).astype({"ranks": int})
-    again = (frame.numerics == VIRTUAL) & frame.duplicated([each.name for each in columns if each.asked], keep="last")
+    again = (frame.numerics == VIRTUAL) & frame.duplicated([each.name for each in columns if each.is_key], keep="last")
     frame = frame[~again].reset_index(drop=True)
     return frame.assign(text=frame.prompt + "\0" + frame.prompt_hash)
 
@@ -166,24 +165,24 @@ def means_text(groups: Any, bar: str, what: str, alike: bool = True) -> str:
     """What bars or points and their whiskers are. `what`: what a row is. `alike`: all should have the same prompts."""
     if groups.size().max() == 1:
         return f"Each {bar} is one {what_text(groups.obj, what)}."
-    said = f"{bar.capitalize()}s: means over {pooled_text(groups, f'{what}s')}"
+    text = f"{bar.capitalize()}s: means over {pooled_text(groups, f'{what}s')}"
     if groups["text"].agg(lambda texts: texts.duplicated().any()).any():
-        known = (groups["text"].first() != "\0").any()  # not in the original's table
-        over = "repetitions of the same prompt" if known else "these"
-        said += f"; whiskers: one sample standard deviation over {over}"
+        has_texts = (groups["text"].first() != "\0").any()  # not in the original's table
+        over = "repetitions of the same prompt" if has_texts else "these"
+        text += f"; whiskers: one sample standard deviation over {over}"
     prompts = groups["text"].agg(lambda texts: "\0".join(sorted(set(texts))))
     unlike = alike and prompts.nunique() > 1
-    return f"{said}.{f' Not all {bar}s average over the same prompts.' if unlike else ''}"
+    return f"{text}.{f' Not all {bar}s average over the same prompts.' if unlike else ''}"
 
 
 def points(percentiles: Any, n_values: float) -> tuple[np.ndarray, np.ndarray]:
     """(values, weights) of the distribution that has these interpolated percentiles, 0 to 100: its `n_values` values
     where the percentiles determine them, otherwise the percentiles."""
-    found = np.asarray(percentiles, float)
-    if 1 <= n_values <= len(found):
+    array = np.asarray(percentiles, float)
+    if 1 <= n_values <= len(array):
         n = int(n_values)
-        shares = np.maximum(0.0, 1.0 - np.abs(np.linspace(0, n - 1, len(found))[:, None] - np.arange(n)))
-        values = np.linalg.lstsq(shares, found, rcond=None)[0]
-        if np.allclose(shares @ values, found, rtol=1e-3, atol=1e-4 * found.max()):
+        shares = np.maximum(0.0, 1.0 - np.abs(np.linspace(0, n - 1, len(array))[:, None] - np.arange(n)))
+        values = np.linalg.lstsq(shares, array, rcond=None)[0]
+        if np.allclose(shares @ values, array, rtol=1e-3, atol=1e-4 * array.max()):
             return np.maximum.accumulate(values.clip(0.0)), np.ones(n)
-    return found, np.full(len(found), max(1.0, n_values) / max(1, len(found)))
+    return array, np.full(len(array), max(1.0, n_values) / max(1, len(array)))

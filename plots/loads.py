@@ -10,13 +10,13 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator
 
-from pipeinfer.observe.results import LOADS
-from pipeinfer.observe.traffic import busiest
+from pipeinfer.observe.summary import busiest
+from pipeinfer.observe.table import LOADS
 from plots.charts import distributions, finish, lines, looks_of, panels
 from plots.frames import SHOWN, layout, means_text, points, pooled_text, what_text
 
 POINTS = {"concurrency": "clients at a time", "rate": "requests a second"}
-FACETS = tuple(name for name in LOADS.asked if name not in (*SHOWN, *POINTS))
+FACETS = tuple(name for name in LOADS.key if name not in (*SHOWN, *POINTS))
 LATENCIES = {"ttft": "time to first token (ms)\nfrom a request's arrival", "tpot": "time per output token (ms)",
              "itl": "inter-token latency (ms)"}  # fmt: skip
 SHARES = {"50": ("median", "-"), "90": ("90th percentile", "--"), "99": ("99th percentile", ":")}
@@ -45,10 +45,10 @@ def cdfs(frame: pd.DataFrame) -> Figure | None:
     loads = [f"clients: {n}" if n else f"{rate:g} requests/s" for n, rate in by]
     frame = layout(frame.assign(load=loads), FACETS, ["ranks", "load"])
     counts = {"ttft": frame.n_requests, "itl": frame.predicted_n - frame.n_requests}
-    found = {name: [points(1e3 * np.array(each), n) for each, n in zip(frame[f"{name}_percentiles_s"], ns, strict=True)]
-             for name, ns in counts.items()}  # fmt: skip
+    steps = {name: [points(1e3 * np.array(each), n) for each, n in zip(frame[f"{name}_percentiles_s"], ns, strict=True)]
+            for name, ns in counts.items()}  # fmt: skip
     values = {"ttft": (LATENCIES["ttft"], "share of requests"), "itl": (LATENCIES["itl"], "share of tokens")}
-    figure = distributions(frame.assign(**found), values, looks_of(frame))
+    figure = distributions(frame.assign(**steps), values, looks_of(frame))
     groups = frame.groupby(BAR, dropna=False, observed=True)
     is_one = groups.size().max() == 1
     pooled = f"is one {what_text(frame, 'load')}" if is_one else f"pools {pooled_text(groups, 'loads')}"
@@ -82,8 +82,8 @@ def _laid_out(frame: pd.DataFrame) -> pd.DataFrame:
 def _lines(title: str, frame: pd.DataFrame, values: Mapping[str, Lines]) -> Figure:
     """Of each panel one for each of `values`: the label of its axis, its lines."""
     looks = looks_of(frame)
-    figure, found = panels(frame, values)
-    for axes, panel, label in found:
+    figure, cells = panels(frame, values)
+    for axes, panel, label in cells:
         point = "concurrency" if panel.concurrency.any() else "rate"
         for column, (_, dashes) in values[label].items():
             lines(axes, panel, point, column, looks, dashes)
@@ -102,6 +102,6 @@ def _lines(title: str, frame: pd.DataFrame, values: Mapping[str, Lines]) -> Figu
 def _asked_text(frame: pd.DataFrame) -> str:
     """How much a load asks for; titles have what differs."""
     counts = {"requests": frame.n_requests, "tokens": frame.predict}
-    shown = {words: (f"{found.min()} to " if found.nunique() > 1 else "") + f"{found.max()} {words}"
-             for words, found in counts.items()}  # fmt: skip
+    shown = {words: (f"{column.min()} to " if column.nunique() > 1 else "") + f"{column.max()} {words}"
+             for words, column in counts.items()}  # fmt: skip
     return f" A load: {shown['requests']}, {shown['tokens']} each."

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pipeinfer.errors import UserError
-from pipeinfer.observe.columns import COLUMNS, NAMES
-from pipeinfer.observe.table import Line, Record, check_count, value_of
+from pipeinfer.observe.columns import COLUMNS, NAMES, Record
+from pipeinfer.observe.table import Line, check_count, value_of
 
 FIGURES = COLUMNS[:4]
 """Tokens a second of prompt and of text, mean inter-token latency, time to first token."""

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
 
-from pipeinfer.observe.columns import ASKED
+from pipeinfer.observe.columns import KEY
 from plots.charts import HATCHES, LINE_HEIGHT, Look, bars, distributions, finish, looks_of, panels
 from plots.frames import (
     SHOWN,
@@ -25,7 +25,7 @@ from plots.frames import (
     ranks_text,
 )
 
-FACETS = tuple(name for name in ASKED if name not in SHOWN)
+FACETS = tuple(name for name in KEY if name not in SHOWN)
 GREYS = ("0.25", "0.5", "0.75")
 USES = {"busy_s": ("busy", "#009E73"), "cancelled_s": ("cancelled runs", "#D55E00"),
         "waiting_s": ("waiting for a run", "#56B4E9"), "idle_s": ("idle", "#DDDDDD")}  # fmt: skip
@@ -54,8 +54,8 @@ def means(title: str, label: str, value: Callable[[pd.DataFrame], Any], frame: p
 
 def ablation(frame: pd.DataFrame) -> Figure | None:
     """What each part of a policy is worth. The complete policy counts where its ablations were measured too."""
-    asked = frame[[name for name in ASKED if name not in ("variant", "repetition")]]
-    measured = pd.Series(list(map(str, asked.itertuples(index=False, name=None))), frame.index)
+    experiments = frame[[name for name in KEY if name not in ("variant", "repetition")]]
+    measured = pd.Series(list(map(str, experiments.itertuples(index=False, name=None))), frame.index)
     frame = frame[measured.isin(measured[frame.variant != ""])]
     if frame.empty:
         return None
@@ -120,8 +120,8 @@ def time_use(frame: pd.DataFrame) -> Figure | None:
     frame, rank = layout(frame, FACETS, ["ranks"]), "node" if is_simulated(frame) else "rank"
     slots = frame.busy_s.map(len).clip(lower=3)  # places for bars, so that a label fits below
     n_slots = (slots * frame.groupby("panel")["series"].transform("nunique")).max()
-    figure, found = panels(frame, [""], max(4.5, 1.0 + 0.42 * n_slots))
-    for panel, rows, _ in found:
+    figure, cells = panels(frame, [""], max(4.5, 1.0 + 0.42 * n_slots))
+    for panel, rows, _ in cells:
         ticks, first, n_lines = dict[float, str](), 0.0, 0
         for label, own in rows.groupby("series", observed=True):
             slot, n_ranks = slots[own.index].max(), own.busy_s.map(len).max()

@@ -1,9 +1,11 @@
-"""A trace as a picture, one row a rank (the form of PipeInfer's figure 3). Knows traces, no ranks and no clock."""
+"""Traces as a picture, one row a rank (the form of PipeInfer's figure 3). Knows traces, no ranks and no clock."""
 
 from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +28,32 @@ N_SETTLED = 12
 Event = dict[str, Any]
 
 
-def draw_timeline(trace: Path, from_ms: float | None, for_ms: float | None) -> Any:
-    """The figure of a trace, to be closed by the caller. `from_ms`, `for_ms`: where it begins and how long it lasts;
-    None: the N_SETTLED accepted verdicts from the first token on. Raises UserError for what is no trace."""
-    labels, events = read_trace(trace)
-    return paint(labels, events, *window(events, from_ms, for_ms))
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What of a trace is drawn, from `start_ms`: the labels of its tracks, and its events."""
+
+    name: str
+    labels: dict[int, str]
+    events: list[Event]
+    start_ms: float
+
+    def n_accepted(self, long_ms: float) -> int:
+        """Tokens that were accepted in so long after the start."""
+        times = ((event["ts"] / 1e3 - self.start_ms, event) for event in self.events if event["name"] == "settle")
+        return sum(event["args"].get("tokens", 0) for after_ms, event in times if 0 < after_ms <= long_ms)
+
+
+def draw_timelines(paths: Sequence[Path], from_ms: float | None, for_ms: float | None) -> Any:
+    """The figure of traces below each other, in which each takes the same time, to be closed by the caller. `from_ms`,
+    `for_ms`: where they begin and how long they last; None: the N_SETTLED accepted verdicts from the first token on,
+    of several traces those of the fastest. Raises UserError for what is no trace."""
+    traces, long_ms = [], math.inf
+    for path in paths:
+        labels, events = read_trace(path)
+        start_ms, end_ms = window(events, from_ms, for_ms)
+        traces.append(Trace(path.stem, labels, events, start_ms))
+        long_ms = min(long_ms, end_ms - start_ms)
+    return paint(traces, long_ms)
 
 
 def window(events: list[Event], from_ms: float | None, for_ms: float | None) -> tuple[float, float]:
@@ -58,8 +81,8 @@ def read_trace(path: Path) -> tuple[dict[int, str], list[Event]]:
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        found = f"{type(error).__name__}: {error}"  # its repr may hold the whole file
-        raise UserError(f"{path} is not a trace that `pipeinfer run --trace` wrote: {found}") from None
+        reason = f"{type(error).__name__}: {error}"  # its repr may hold the whole file
+        raise UserError(f"{path} is not a trace that `pipeinfer run --trace` wrote: {reason}") from None
     return labels, drawn
 
 
@@ -71,54 +94,74 @@ def _checked(event: Event, labels: dict[int, str]) -> Event:
     return event | times | {"args": dict(event.get("args", {}))}
 
 
-def paint(labels: dict[int, str], events: list[Event], start_ms: float, end_ms: float) -> Any:
-    """The figure, to be closed by the caller."""
-    figure, axes = plt.subplots(figsize=(11, 0.7 * len(labels) + 1.4), layout="constrained")
+def paint(traces: Sequence[Trace], long_ms: float) -> Any:
+    """The figure, to be closed by the caller. Several traces have low rows without numbers of runs, and titles with the
+    tokens that each accepted."""
+    several = len(traces) > 1
+    row_inches = 0.27 if several else 0.7
+    heights = [len(trace.labels) * row_inches + 0.5 * several for trace in traces]
+    figure, panels = plt.subplots(
+        len(traces), figsize=(9 if several else 11, sum(heights) + 1.4), height_ratios=heights, sharex=True,
+        layout="constrained", squeeze=False,
+    )  # fmt: skip
     seen: dict[str, Any] = {}
+    unit_ms, unit = (1e3, "s") if long_ms >= 5e3 else (1.0, "ms")
+    for trace, axes in zip(traces, panels[:, 0], strict=True):
+        _paint_one(axes, trace, long_ms, unit_ms, seen, has_numbers=not several)
+        axes.set_yticks(list(trace.labels), [label.replace("$", r"\$") for label in trace.labels.values()])
+        axes.set_ylim(len(trace.labels) - 0.5, -0.8)
+        axes.spines[["top", "right"]].set_visible(False)
+        if several:
+            axes.tick_params(axis="y", labelsize=8)
+            title = f"{trace.name}: {trace.n_accepted(long_ms)} tokens in {long_ms / unit_ms:.3g} {unit}"
+            axes.set_title(title.replace("$", r"\$"), loc="left", fontsize=11, fontweight="bold", pad=12)
+    has_questions = any("question" in event["args"] for trace in traces for event in trace.events)
+    runs = "runs (q: questions to a larger draft)" if has_questions else "runs"
+    bars = "" if several else f"numbers on the bars are {runs}, "
+    axes.set_xlim(0, long_ms / unit_ms)
+    axes.set_xlabel(f"time ({unit}); {bars}numbers on the triangles tokens accepted at once")
+    kinds = [kind for kind in COLOURS if kind in seen]
+    figure.legend(
+        [seen[kind] for kind in kinds], [LABELS[kind] for kind in kinds], loc="outside upper center",
+        ncols=3 if several else len(COLOURS), frameon=False,
+    )  # fmt: skip
+    return figure
+
+
+def _paint_one(
+    axes: Any, trace: Trace, long_ms: float, unit_ms: float, seen: dict[str, Any], has_numbers: bool
+) -> None:
+    """`seen`: kind -> something drawn of it, for the legend."""
     last_ms = float("-inf")
-    for event in sorted(events, key=lambda event: event["ts"]):
-        at, long, kind = event["ts"] / 1e3 - start_ms, event["dur"] / 1e3, event["name"]
-        if at + long < 0 or at > end_ms - start_ms:
+    for event in sorted(trace.events, key=lambda event: event["ts"]):
+        at_ms, lasts_ms, kind = event["ts"] / 1e3 - trace.start_ms, event["dur"] / 1e3, event["name"]
+        if at_ms + lasts_ms < 0 or at_ms > long_ms:
             continue
         if kind in MARKS:
             # whole at the edges too
             seen[kind] = axes.plot(
-                at, event["tid"] + (0.42 if kind == "cancel" else -0.42), MARKS[kind], color=COLOURS[kind],
-                markersize=6, clip_on=False, zorder=3,
+                at_ms / unit_ms, event["tid"] + (0.42 if kind == "cancel" else -0.42), MARKS[kind], color=COLOURS[kind],
+                markersize=6 if has_numbers else 4, clip_on=False, zorder=3,
             )[0]  # fmt: skip
         else:
-            seen[kind] = _bar(axes, event, at, long, end_ms - start_ms)
+            seen[kind] = _bar(axes, event, at_ms / unit_ms, lasts_ms / unit_ms, long_ms / unit_ms, has_numbers)
         # numbers of verdicts that come at once would lie on each other
-        if kind == "settle" and at - last_ms > (end_ms - start_ms) / 120:
+        if kind == "settle" and at_ms - last_ms > long_ms / 120:
             axes.annotate(
-                str(event["args"].get("tokens", "")), (at, event["tid"] - 0.5), ha="center", va="bottom", fontsize=8
-            )
-            last_ms = at
-    axes.set_yticks(list(labels), [label.replace("$", r"\$") for label in labels.values()])
-    axes.set_ylim(len(labels) - 0.5, -0.8)
-    axes.set_xlim(0, end_ms - start_ms)
-    asked = any("question" in event["args"] for event in events)
-    numbers = "runs (q: questions to a larger draft)" if asked else "runs"
-    axes.set_xlabel(f"time (ms); numbers on the bars are {numbers}, those on the triangles tokens accepted at once")
-    axes.spines[["top", "right"]].set_visible(False)
-    kinds = [kind for kind in COLOURS if kind in seen]
-    figure.legend(
-        [seen[kind] for kind in kinds],
-        [LABELS[kind] for kind in kinds],
-        loc="outside upper center",
-        ncols=len(COLOURS),
-        frameon=False,
-    )
-    return figure
+                str(event["args"].get("tokens", "")), (at_ms / unit_ms, event["tid"] - (0.5 if has_numbers else 0.65)),
+                ha="center", va="bottom", fontsize=8, annotation_clip=False,
+            )  # fmt: skip
+            last_ms = at_ms
 
 
-def _bar(axes: Any, event: Event, at_ms: float, long_ms: float, window_ms: float) -> Any:
-    """A span, with its run's number where there is room for it."""
+def _bar(axes: Any, event: Event, at: float, lasts: float, window: float, has_number: bool) -> Any:
+    """A span, with its run's number where there is room for it. Hatches are for prints without colours."""
     kind, track, number = event["name"], event["tid"], number_of(event)
-    height = 0.2 if kind == "waiting" else 0.6
-    bar = axes.barh(track, long_ms, left=at_ms, height=height, color=COLOURS[kind], edgecolor="white", lw=0.4)
-    middle = at_ms + long_ms / 2
-    if kind != "waiting" and number and long_ms > window_ms / 40 and 0 < middle < window_ms:
+    height = 0.2 if kind == "waiting" else 0.6 if has_number else 0.76
+    bar = axes.barh(track, lasts, left=at, height=height, color=COLOURS[kind], edgecolor="white", lw=0.4,
+                    hatch="//////" if kind == "cancelled" else "")  # fmt: skip
+    middle = at + lasts / 2
+    if has_number and kind != "waiting" and number and lasts > window / 40 and 0 < middle < window:
         axes.text(middle, track, number, ha="center", va="center", fontsize=7, color="white")
     return bar
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.disk_cache import BYTES_MAX, N_KEPT, DiskCache, user_cache
+from pipeinfer.disk_cache import BYTES_MAX, N_VALUES, DiskCache, user_cache
 
 
 def test_a_value_comes_back(tmp_path: Path) -> None:
@@ -51,9 +51,9 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
 
 def test_the_folder_does_not_grow_for_ever(tmp_path: Path) -> None:
     kept = DiskCache(tmp_path)
-    for number in range(N_KEPT + 20):
+    for number in range(N_VALUES + 20):
         kept.put(str(number), number)
-    assert len(list(tmp_path.iterdir())) == N_KEPT
+    assert len(list(tmp_path.iterdir())) == N_VALUES
 
 
 def test_writers_at_once(tmp_path: Path) -> None:

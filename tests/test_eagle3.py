@@ -19,7 +19,7 @@ from experiments.eagle3.net import load_head  # noqa: E402
 from experiments.eagle3.recording import read_texts, recorded  # noqa: E402
 from experiments.eagle3.target_parts import read_weights  # noqa: E402
 from experiments.eagle3.window import window_of  # noqa: E402
-from pipeinfer.cluster.messages.activations import rounded  # noqa: E402
+from pipeinfer.cluster.wire import rounded  # noqa: E402
 from pipeinfer.models.demo import TARGET  # noqa: E402
 
 

@@ -13,6 +13,7 @@ from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.torch.params import TorchParams
 from tests.models.test_llama_stage import make_batch, random_tokens, run
 from tests.support.jobs import ROOT, environment
+from tests.support.rpc_server import needs_rpc, servers
 
 pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
 
@@ -45,6 +46,20 @@ def test_the_script_for_gpus_runs_on_a_cpu(tmp_path: Path) -> None:
     assert any(each.get("begun_ahead") for each in found) and any(each.get("exact") for each in found)
     others = {each["what"]: each for each in found if "distinct" in each}
     assert 0 < others["torch.compile"]["of_limit"] < 1 and "transformers" in others
+
+
+@needs_rpc
+def test_the_script_takes_any_device_of_libllama() -> None:
+    with servers(1, 1) as two:
+        words = ["--quick", "--device", "RPC0", "--rpc", ",".join(each.endpoint for each in two)]
+        command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), *words]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    rows = {each["what"].split(",")[0]: each["rows_at_once"] for each in found if "rows_at_once" in each}
+    assert rows["llama F32"] == 1 and rows["llama Q8_0"] == 32
+    assert all(each["right"] for each in found if "median" in each)
+    assert [each["what"] for each in found if "size" in each] == ["one text", "many texts", "auto with a draft"]
 
 
 def test_the_plain_llama_is_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from experiments.grow import grow, scaled, search_noise
 from pipeinfer.errors import UserError
-from pipeinfer.models.agreement import acceptance
+from pipeinfer.job.inspect.pair_report import acceptance
 from pipeinfer.models.gguf.model_info import read_model_info
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import ROOT, environment, run_json

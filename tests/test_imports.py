@@ -20,10 +20,10 @@ FLOORS = (
 """From the bottom: a room imports from the rooms of lower floors, and from itself."""
 
 JOB_FLOORS = (
-    ("process",), ("options",), ("placement",), ("launch",), ("requests",), ("loading",), ("profiling",),
-    ("planning",), ("session",), ("run", "chat", "batch", "serve", "bench", "inspect"),
+    ("process",), ("options", "submit"), ("doctor",), ("placement",), ("launch",), ("requests",), ("loading",),
+    ("profiling",), ("planning",), ("session",), ("run", "chat", "batch", "serve", "bench", "inspect"),
 )  # fmt: skip
-"""The same of the rooms within `job`."""
+"""The same of the rooms within `job`, folders and files."""
 
 APART = {("cluster", "models"), ("virtual", "models")}
 """What never meets although a floor lies between: `job` composes them."""
@@ -36,9 +36,9 @@ def room_of(module: str) -> str:
 
 
 def job_room_of(module: str) -> str:
-    """The room within `job`; empty for what is elsewhere or beside its rooms."""
+    """The room within `job`; empty for what is elsewhere."""
     parts = module.split(".")
-    return parts[2] if parts[1] == "job" and len(parts) > 2 and (PACKAGE / "job" / parts[2]).is_dir() else ""
+    return parts[2] if parts[1] == "job" and len(parts) > 2 and parts[2] != "__init__" else ""
 
 
 def module_of(path: Path) -> str:
@@ -76,7 +76,7 @@ def test_rooms_import_only_from_rooms_below() -> None:
 
 def test_rooms_of_a_job_import_only_from_rooms_below() -> None:
     floor_of = {room: floor for floor, rooms in enumerate(JOB_FLOORS) for room in rooms}
-    rooms = {path.parent.name for path in (PACKAGE / "job").glob("*/__init__.py")}
+    rooms = {job_room_of(module_of(path)) for path in MODULES} - {""}
     assert rooms == floor_of.keys()
     for path in MODULES:
         if ours := job_room_of(module_of(path)):
@@ -127,11 +127,11 @@ def test_a_rank_imports_only_what_it_needs() -> None:
     code = """
 import sys
 import pipeinfer.cli.main, pipeinfer.cli.run, pipeinfer.cli.serve, pipeinfer.server.front
-import pipeinfer.job.launch.start, pipeinfer.job.loading.worker
+import pipeinfer.job.launch.start, pipeinfer.job.loading.load
 from pipeinfer.models.llama.ggml import load_library
 load_library()
 heavy = {"rich", "matplotlib", "jinja2", "gguf", "torch", "llama_cpp.llama"}
-heavy |= {"pipeinfer.cli.bench", "pipeinfer.job.run.head", "fastapi", "uvicorn", "pydantic"}
+heavy |= {"pipeinfer.cli.bench", "pipeinfer.job.run", "fastapi", "uvicorn", "pydantic"}
 sys.exit(", ".join(heavy & sys.modules.keys()) or 0)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -7,7 +7,6 @@ import resource
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,21 +14,12 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.errors import UserError
-from pipeinfer.observe.results import append_result, check_results, read_results
-from pipeinfer.observe.trace import Span, write_chrome_trace
-from pipeinfer.outputs import check_separate, check_writable, temporary_folder, whole_file, write_file
+from pipeinfer.observe.table import RESULTS
+from pipeinfer.observe.trace import TraceSpan, write_chrome_trace
+from pipeinfer.outputs import check_separate, check_writable, whole_file, write_file
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import environment, finish
 from tests.support.rows import make_row
-
-
-def test_no_place_for_temporary_files_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    with temporary_folder() as folder:
-        (folder / "file").touch()
-    assert not folder.exists()
-    monkeypatch.setattr(tempfile, "tempdir", "/proc/none")
-    with pytest.raises(UserError, match="set TMPDIR"), temporary_folder():
-        pass
 
 
 @contextmanager
@@ -118,27 +108,27 @@ def test_an_output_is_no_input_by_any_name(tmp_path: Path) -> None:
 def test_no_part_of_a_row_stays_on_a_full_disk(tmp_path: Path) -> None:
     path = tmp_path / "results.csv"
     with room_for(700), pytest.raises(UserError, match=r"--results .*results\.csv: File too large"):
-        append_result(path, make_row())
+        RESULTS.append(path, make_row())
     assert path.read_bytes() == b""
-    append_result(path, make_row())
+    RESULTS.append(path, make_row())
     whole = path.read_bytes()
     for n_more in (1, 50, 300):
         with room_for(len(whole) + n_more), pytest.raises(UserError, match=r"results\.csv"):
-            append_result(path, make_row())
+            RESULTS.append(path, make_row())
         assert path.read_bytes() == whole
-    append_result(path, make_row())
-    assert len(read_results(path)) == 2
+    RESULTS.append(path, make_row())
+    assert len(RESULTS.read(path)) == 2
 
 
 def test_a_check_leaves_nothing_behind(tmp_path: Path) -> None:
-    check_results(tmp_path / "results.csv")
+    RESULTS.check(tmp_path / "results.csv")
     assert names(tmp_path) == []
 
 
 def test_a_trace_is_replaced_as_a_whole(tmp_path: Path) -> None:
     (tmp_path / "trace").write_text("before")
     with room_for(100), pytest.raises(UserError, match="trace"):
-        write_chrome_trace(tmp_path / "trace", [("rank 0", [Span("draft", 0.0, 1.0)] * 99)])
+        write_chrome_trace(tmp_path / "trace", [("rank 0", [TraceSpan("draft", 0.0, 1.0)] * 99)])
     assert (tmp_path / "trace").read_text() == "before"
 
 
@@ -233,7 +223,7 @@ def test_a_read_only_place_and_a_full_disk(tmp_path: Path) -> None:
         done = finish(1, [*common, *outputs])
         assert done.returncode == 2 and len(done.stdout) > 40, done.stderr
         assert f"--trace {place}/trace.json: No space left" in done.stderr and "Traceback" not in done.stderr
-        assert names(place) == ["ballast", "results.csv"] and len(read_results(place / "results.csv")) == 1
+        assert names(place) == ["ballast", "results.csv"] and len(RESULTS.read(place / "results.csv")) == 1
         subprocess.run(["mount", "-o", "remount,ro", place], check=True)
         for option in ("--trace", "--results"):
             done = finish(1, [*common, option, str(place / "new")])

@@ -18,10 +18,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 
-from pipeinfer.observe.columns import ASKED, COLUMNS
-from pipeinfer.observe.results import LOADS, Record, append_result, as_read
+from pipeinfer.observe.columns import COLUMNS, KEY, Record
 from pipeinfer.observe.summary import markdown, summarise
-from pipeinfer.observe.table import lines_of
+from pipeinfer.observe.table import LOADS, RESULTS, lines_of
 from plot import draw
 from plots.frames import SHOWN, frame_of, points
 from plots.original import original_rows
@@ -52,7 +51,7 @@ def table(name: str = "big.gguf") -> list[Record]:
                     rows.append(make_row(policy, prompt, repetition, ranks=ranks, speed=speed + repetition))
         for variant in ("no-cancel", "no-continuous"):
             rows += [make_row("pipeinfer", "tale", 1, ranks=ranks, speed=11.0, variant=variant)]
-    return [as_read(row | {"model": name}) for row in rows]
+    return [RESULTS.as_read(row | {"model": name}) for row in rows]
 
 
 def plot(*arguments: Any) -> subprocess.CompletedProcess[str]:
@@ -139,7 +138,7 @@ def note_of(figure: Figure | None) -> str:
 )
 def test_what_differs_is_never_pooled(column: str, value: Any, words: str) -> None:
     """It gets a panel of its own, whose title names it."""
-    rows = [as_read(make_row(speed=speed, **more)) for speed, more in ((10.0, {}), (30.0, {column: value}))]
+    rows = [RESULTS.as_read(make_row(speed=speed, **more)) for speed, more in ((10.0, {}), (30.0, {column: value}))]
     for name in ("speed", "time", "latencies"):
         titles = dict.fromkeys(panel_titles(drawn(name, rows)))
         assert len(titles) == 2 and any(words in title for title in titles), (name, titles)
@@ -151,18 +150,18 @@ def test_what_differs_is_never_pooled(column: str, value: Any, words: str) -> No
     ("column", "value", "words"), [("settings", "width 1", "width 1"), ("layers", [1, 7], "layers 1,7")]
 )
 def test_settings_and_splits_are_bars_of_their_own(column: str, value: Any, words: str) -> None:
-    rows = [as_read(make_row(speed=speed, **more)) for speed, more in ((10.0, {}), (30.0, {column: value}))]
+    rows = [RESULTS.as_read(make_row(speed=speed, **more)) for speed, more in ((10.0, {}), (30.0, {column: value}))]
     figure = drawn("speed", rows)
     assert heights(figure) == [10.0, 30.0] and len(panel_titles(figure)) == 1
     assert figure and any(words in text.get_text() for text in figure.legends[0].get_texts())
 
 
 def test_every_asked_column_is_shown_or_keeps_rows_apart() -> None:
-    assert set(SHOWN) | set(FACETS) == set(ASKED)
+    assert set(SHOWN) | set(FACETS) == set(KEY)
 
 
 def test_prompts_of_one_name_are_told_apart() -> None:
-    rows = [as_read(make_row(prompt=name, speed=10.0) | {"prompt_hash": digest})
+    rows = [RESULTS.as_read(make_row(prompt=name, speed=10.0) | {"prompt_hash": digest})
             for name, digest in (("tale", "aaaa"), ("tale", "bbbb"), ("set/1", "c"), ("set/2", "d"))]  # fmt: skip
     figure = drawn("prompts", rows)
     assert figure is not None
@@ -171,7 +170,10 @@ def test_prompts_of_one_name_are_told_apart() -> None:
 
 
 def test_prompts_are_in_the_same_places_in_all_panels() -> None:
-    rows = [as_read(make_row(prompt=prompt, ranks=ranks)) for ranks, prompt in ((2, "c"), (2, "a"), (3, "a"), (3, "b"))]
+    rows = [
+        RESULTS.as_read(make_row(prompt=prompt, ranks=ranks))
+        for ranks, prompt in ((2, "c"), (2, "a"), (3, "a"), (3, "b"))
+    ]
     figure = drawn("prompts", rows)
     assert figure and len(figure.axes) == 2
     for axes in figure.axes:
@@ -181,7 +183,7 @@ def test_prompts_are_in_the_same_places_in_all_panels() -> None:
 def test_distributions_are_steps_of_what_was_measured() -> None:
     gaps = np.array([0.0, 0.0, 0.01, 0.02, 0.02, 0.4])
     row = make_row(predicted_n=7) | {"itl_percentiles_s": list(np.percentile(gaps, range(101)))}
-    figure = drawn("latencies", [as_read(row)])
+    figure = drawn("latencies", [RESULTS.as_read(row)])
     assert figure
     (line,) = figure.axes[0].lines
     assert np.asarray(line.get_xdata()) == pytest.approx([0.0, *(1e3 * gaps)], abs=1e-3)
@@ -205,14 +207,14 @@ def test_percentiles_of_more_values_or_of_another_number_stay_percentiles() -> N
 
 
 def test_whiskers_say_what_they_are_and_stay_above_0() -> None:
-    rows = [as_read(make_row(speed=speed, repetition=at)) for at, speed in enumerate((1.0, 1.0, 10.0), start=1)]
+    rows = [RESULTS.as_read(make_row(speed=speed, repetition=at)) for at, speed in enumerate((1.0, 1.0, 10.0), start=1)]
     figure = drawn("speed", rows)
     ((low, high),) = whiskers(figure)
     assert low == 0.0 and high == pytest.approx(4 + 27**0.5)
     assert note_of(figure).startswith("Bars: means over n = 3 generations (3 repetitions); whiskers: one sample "
                                       "standard deviation over repetitions of the same prompt.")  # fmt: skip
     assert whiskers(drawn("speed", rows[:1])) == [], "a single sample has none"
-    more = [*rows, as_read(make_row(prompt="other")), as_read(make_row("iterative"))]
+    more = [*rows, RESULTS.as_read(make_row(prompt="other")), RESULTS.as_read(make_row("iterative"))]
     assert "n = 1 to 4" in note_of(drawn("speed", more)) and panel_titles(drawn("speed", more)) == [
         "big + small\nn = 1 to 4"
     ]
@@ -222,7 +224,7 @@ def test_whiskers_say_what_they_are_and_stay_above_0() -> None:
 
 def test_whiskers_are_of_repetitions_and_not_of_prompts() -> None:
     def row(prompt: str, repetition: int, speed: float) -> Record:
-        return as_read(make_row(prompt=prompt, repetition=repetition, speed=speed))
+        return RESULTS.as_read(make_row(prompt=prompt, repetition=repetition, speed=speed))
 
     rows = [row("slow", 1, 10.0), row("slow", 2, 12.0), row("fast", 1, 100.0), row("fast", 2, 104.0)]
     ((low, high),) = whiskers(drawn("speed", rows))
@@ -233,7 +235,7 @@ def test_whiskers_are_of_repetitions_and_not_of_prompts() -> None:
 
 
 def test_time_to_first_token_says_what_it_counts_from() -> None:
-    figure = drawn("ttft", [as_read(make_row())])
+    figure = drawn("ttft", [RESULTS.as_read(make_row())])
     assert figure and "from submission" in figure.legends[0].get_title().get_text()
 
 
@@ -243,7 +245,7 @@ def heights_label(figure: Figure | None) -> str:
 
 
 def test_acceptance_stands_beside_the_speed() -> None:
-    rows = [as_read(make_row(policy)) for policy in SPEEDS]
+    rows = [RESULTS.as_read(make_row(policy)) for policy in SPEEDS]
     for name in ("speed", "ttft"):
         figure = drawn(name, rows)
         assert figure is not None
@@ -255,7 +257,7 @@ def test_acceptance_stands_beside_the_speed() -> None:
 def test_bars_of_drafts_that_never_reached_the_target_say_so() -> None:
     worked = {"iterative": (0, 0), "speculative": (60, 5), "pipeinfer": (60, 0)}
     rows = [
-        as_read(make_row(policy)) | {"draft_steps": n_steps, "draft_n_sent": n_sent}
+        RESULTS.as_read(make_row(policy)) | {"draft_steps": n_steps, "draft_n_sent": n_sent}
         for policy, (n_steps, n_sent) in worked.items()
     ]
     figure = drawn("speed", rows)
@@ -269,7 +271,9 @@ def test_bars_of_drafts_that_never_reached_the_target_say_so() -> None:
 def test_what_differs_at_the_end_of_a_long_text_is_never_pooled(column: str) -> None:
     long = "width 4, microbatch 0, inflight 0, p-accept 0."
     rows = [
-        as_read(make_row(speed=speed) | {column: f"{long}{end}", "model_hash": end if column == "model" else "1"})
+        RESULTS.as_read(
+            make_row(speed=speed) | {column: f"{long}{end}", "model_hash": end if column == "model" else "1"}
+        )
         for end, speed in (("3", 10.0), ("5", 30.0))
     ]
     assert sorted(heights(drawn("speed", rows))) == [10.0, 30.0]
@@ -281,7 +285,7 @@ def test_a_long_legend_leaves_the_panels_their_height() -> None:
         ["width 4"],
         [f"width {number}, microbatch 0, inflight 0, accept_cutoff 0.5" for number in range(3)],
     ):
-        figure = drawn("speed", [as_read(make_row(speed=10.0) | {"settings": each}) for each in settings])
+        figure = drawn("speed", [RESULTS.as_read(make_row(speed=10.0) | {"settings": each}) for each in settings])
         assert figure is not None
         figure.canvas.draw()
         panel_heights.append(figure.axes[0].get_window_extent().height)
@@ -290,28 +294,28 @@ def test_a_long_legend_leaves_the_panels_their_height() -> None:
 
 def test_labels_of_several_settings_do_not_overlap() -> None:
     long = "microbatch 0, inflight 0, accept_cutoff 0.5"
-    rows = [as_read(make_row(ranks=2) | {"settings": f"width {number}, {long}"}) for number in range(4)]
+    rows = [RESULTS.as_read(make_row(ranks=2) | {"settings": f"width {number}, {long}"}) for number in range(4)]
     for name, figure in draw(rows, has_loads=False):
         assert not overlaps(figure), name
 
 
 def test_names_of_several_drafts_have_no_suffixes() -> None:
-    rows = [as_read(make_row(model_draft="small.gguf+large.gguf"))]
+    rows = [RESULTS.as_read(make_row(model_draft="small.gguf+large.gguf"))]
     assert panel_titles(drawn("speed", rows)) == ["big + small+large"]
     assert "| small+large |" in markdown(summarise(rows))[-1]
 
 
 def test_the_drafting_rank_is_marked() -> None:
-    figure = drawn("time", [as_read(make_row(policy)) for policy in ("iterative", "pipeinfer")])
+    figure = drawn("time", [RESULTS.as_read(make_row(policy)) for policy in ("iterative", "pipeinfer")])
     assert figure is not None
     assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["0", "1", "2", "0\nD", "1", "2"]
     assert "D: this rank drafts" in note_of(figure)
 
 
 def test_ablations_are_held_against_what_was_asked_alike_on_a_scale_of_each_pair() -> None:
-    rows = [as_read(make_row(speed=speed, variant=variant, model=model, model_hash=model))
+    rows = [RESULTS.as_read(make_row(speed=speed, variant=variant, model=model, model_hash=model))
             for model, speed in (("slow", 10.0), ("fast", 1000.0)) for variant in ("", "no-cancel")]  # fmt: skip
-    rows += [as_read(make_row(speed=77.0, model="slow", model_hash="slow", predicted_n=8))]
+    rows += [RESULTS.as_read(make_row(speed=77.0, model="slow", model_hash="slow", predicted_n=8))]
     figure = drawn("ablation", rows)
     assert panel_titles(figure) == ["slow + small, pipeinfer"] * 2 + ["fast + small, pipeinfer"] * 2
     assert figure and heights(figure)[:2] == [10.0, 10.0], "what was measured otherwise does not count"
@@ -319,7 +323,7 @@ def test_ablations_are_held_against_what_was_asked_alike_on_a_scale_of_each_pair
 
 
 def test_ablations_of_policies_are_not_averaged() -> None:
-    rows = [as_read(make_row(policy, speed=speed, variant=variant))
+    rows = [RESULTS.as_read(make_row(policy, speed=speed, variant=variant))
             for policy, speed in (("pipeinfer", 20.0), ("pipedec", 10.0)) for variant in ("", "no-cancel")]  # fmt: skip
     figure = drawn("ablation", rows)
     assert panel_titles(figure) == ["big + small, pipeinfer"] * 2 + ["big + small, pipedec"] * 2
@@ -328,19 +332,19 @@ def test_ablations_of_policies_are_not_averaged() -> None:
 
 def test_ablations_look_different_and_are_named_alike() -> None:
     off = ["no-cancel", "no-pacing", *(f"no-{letter}" for letter in "abcdefghij")]
-    figure = drawn("ablation", [as_read(make_row(variant=variant)) for variant in ["", *off]])
+    figure = drawn("ablation", [RESULTS.as_read(make_row(variant=variant)) for variant in ["", *off]])
     assert figure and [text.get_text() for text in figure.legends[0].get_texts()] == ["complete", *off]
     assert len({(bar.get_facecolor(), bar.get_hatch()) for bar in figure.axes[0].patches}) == 13
 
 
 def test_what_was_simulated_is_said_to_be() -> None:
-    rows = [as_read(make_row(policy, numerics="virtual", ranks=3, variant=variant)) for policy in SPEEDS
+    rows = [RESULTS.as_read(make_row(policy, numerics="virtual", ranks=3, variant=variant)) for policy in SPEEDS
             for variant in ("", "no-cancel")]  # fmt: skip
     for name, figure in draw(rows, has_loads=False):
         assert "simulated generation" in note_of(figure), name
         shown = " ".join(text.get_text() for text in texts(figure))
         assert "MPI" not in shown and "node" in shown, name
-    for name, figure in draw([as_read(row | {"numerics": "exact"}) for row in rows], has_loads=False):
+    for name, figure in draw([RESULTS.as_read(row | {"numerics": "exact"}) for row in rows], has_loads=False):
         assert "simulated" not in note_of(figure) and "node" not in note_of(figure), name
     load = make_load(numerics="virtual", ttft_percentiles_s=[], itl_percentiles_s=[])
     drawn_of_load = dict(draw([LOADS.as_read(load)], has_loads=True))
@@ -350,7 +354,7 @@ def test_what_was_simulated_is_said_to_be() -> None:
 
 
 def test_what_was_simulated_again_counts_once() -> None:
-    rows = [as_read(make_row(numerics="virtual", speed=speed)) for speed in (9.0, 10.0)]
+    rows = [RESULTS.as_read(make_row(numerics="virtual", speed=speed)) for speed in (9.0, 10.0)]
     assert heights(drawn("speed", rows)) == [10.0], "the newest"
     assert note_of(drawn("speed", rows)).startswith("Each bar is one simulated generation.")
     assert "n = 2 generations" in note_of(drawn("speed", [row | {"numerics": "exact"} for row in rows]))
@@ -358,8 +362,11 @@ def test_what_was_simulated_again_counts_once() -> None:
 
 def test_the_legend_has_what_any_panel_shows() -> None:
     """Also where many settings need many looks, none of which is another one's."""
-    rows = [as_read(make_row(speed=10.0, model="one", model_hash="1") | {"settings": f"width {n}"}) for n in range(9)]
-    rows.append(as_read(make_row("iterative", speed=5.0, model="two", model_hash="2")))
+    rows = [
+        RESULTS.as_read(make_row(speed=10.0, model="one", model_hash="1") | {"settings": f"width {n}"})
+        for n in range(9)
+    ]
+    rows.append(RESULTS.as_read(make_row("iterative", speed=5.0, model="two", model_hash="2")))
     figure = drawn("speed", rows)
     assert figure
     texts = [text.get_text() for text in figure.legends[0].get_texts()]
@@ -370,7 +377,7 @@ def test_the_legend_has_what_any_panel_shows() -> None:
 
 def test_files_from_a_table(tmp_path: Path) -> None:
     for policy in SPEEDS:
-        append_result(tmp_path / "results.csv", make_row(policy))
+        RESULTS.append(tmp_path / "results.csv", make_row(policy))
     done = plot(tmp_path / "results.csv", "-o", tmp_path / "figures")
     assert done.returncode == 0, done.stderr
     for name in ("speed", "ttft", "itl", "memory", "latencies", "time"):
@@ -397,7 +404,7 @@ def test_the_original_table(tmp_path: Path) -> None:
 
 def test_a_bad_table_is_one_line(tmp_path: Path) -> None:
     path = tmp_path / "results.csv"
-    append_result(path, make_row())
+    RESULTS.append(path, make_row())
     path.write_bytes(path.read_bytes() + b"1,2,3")
     for done, words in ((plot(path), "line 3"), (plot(tmp_path / "none.csv"), "none.csv")):
         assert done.returncode == 2 and words in done.stderr
@@ -409,7 +416,7 @@ def test_what_is_missing_is_one_line(tmp_path: Path, missing: str) -> None:
     """Before anything is measured in experiments.sh."""
     (tmp_path / f"{missing}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{missing}'\")")
     results = tmp_path / "results.csv"
-    append_result(results, make_row())
+    RESULTS.append(results, make_row())
     plot = [sys.executable, str(ROOT / "plot.py")]
     commands = [[*plot, str(results)], [str(ROOT / "experiments.sh")]]
     if missing == "matplotlib":

@@ -6,27 +6,30 @@ What stands above the mark in a page is written by hand; what follows it is gene
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
-from docs.generate import architectures, columns, http, llama_cpp, options, profiles
+from docs.generate import commands, tables
+from pipeinfer.observe.columns import COLUMNS, LOAD_COLUMNS
 
 FOLDER = Path(__file__).parent.parent / "reference"
 MARK = "<!-- generated: python -m docs.generate -->\n"
 
 PAGES: Mapping[str, Callable[[], str]] = {
-    "architectures.md": architectures.table,
-    "http.md": http.tables,
-    "llama-cpp.md": llama_cpp.table,
-    "load-csv.md": columns.load_columns,
-    "options.md": options.tables,
-    "profiles.md": profiles.table,
-    "results-csv.md": columns.result_columns,
+    "architectures.md": tables.architectures,
+    "http.md": tables.http_fields,
+    "llama-cpp.md": commands.llama_cpp,
+    "load-csv.md": partial(tables.columns, LOAD_COLUMNS),
+    "options.md": commands.options,
+    "profiles.md": tables.profiles,
+    "results-csv.md": partial(tables.columns, COLUMNS),
+    "../tutorial/two-machines.md": tables.doctor_checks,
 }
 
 
 def generated(name: str) -> str:
-    """The text of a page as it has to be. Raises ValueError if the page has no mark."""
-    written, mark, _ = (FOLDER / name).read_text().partition(MARK)
+    """The text of a page with its generated part. Raises ValueError if the page has no mark."""
+    text, mark, _ = (FOLDER / name).read_text().partition(MARK)
     if not mark:
         raise ValueError(f"{name} has no line {MARK.strip()}")
-    return f"{written}{MARK}\n{PAGES[name]()}"
+    return f"{text}{MARK}\n{PAGES[name]()}"

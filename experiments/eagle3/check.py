@@ -24,7 +24,7 @@ from experiments.eagle3.net import Head, load_head
 from experiments.eagle3.recording import Text, read_texts, recorded
 from experiments.eagle3.target_parts import read_weights
 from experiments.eagle3.window import window_of
-from pipeinfer.observe.texts.markdown import markdown_table
+from pipeinfer.text import markdown_table
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 N_CTX, EVERY = 1024, 16

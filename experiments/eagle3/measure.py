@@ -23,8 +23,8 @@ from experiments.eagle3.window import window_of
 from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.tree import Node
-from pipeinfer.models.lookup import LookupDrafter
-from pipeinfer.observe.texts.markdown import markdown_table
+from pipeinfer.models.drafts.lookup import LookupDrafter
+from pipeinfer.text import markdown_table
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 WIDTH, LEAST = 4, 100

@@ -30,9 +30,14 @@ from experiments.eagle3.torch_target import TorchTarget
 from pipeinfer.core.sampling import SamplingParams, choose, largest
 from pipeinfer.core.types import FloatArray
 from pipeinfer.models.gguf.slice import read_model_info
-from pipeinfer.models.text.chat import PLAIN_TEMPLATE, ChatTemplate, Message, encode_rendered
-from pipeinfer.models.text.chat_template import template_of
-from pipeinfer.models.text.literals import Rendered
+from pipeinfer.models.text.chat_template import (
+    PLAIN_TEMPLATE,
+    ChatMessage,
+    ChatTemplate,
+    Rendered,
+    encode_rendered,
+    template_of,
+)
 from pipeinfer.models.text.tokenizer import Tokenizer
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
@@ -182,11 +187,11 @@ class Asker:
             yield Asked(f"own/{seed}/{number}", list(before), own, turn, N_QUESTION)
 
     def _tokens(self, text: str) -> list[int]:
-        return encode_rendered(self.tokenizer, self._template.render([Message("user", text)], self.tokenizer))
+        return encode_rendered(self.tokenizer, self._template.render([ChatMessage("user", text)], self.tokenizer))
 
     def _around_question(self) -> tuple[list[int], list[int]]:
         """Tokens before and after a user's turn."""
-        before, after = self._template.render([Message("user", MARK)], self.tokenizer).text.split(MARK)
+        before, after = self._template.render([ChatMessage("user", MARK)], self.tokenizer).text.split(MARK)
         tokens = encode_rendered(self.tokenizer, Rendered(before))
         return tokens, self.tokenizer.encode(after, add_special=False, parse_special=True)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.eagle3.recording import Words
-from pipeinfer.cluster.messages.activations import rounded
+from pipeinfer.cluster.wire import rounded
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.types import FloatArray

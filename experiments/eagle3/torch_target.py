@@ -18,7 +18,7 @@ from torch import Tensor
 from experiments.demo_net import rope_tables, rotate
 from experiments.eagle3.recording import Words
 from experiments.eagle3.target_parts import read_weights, shape_of
-from pipeinfer.cluster.messages.activations import rounded
+from pipeinfer.cluster.wire import rounded
 from pipeinfer.core.types import FloatArray
 from pipeinfer.models.gguf.slice import read_model_info
 

@@ -1,19 +1,21 @@
-"""`pipeinfer batch`: its options, and the sections that it takes. What it does is in `job.batch`."""
+"""`pipeinfer batch`: its options and sections of options. The command is in `job.batch`."""
 
 from pathlib import Path
 from typing import Any
 
 import click
 
-from pipeinfer.cli.options.given import check_sequences, run_options, warn_of_variables
+from pipeinfer.cli.options.job_options import check_sequences, run_options, warn_of_variables
 from pipeinfer.cli.options.setting_options import command, policy_ablations
 from pipeinfer.cli.run import SHARED
 from pipeinfer.job.options.limits import INT32_MAX, MAX_SEQUENCES
-from pipeinfer.job.options.sections import Models, Resuming
-from pipeinfer.job.options.text_sections import Length, Traffic
+from pipeinfer.job.options.sections import Models, Records
+from pipeinfer.job.options.text_sections import ContextOptions, Traffic
 from pipeinfer.job.options.values import File, Whole
 
 HELP = {
+    "parallel": "Requests that are open at a time, as far as the context has room for them.",
+    "predict": "Tokens to generate where a request does not say.",
     "ctx_size": "Context in tokens, of all open requests together; 0: what --parallel of the longest take, or as much "
     "as fits into the memory.",
     "resume": "Note in this file what comes of texts that are not complete; the same command goes on from it.",
@@ -22,34 +24,22 @@ HELP = {
     "escape": r"In -sys and --stop, \n is a new line; so are \t, \r, \', \", \\, and \x with two digits.",
 }
 
+SECTIONS = (Models, ContextOptions, *SHARED, Traffic, Records)
+WITHOUT = (*policy_ablations(), "results", "trace")
 
-@command(
-    "batch", Models, Length, *SHARED, Traffic, Resuming, without=policy_ablations(), helps=HELP, has_variables=True
-)
+
+@command("batch", *SECTIONS, without=WITHOUT, helps=HELP, has_variables=True)
 @click.argument("source", metavar="FILE.jsonl", type=File())
 @click.option("-o", "--output", type=File(), required=True, help="Append a line for every result to this file.")
+@click.option("-np", "--parallel", type=Whole(1, MAX_SEQUENCES), default=32, show_default=True, help=HELP["parallel"])
 @click.option(
-    "-np",
-    "--parallel",
-    type=Whole(1, MAX_SEQUENCES),
-    default=32,
-    show_default=True,
-    help="Requests that are open at a time, as far as the context has room for them.",
-)
-@click.option(
-    "-n",
-    "--predict",
-    "--n-predict",
-    type=Whole(1, INT32_MAX),
-    default=256,
-    show_default=True,
-    help="Tokens to generate where a request does not say.",
+    "-n", "--predict", "--n-predict", type=Whole(1, INT32_MAX), default=256, show_default=True, help=HELP["predict"]
 )
 @click.option("--chat", "as_chat", is_flag=True, help="Plain prompts are asked with the model's chat template.")
 @click.option(
     "--strict", is_flag=True, help="Refuse requests with unknown fields; else these are passed over, with a line."
 )
-def batch_command(source: Path, output: Path, as_chat: bool, strict: bool, **others: Any) -> int:
+def batch_command(source: Path, output: Path, as_chat: bool, strict: bool, **values: Any) -> int:
     """Answer a file of requests, a JSON object a line, and write each result when it is there.
 
     {"prompt": "…"} or {"messages": […]}, with max_tokens, temperature, top_k, top_p, min_p, seed, penalties and stop as
@@ -58,8 +48,8 @@ def batch_command(source: Path, output: Path, as_chat: bool, strict: bool, **oth
     and exact numerics a text does not depend on what else is asked.
     """
     warn_of_variables()
-    check_sequences(others["sequences"], others["parallel"])
-    options = run_options(others, is_chat=True)
+    check_sequences(values["sequences"], values["parallel"])
+    options = run_options(values, is_chat=True)
     from pipeinfer.job.batch.batch import run_batch  # initialises MPI
     from pipeinfer.job.batch.batch_prepare import BatchOptions
 

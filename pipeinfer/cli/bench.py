@@ -7,22 +7,20 @@ from typing import Any
 
 import click
 
-from pipeinfer.cli.options.given import check_sequences, take_token
+from pipeinfer.cli.options.job_options import check_sequences
 from pipeinfer.cli.options.setting_options import command, take, take_policies
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
-from pipeinfer.job.bench.sweep import Sweep
-from pipeinfer.job.options.loads import Loads, check_once
-from pipeinfer.job.options.options import RunOptions, choose_drafts, choose_policy
-from pipeinfer.job.options.sections import Experiments, Guesses, HubAccess, Loading, Numerics, Placement
-from pipeinfer.job.options.text_sections import Context, Traffic
-from pipeinfer.job.options.values import SPLIT, File, Listed, Text, Whole
-from pipeinfer.job.requests.conversation import Prompt, read_prompts
-from pipeinfer.job.requests.prompts import TEXTS
+from pipeinfer.job.options.options import JobModels, RunOptions, choose_drafts, choose_policy
+from pipeinfer.job.options.plan_file import SPLIT
+from pipeinfer.job.options.sections import Experiments, Guesses, Loading, Numerics, PlacementOptions
+from pipeinfer.job.options.text_sections import ContextOptions, Loads, Traffic, check_once
+from pipeinfer.job.options.values import File, Listed, TextType, Whole
+from pipeinfer.job.requests.conversation import TEXTS, BenchPrompt, read_prompts
 from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.policies.registry import ABLATIONS, POLICIES, USUAL
+from pipeinfer.policies import ABLATIONS, POLICIES, USUAL
 
 REPETITIONS = 5
 DEFAULTS = {"temp": 0.0, "seed": 0}
@@ -47,7 +45,7 @@ class BenchOptions:
         help=f"One or more, as in iterative,pipeinfer. [default: {','.join(USUAL)}, without guesses iterative]",
     )  # fmt: skip
     sources: tuple[str, ...] = setting(
-        (), "--prompt", "--prompts", "-p", type=Text(), repeated=True, first=True,
+        (), "--prompt", "--prompts", "-p", type=TextType(), repeated=True, first=True,
         help="A text file, a number of tokens of text, or a .jsonl whose objects have `turns` or a `prompt`; may be "
         "given again. [default: three texts: a program, a tale, an excerpt]",
     )  # fmt: skip
@@ -82,8 +80,9 @@ class BenchOptions:
 
 
 @command(
-    "bench", BenchOptions, Loads, HubAccess, Loading, Context, Traffic, Placement, Numerics, SamplingParams,
-    Guesses, Policy, Experiments, without=("layer_split", "continuous", "asynchronous"), defaults=DEFAULTS,
+    "bench", BenchOptions, Loads, Loading, ContextOptions, Traffic, PlacementOptions, Numerics,
+    SamplingParams, Guesses, Policy, Experiments, defaults=DEFAULTS,
+    without=("layer_split", "continuous", "asynchronous", "predict", "ignore_eos"),
 )  # fmt: skip
 def bench(**others: Any) -> int:
     """Measure speed and latency of every combination of models, policies, prompts and lengths, in one job.
@@ -92,66 +91,66 @@ def bench(**others: Any) -> int:
     same length. The summary goes to standard output, the progress to standard error. With --concurrency or --rate many
     requests share the models at a time, and what is measured is throughput and latencies.
     """
-    asked = take(BenchOptions, others)
-    if asked.resume and not asked.results:
+    options = take(BenchOptions, others)
+    if options.resume and not options.results:
         raise UserError("--resume needs --results: the file that has what was measured before")
     loads = _loads(others)
-    if loads and asked.turns > 1:
-        raise UserError(f"--turns {asked.turns}: a load's requests do not wait for answers; it has the first turn of "
+    if loads and options.turns > 1:
+        raise UserError(f"--turns {options.turns}: a load's requests do not wait for answers; it has the first turn of "
                         "each question, leave --turns out")  # fmt: skip
-    take_token(others)
-    models = asked.models or (TARGET,)
-    teams = tuple(choose_drafts(team, ()) for team in asked.drafts or (() if asked.models else ((DRAFT,),))) or ((),)
+    models = options.models or (TARGET,)
+    drafts = options.drafts or (() if options.models else ((DRAFT,),))
+    teams = tuple(choose_drafts(team, ()) for team in drafts) or ((),)
     has_guesses = any(teams) or others["lookup"]
-    names = [choose_policy(name, has_guesses) for name in asked.policies or (USUAL if has_guesses else ("iterative",))]
-    chosen = take_policies(names, others)
+    default = USUAL if has_guesses else ("iterative",)
+    names = [choose_policy(name, has_guesses) for name in options.policies or default]
+    policies = take_policies(names, others)
     teams_shown = [",".join(map(str, team)) or "none" for team in teams]
-    lists = {"-m": asked.models, "-md": teams_shown, "--policy": names, "-n": asked.predicts,
-             "--layer-split": asked.splits, "--ablate": asked.ablate}  # fmt: skip
-    for option, given in lists.items():
-        check_once(option, given)
-    base = RunOptions(
-        model=models[0], predict=0, policy=chosen[0], sampling=take(SamplingParams, others), ignore_eos=True,
-        results=asked.results, verbose=asked.verbose, **others,
+    lists = {"-m": options.models, "-md": teams_shown, "--policy": names, "-n": options.predicts,
+             "--layer-split": options.splits, "--ablate": options.ablate}  # fmt: skip
+    for option, values in lists.items():
+        check_once(option, values)
+    base = RunOptions(models=JobModels(target=models[0])).changed(
+        predict=0, policy=policies[0], sampling=take(SamplingParams, others), ignore_eos=True,
+        results=options.results, verbose=options.verbose, **others,
     )  # fmt: skip
+    prompts = _prompts(options.sources or tuple(map(str, TEXTS)), options.questions, 1 if loads else options.turns)
+    from pipeinfer.job.bench.bench import run_sweep  # these initialise MPI
+    from pipeinfer.job.bench.bench_load import run_loads
+    from pipeinfer.job.bench.sweep import Sweep
+
     sweep = Sweep(
         base=base,
         pairs=tuple((model, team) for model in models for team in teams),
-        policies=chosen,
-        splits=asked.splits,
-        prompts=_prompts(asked.sources or tuple(map(str, TEXTS)), asked.questions, 1 if loads else asked.turns),
-        predicts=asked.predicts,
-        ablations=asked.ablate,
-        repetitions=asked.repetitions or (1 if loads else REPETITIONS),
-        cut=asked.cut,
+        policies=policies,
+        splits=options.splits,
+        prompts=prompts,
+        predicts=options.predicts,
+        ablations=options.ablate,
+        repetitions=options.repetitions or (1 if loads else REPETITIONS),
+        cut=options.cut,
         loads=loads,
-        warm_up=asked.warm_up,
-        output=asked.output,
-        resume=asked.resume,
+        warm_up=options.warm_up,
+        output=options.output,
+        resume=options.resume,
     )
-    if loads:
-        from pipeinfer.job.bench.bench_load import run_loads  # initialises MPI
-
-        return run_loads(sweep)
-    from pipeinfer.job.bench.bench import run_sweep  # initialises MPI
-
-    return run_sweep(sweep)
+    return run_loads(sweep) if loads else run_sweep(sweep)
 
 
 def _loads(others: dict[str, Any]) -> Loads | None:
-    """None where no loads are measured. Raises UserError for options that do not go together."""
-    given = take(Loads, others)
-    if given.concurrencies or given.rates:
-        loads = given.checked()
+    """None if no loads are measured. Raises UserError for options that do not go together."""
+    loads = take(Loads, others)
+    if loads.concurrencies or loads.rates:
+        loads = loads.checked()
         check_sequences(others["sequences"], loads.parallel or 0)
         return loads
-    if given.requests or given.parallel or others["max_delay_s"] < math.inf:
+    if loads.requests or loads.parallel or others["max_delay_s"] < math.inf:
         raise UserError("--requests, --parallel and --max-delay are of loads; give --concurrency or --rate too")
     return None
 
 
-def _prompts(sources: tuple[str, ...], questions: int, turns: int) -> tuple[Prompt, ...]:
-    """Raises UserError when two have one name: their rows could not be told apart."""
+def _prompts(sources: tuple[str, ...], questions: int, turns: int) -> tuple[BenchPrompt, ...]:
+    """Raises UserError if two have one name, as their rows would look alike."""
     prompts = tuple(prompt for source in sources for prompt in read_prompts(source, questions, turns))
     names = [prompt.name for prompt in prompts]
     twice = next((name for name in names if names.count(name) > 1), None)

@@ -1,4 +1,4 @@
-"""The commands: dispatches to one file a command and turns errors into one line and an exit code."""
+"""The commands: dispatch to a file each, and turn errors into one line and an exit code."""
 
 import os
 import platform
@@ -11,7 +11,7 @@ from typing import NoReturn
 import click
 
 from pipeinfer import __version__
-from pipeinfer.cli.options.command import Group
+from pipeinfer.cli.options.command import CommandGroup
 from pipeinfer.cluster.hosts.launch import exit_together, fail_together, rank_from_environment
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.streams import settle
@@ -29,12 +29,13 @@ COMMANDS = {
     "measure": "measure:measure_command",
     "submit": "submit:submit_command",
     "supervise": "supervise:supervise_command",
+    "doctor": "doctor:doctor_command",
 }
-"""Of each command the module in `pipeinfer.cli` and its function."""
+"""Command -> module in `pipeinfer.cli`, and function."""
 
 
-class LazyGroup(Group):
-    """Imports a command when it is called: every rank of a job would pay for what only the others need."""
+class LazyGroup(CommandGroup):
+    """Imports a command when it is called, so that ranks do not pay for other commands."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(COMMANDS)
@@ -47,34 +48,32 @@ class LazyGroup(Group):
         return command
 
 
-def show_version(ctx: click.Context, option: click.Parameter, is_asked: bool) -> None:
-    if is_asked and not ctx.resilient_parsing:
-        from pipeinfer.models.llama.build import describe_build
+def show_version(ctx: click.Context, option: click.Parameter, is_set: bool) -> None:
+    if is_set and not ctx.resilient_parsing:
+        from pipeinfer.models.llama.ggml import describe_build
 
         click.echo(f"pipeinfer {__version__}, {describe_build()}, {describe_surroundings()}")
         ctx.exit()
 
 
+VERSION_HELP = "Show this version and what else a report of a fault needs."
 REPORTED = ("mpi4py", "mpich", "openmpi", "numpy", "llguidance", "torch")
 """Packages whose versions a report of a fault needs."""
 
 
 def describe_surroundings() -> str:
-    """Python, the packages that are installed of those, and the system."""
+    """The versions of Python, of the installed packages of `REPORTED`, and of the system."""
     from importlib.metadata import PackageNotFoundError, version
 
-    found = [f"Python {platform.python_version()}"]
+    versions = [f"Python {platform.python_version()}"]
     for name in REPORTED:
         with suppress(PackageNotFoundError):
-            found.append(f"{name} {version(name)}")
-    return ", ".join([*found, platform.platform()])
+            versions.append(f"{name} {version(name)}")
+    return ", ".join([*versions, platform.platform()])
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=show_version,
-    help="Show this version and what else a report of a fault needs.",
-)  # fmt: skip
+@click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=show_version, help=VERSION_HELP)
 def cli() -> None:
     """Generate text with a model spread over MPI ranks, kept busy by speculation."""
 

@@ -1,4 +1,4 @@
-"""Where the `pipeinfer` command begins: ready for a Ctrl-C before anything that takes time, the imports included."""
+"""The entry point of the `pipeinfer` command: Ctrl-C works before anything takes time, imports included."""
 
 import os
 from collections.abc import Sequence
@@ -10,9 +10,9 @@ from pipeinfer.job.process.streams import take_streams
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Entry point of the console script. Exit codes: 0, 2 for bad input, 130 after Ctrl-C, 1 for a fault."""
-    has_output = take_streams()  # first: a file that is opened shall not take the number of a closed stream
+    has_output = take_streams()  # first: an opened file must not take the number of a closed stream
     on_signals(end_at_once(rank_from_environment()))
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy would start a thread a core, and nothing here uses them
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # else numpy starts a thread for each core
     from pipeinfer.cli.commands import run_command
 
     run_command(arguments, has_output)

@@ -1,67 +1,64 @@
-"""`pipeinfer models`: look at model files, compare them, and cut them. What is done is in `job.inspect`, `job.loading`.
-
-Imports are in the functions: what loads libllama takes a while.
-"""
+"""`pipeinfer models`: reports on model files, and slices of them. The commands are in `job.inspect`, `job.loading` and
+`job.doctor`. Imports are in the functions: loading libllama takes a while."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
-from pipeinfer.cli.options.command import Command, Group
+from pipeinfer.cli.options.command import Command, CommandGroup
 from pipeinfer.cluster.assignment import parse_split
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_CTX, MAX_LAYERS
-from pipeinfer.job.options.options import DEFAULT, RunOptions
-from pipeinfer.job.options.plan_file import read_plan
-from pipeinfer.job.options.values import SPLIT, THREADS, File, Folder, Listed, Text, Whole
+from pipeinfer.job.options.plan_file import SPLIT, read_plan
+from pipeinfer.job.options.sections import Numerics
+from pipeinfer.job.options.text_sections import PromptOptions
+from pipeinfer.job.options.values import THREADS, File, Folder, Listed, TextType, Whole
 
 DIFFERENT = 1
 """The exit code for vocabularies that differ too much."""
 
+NUMERICS = click.Choice(["exact", "fast"])
+CTX_SIZE_HELP = "Context that stages are weighed with. [default: the model's, 4096 at most]"
+NUMERICS_HELP = "As in `run`: fast lays weights out anew, exact has a cache for prompts."
+PREDICT_HELP = "Tokens that the target writes after each text; 0: compare the vocabularies alone."
+ONLY_HELP = "Slices of these stages alone, counted from 0 as in the plan: for a host with some of the ranks."
+
 as_json = click.option("--json", is_flag=True, help="Print one JSON object.")
 
 
-@click.group(cls=Group)
+@click.group(cls=CommandGroup)
 def models() -> None:
     """Look at model files, and cut them into slices."""
 
 
 @models.command("info", cls=Command)
 @click.argument("file", type=File())
-@click.option(
-    "-c", "--ctx-size", type=Whole(0, MAX_CTX), default=0,
-    help="Context that stages are weighed with. [default: the model's, 4096 at most]",
-)  # fmt: skip
-@click.option(
-    "--numerics", type=click.Choice(["exact", "fast"]), default=DEFAULT.numerics, show_default=True,
-    help="As in `run`: fast lays weights out anew, exact has a cache for prompts.",
-)  # fmt: skip
+@click.option("-c", "--ctx-size", type=Whole(0, MAX_CTX), default=0, help=CTX_SIZE_HELP)
+@click.option("--numerics", type=NUMERICS, default=Numerics.numerics, show_default=True, help=NUMERICS_HELP)
 @as_json
 def info_command(file: Path, ctx_size: int, numerics: str, json: bool) -> int:
     """Tell what a model file is: layers and bytes, vocabulary and template, whether it can be cut, what stages weigh.
 
     Only the header and the vocabulary are read.
     """
-    from pipeinfer.job.inspect.model_report import describe_file
-    from pipeinfer.observe.texts.model_text import info_lines
+    from pipeinfer.job.inspect.model_report import describe_file, info_lines
 
-    found = describe_file(_fetched(file), ctx_size, numerics)
-    _tell(found, info_lines(found), json)
+    report = describe_file(_fetch(file), ctx_size, numerics)
+    _print(report, info_lines(report), json)
     return 0
 
 
 @models.command("check", cls=Command)
 @click.argument("target", type=File())
 @click.argument("draft", type=File())
-@click.option("-p", "--prompt", type=Text(), help="Measure the acceptance on what the target writes after this text.")
-@click.option("-f", "--file", type=File(stdin=True), help="The same with the text of a file; - is standard input.")
 @click.option(
-    "-n", "--predict", type=Whole(0, MAX_CTX), default=64, show_default=True,
-    help="Tokens that the target writes after each text; 0: compare the vocabularies alone.",
-)  # fmt: skip
+    "-p", "--prompt", type=TextType(), help="Measure the acceptance on what the target writes after this text."
+)
+@click.option("-f", "--file", type=File(stdin=True), help="The same with the text of a file; - is standard input.")
+@click.option("-n", "--predict", type=Whole(0, MAX_CTX), default=64, show_default=True, help=PREDICT_HELP)
 @click.option(
     "-t", "--threads", type=THREADS, default=max(1, (os.cpu_count() or 1) // 2), help="[default: half the cores]"
 )
@@ -74,17 +71,16 @@ def check_command(
     Where they differ a little, tokens are translated. Exit code 0 if it can, 1 if not. Without -p and -f three short
     texts are continued.
     """
-    from pipeinfer.job.inspect.pair_report import check_pair
+    from pipeinfer.job.inspect.pair_report import check_lines, check_pair
     from pipeinfer.job.requests.request import read_prompt
-    from pipeinfer.observe.texts.model_text import check_lines
 
-    given = prompt is not None or file is not None
-    text = read_prompt(RunOptions(model=target, prompt=prompt, file=file)) if given else None
+    has_text = prompt is not None or file is not None
+    text = read_prompt(PromptOptions(prompt=prompt, file=file)) if has_text else None
     if text == "":
         raise UserError(f"--file {file} is empty; give some text, or leave it out")
-    found = check_pair(_fetched(target), _fetched(draft), text, predict, threads)
-    _tell(found, check_lines(found), json)
-    return 0 if found["can_draft"] else DIFFERENT
+    report = check_pair(_fetch(target), _fetch(draft), text, predict, threads)
+    _print(report, check_lines(report), json)
+    return 0 if report["can_draft"] else DIFFERENT
 
 
 @models.command("list", cls=Command)
@@ -94,10 +90,25 @@ def list_command(json: bool) -> None:
     from dataclasses import asdict
 
     from pipeinfer.models.hub import cached_models
-    from pipeinfer.observe.texts.model_text import list_lines
 
-    found = [asdict(model) | {"path": str(model.path)} for model in cached_models()]
-    _tell({"models": found}, list_lines(found), json)
+    report = [asdict(model) | {"path": str(model.path)} for model in cached_models()]
+    _print({"models": report}, _list_lines(report), json)
+
+
+@models.command("verify", cls=Command)
+@click.argument("files", type=File(), nargs=-1, required=True)
+@click.option("--hosts", type=TextType(), help="A hosts file, or names: node1,node2. [default: this machine]")
+@as_json
+def verify_command(files: tuple[Path, ...], hosts: str | None, json: bool) -> int:
+    """Hash whole files (SHA-256, as model hubs show it), on all hosts at once, and tell whether they are the same.
+
+    A hash is kept until its file is written to. Exit code 0 if all hosts have the same, 1 if not.
+    """
+    from pipeinfer.job.doctor.verify import verify_files, verify_lines
+
+    report = verify_files([_fetch(file) for file in files], hosts)
+    _print(report, verify_lines(report), json)
+    return 0 if report["alike"] else DIFFERENT
 
 
 @models.command("split", cls=Command)
@@ -108,10 +119,7 @@ def list_command(json: bool) -> None:
 @click.option(
     "--stages", type=Whole(2, MAX_LAYERS), help="So many stages, by size, as `run` cuts for ranks that are alike."
 )
-@click.option(
-    "--only", type=Listed(Whole(0, MAX_LAYERS - 1)), default=(),
-    help="Slices of these stages alone, counted from 0 as in the plan: for a host with some of the ranks.",
-)  # fmt: skip
+@click.option("--only", type=Listed(Whole(0, MAX_LAYERS - 1)), default=(), help=ONLY_HELP)
 def split_command(
     target: Path, output: Path, layer_split: str | None, plan: Path | None, stages: int | None, only: tuple[int, ...]
 ) -> None:
@@ -120,23 +128,36 @@ def split_command(
     The directory may be copied to the ranks' hosts. Slices are verified before they are used: that they are whole, and
     of the file that rank 0, or the rank itself, has now. What is there already and right is left.
     """
-    if sum(given is not None for given in (layer_split, plan, stages)) != 1:
+    if sum(option is not None for option in (layer_split, plan, stages)) != 1:
         raise UserError("give one of --layer-split, --plan and --stages: which layers belong together")
     from pipeinfer.job.loading.split import write_slices
 
     split = parse_split(layer_split) if layer_split else read_plan(plan).layer_split if plan else None
-    for each in write_slices(_fetched(target), split, stages or 0, output, only):
+    for each in write_slices(_fetch(target), split, stages or 0, output, only):
         state = "written" if each.is_new else "is there"
         click.echo(f"{each.path}: {each.what}, {each.n_bytes / 1e6:.1f} MB, {state}")
 
 
-def _fetched(path: Path) -> Path:
+def _list_lines(cached: Sequence[Mapping[str, Any]]) -> Sequence[str]:
+    from pipeinfer.text import markdown_table, size_text
+
+    if not cached:
+        return ["no models of the hub are in its cache; -hf USER/MODEL downloads one"]
+    rows = [
+        [model["repo"], model["quant"] or "unknown",
+         size_text(model["n_bytes"]) + ("" if model["is_whole"] else ", in part"), model["path"]]
+        for model in cached
+    ]  # fmt: skip
+    return markdown_table(["model", "quant", "size", "path"], rows, right_aligned=["size"])
+
+
+def _fetch(path: Path) -> Path:
     from pipeinfer.job.placement.model_files import fetch_files
 
     return fetch_files([path])[0]
 
 
-def _tell(found: dict[str, Any], lines: Iterable[str], json: bool) -> None:
-    from pipeinfer.observe.texts.json_text import json_text
+def _print(report: dict[str, Any], lines: Iterable[str], json: bool) -> None:
+    from pipeinfer.text import json_text
 
-    click.echo(json_text(found) if json else "\n".join(lines))
+    click.echo(json_text(report) if json else "\n".join(lines))

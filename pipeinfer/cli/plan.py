@@ -1,40 +1,29 @@
-"""`pipeinfer plan`: its options, and the sections that it takes. Its report is in `job.inspect`."""
+"""`pipeinfer plan`: its options and sections of options. The report is in `job.inspect`."""
 
 from typing import Any
 
 import click
 
-from pipeinfer.cli.options.given import job_options
+from pipeinfer.cli.options.job_options import job_options
 from pipeinfer.cli.options.setting_options import command, take
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
 from pipeinfer.job.inspect.plan import PlanQuestion, plan
+from pipeinfer.job.options import sections as jobs
 from pipeinfer.job.options.limits import MAX_SEQUENCES
-from pipeinfer.job.options.sections import (
-    Ablations,
-    Guesses,
-    HubAccess,
-    Loading,
-    Models,
-    Numerics,
-    Output,
-    Placement,
-    PolicyName,
-)
-from pipeinfer.job.options.text_sections import Context, Length
+from pipeinfer.job.options.text_sections import ContextOptions
 from pipeinfer.job.options.values import Whole
 
+_MODELS = (jobs.Models, jobs.Loading, ContextOptions)
+_SPECULATION = (jobs.PolicyName, jobs.Guesses, Policy, jobs.Ablations)
+SECTIONS = (PlanQuestion, *_MODELS, jobs.PlacementOptions, jobs.Numerics, *_SPECULATION, jobs.OutputOptions)
+WITHOUT = ("plan", "ignore_eos", "samplers", "send_layers", "gpu_aware", "couple", "cancel", "verbose")
+PARALLEL_HELP = "Requests that are open at a time, as `serve`, `batch` and `bench` have them."
 
-@command(
-    "plan", PlanQuestion, Models, HubAccess, Loading, Length, Context, Placement, Numerics, PolicyName, Guesses, Policy,
-    Ablations, Output, has_variables=True,
-    without=("plan", "ignore_eos", "samplers", "send_layers", "gpu_aware", "couple", "cancel", "verbose"),
-)  # fmt: skip
-@click.option(
-    "--parallel", type=Whole(1, MAX_SEQUENCES), default=1, show_default=True,
-    help="Requests that are open at a time, as `serve`, `batch` and `bench` have them.",
-)  # fmt: skip
-def plan_command(**given: Any) -> int:
+
+@command("plan", *SECTIONS, has_variables=True, without=WITHOUT)
+@click.option("--parallel", type=Whole(1, MAX_SEQUENCES), default=1, show_default=True, help=PARALLEL_HELP)
+def plan_command(**values: Any) -> int:
     """Tell who would get what, before anything loads: layers, memory, whether it fits, how fast it would be, what would
     help.
 
@@ -46,9 +35,9 @@ def plan_command(**given: Any) -> int:
     memory=370G, what models may take of it; gb_per_s and gflop_per_s, what inference reaches of its memory's bandwidth
     and of its arithmetic, all its ranks together; gpu=NAME. No memory: without end; no speed: none is predicted.
     """
-    question = take(PlanQuestion, given)
+    question = take(PlanQuestion, values)
     if question.hosts and question.profile:
         raise UserError("--hosts and --profile both say where to run; give one of them")
     if question.n_ranks and not (question.hosts or question.profile):
         raise UserError("-np counts ranks of --hosts or --profile; else start as many with mpirun -np")
-    return plan(job_options(given | {"n_expected": given["parallel"]}), question)
+    return plan(job_options(values | {"n_expected": values["parallel"]}), question)

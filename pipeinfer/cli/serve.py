@@ -1,7 +1,4 @@
-"""`pipeinfer serve`: its options, those of `run` where they mean the same, by the names of llama.cpp's server.
-
-What it does is in `job.serve` and `server`.
-"""
+"""`pipeinfer serve`: its options, by the names of `run` and of llama.cpp's server. The command is in `job.serve`."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,60 +6,46 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from pipeinfer.cli.options.environment import read_variables
-from pipeinfer.cli.options.given import check_sequences, run_options, warn_of_variables
+from pipeinfer.cli.options.job_options import check_sequences, run_options, warn_of_variables
+from pipeinfer.cli.options.llama_cpp import read_variables
 from pipeinfer.cli.options.setting_options import command, policy_ablations, take
 from pipeinfer.cli.run import SHARED
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import INT32_MAX, MAX_SEQUENCES
 from pipeinfer.job.options.sections import Models
-from pipeinfer.job.options.text_sections import Length, Traffic
-from pipeinfer.job.options.values import Number, Text, Whole
-from pipeinfer.server.options import HttpOptions
+from pipeinfer.job.options.text_sections import ContextOptions, Traffic
+from pipeinfer.job.options.values import Number, TextType, Whole
+from pipeinfer.server.front import HttpOptions
 
+KEY_VARIABLE = "LLAMA_API_KEY"
 HELP = {
+    "parallel": "Texts that are written at a time, as far as the context has room for them. Given, and 8 or more, "
+    "exact numerics are laid out for many texts.",
+    "predict": "Tokens to generate where a request does not say; -1: until the model ends, -c / --parallel tokens at "
+    "most.",
+    "api_keys": "Who asks must send this key, or one of these. Others can see it in the list of processes: better in "
+    f"{KEY_VARIABLE}, or in a file.",
+    "drain_s": "Seconds that open requests have when the server is stopped (Ctrl-C, SIGTERM).",
     "ctx_size": "Context in tokens, of all open requests together; 0: 4096 for each of --parallel, or as much as fits "
     "into the memory.",
     "seed": "Of requests without one; -1: a random one for each.",
     "escape": r"In -sys and --stop, \n is a new line; so are \t, \r, \', \", \\, and \x with two digits.",
 }
-KEY_VARIABLE = "LLAMA_API_KEY"
 LEAST_TOKENS = 2
-"""Of a request: one of the prompt, one of the text."""
+"""The least tokens of a request: one of the prompt, one of the text."""
 
 
-@command(
-    "serve", Models, Length, HttpOptions, *SHARED, Traffic, without=("json", *policy_ablations()), helps=HELP,
-    has_variables=True,
-)  # fmt: skip
+SECTIONS = (Models, ContextOptions, HttpOptions, *SHARED, Traffic)
+
+
+@command("serve", *SECTIONS, without=("json", *policy_ablations()), helps=HELP, has_variables=True)
+@click.option("-np", "--parallel", type=Whole(1, MAX_SEQUENCES), default=16, show_default=True, help=HELP["parallel"])
 @click.option(
-    "-np",
-    "--parallel",
-    type=Whole(1, MAX_SEQUENCES),
-    default=16,
-    show_default=True,
-    help="Texts that are written at a time, as far as the context has room for them. Given, and 8 or more, exact "
-    "numerics are laid out for many texts.",
+    "-n", "--predict", "--n-predict", type=Whole(-1, INT32_MAX), default=-1, show_default=True, help=HELP["predict"]
 )
-@click.option(
-    "-n",
-    "--predict",
-    "--n-predict",
-    type=Whole(-1, INT32_MAX),
-    default=-1,
-    show_default=True,
-    help="Tokens to generate where a request does not say; -1: until the model ends, -c / --parallel tokens at most.",
-)
-@click.option(
-    "--api-key", "api_keys", type=Text(), envvar=KEY_VARIABLE, metavar="KEY,…",
-    help="Who asks must send this key, or one of these. Others can see it in the list of processes: better in "
-    f"{KEY_VARIABLE}, or in a file.",
-)  # fmt: skip
-@click.option(
-    "--drain", "drain_s", type=Number(0, 1e6), default=30.0, show_default=True,
-    help="Seconds that open requests have when the server is stopped (Ctrl-C, SIGTERM).",
-)  # fmt: skip
-def serve_command(**given: Any) -> int:
+@click.option("--api-key", "api_keys", type=TextType(), envvar=KEY_VARIABLE, metavar="KEY,…", help=HELP["api_keys"])
+@click.option("--drain", "drain_s", type=Number(0, 1e6), default=30.0, show_default=True, help=HELP["drain_s"])
+def serve_command(**values: Any) -> int:
     """Answer OpenAI's, Anthropic's and llama-server's APIs: many requests share the ranks of this job.
 
     Rank 0 listens: /v1/completions, /v1/chat/completions, /v1/responses, /v1/messages, /v1/models, /completion,
@@ -71,32 +54,31 @@ def serve_command(**given: Any) -> int:
     what else is asked. Ctrl-C and SIGTERM let open requests end first.
     """
     warn_of_variables()
-    keys = _keys_in(given.pop("api_keys"))
-    front = replace(take(HttpOptions, given), api_keys=keys)
-    drain_s, sequences, parallel = given.pop("drain_s"), given["sequences"], given["parallel"]
+    keys = _keys_in(values.pop("api_keys"))
+    front = replace(take(HttpOptions, values), api_keys=keys)
+    drain_s, sequences, parallel = values.pop("drain_s"), values["sequences"], values["parallel"]
     check_sequences(sequences, parallel)
     n_least = LEAST_TOKENS * parallel
-    if 0 < given["ctx_size"] < n_least:
+    if 0 < values["ctx_size"] < n_least:
         raise UserError(
-            f"-c {given['ctx_size']} is all that --parallel {parallel} requests have together, and each takes "
+            f"-c {values['ctx_size']} is all that --parallel {parallel} requests have together, and each takes "
             f"{LEAST_TOKENS} tokens at least; give -c {n_least} or more, or lower --parallel"
         )
-    # by default nobody says how many there will be: one text alone is then as fast as it can be
-    is_said = click.get_current_context().get_parameter_source("parallel") is not ParameterSource.DEFAULT
-    options = run_options(given | {"n_expected": parallel if is_said else 1}, is_chat=True)
-    from pipeinfer.job.serve.serve import run_serve  # initialises MPI
-    from pipeinfer.job.serve.serve_prepare import ServeOptions
-    from pipeinfer.server.front import open_front
+    # the default is no expectation: then a single text is as fast as possible
+    is_default = click.get_current_context().get_parameter_source("parallel") is ParameterSource.DEFAULT
+    options = run_options(values | {"n_expected": 1 if is_default else parallel}, is_chat=True)
+    from pipeinfer.job.serve.serve import ServeOptions, run_serve  # initialises MPI
+    from pipeinfer.server.front import HttpFront
 
-    return run_serve(ServeOptions(run=options, front=front, drain_s=drain_s), open_front)
+    return run_serve(ServeOptions(run=options, front=front, drain_s=drain_s), HttpFront)
 
 
 def _keys_in(text: str | None) -> tuple[str, ...]:
-    """Raises UserError where keys are asked for and none is given: nobody shall take the server for a closed one."""
+    """Raises UserError for an option without a key: the server would be open without the user's knowledge."""
     keys = tuple(key.strip() for key in (text or "").split(",") if key.strip())
     if text and not keys:
-        raise UserError(f"--api-key (or {KEY_VARIABLE}) has no key, only commas or spaces; write one, "
-                        "or leave it out and everybody may ask")  # fmt: skip
+        reason = f"--api-key (or {KEY_VARIABLE}) has no key, only commas or spaces"
+        raise UserError(f"{reason}; write one, or leave it out and everybody may ask")
     return keys
 
 

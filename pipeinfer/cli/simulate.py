@@ -1,7 +1,7 @@
 """`pipeinfer simulate`: predicts a cluster in virtual time. Needs no MPI and no model."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,27 +9,22 @@ from typing import Any
 import click
 
 from pipeinfer.cli.options.setting_options import command, take, take_policies
-from pipeinfer.cluster.timing.costs import Profile
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_GBIT, MAX_SEQUENCES, MAX_TOKENS
-from pipeinfer.job.options.loads import PARALLEL, Loads
-from pipeinfer.job.options.sections import Ablations, Experiments, Numerics, Output, Records
-from pipeinfer.job.options.text_sections import Traffic
-from pipeinfer.job.options.values import PROBABILITY, File, Listed, Number, Text
-from pipeinfer.observe.results import LOADS, RESULTS
-from pipeinfer.observe.summary import print_summary
-from pipeinfer.observe.traffic import show_loads
+from pipeinfer.job.options.sections import Ablations, Experiments, Numerics, OutputOptions, Records
+from pipeinfer.job.options.text_sections import PARALLEL, Loads, Traffic
+from pipeinfer.job.options.values import PROBABILITY, File, Listed, Number, TextType
+from pipeinfer.observe.summary import print_simulated_loads, print_summary
+from pipeinfer.observe.table import LOADS, RESULTS
 from pipeinfer.outputs import check_separate, check_writable
-from pipeinfer.policies.registry import POLICIES, USUAL
-from pipeinfer.virtual.choices import ranks_for
-from pipeinfer.virtual.compare import side_by_side
-from pipeinfer.virtual.outcome import write_trace
+from pipeinfer.policies import POLICIES, USUAL
+from pipeinfer.virtual.choices import RecordedChoices, ranks_for, read_choices
+from pipeinfer.virtual.costs import Profile
 from pipeinfer.virtual.profile import load_profile, shipped_profiles
-from pipeinfer.virtual.recorded import read_choices
-from pipeinfer.virtual.study import Question, ask
-from pipeinfer.virtual.traffic import Load
+from pipeinfer.virtual.simulation import Load
+from pipeinfer.virtual.study import Study, side_by_side
 
 HELP = {
     "prepare_ahead": "Ablation: a run's input is prepared when the one before it is evaluated.",
@@ -52,10 +47,10 @@ class SimulateOptions:
     """The cluster, its models and what they do there."""
 
     profile: str | None = setting(
-        None, "--profile", type=Text(), help="A TOML file, or the name of a shipped profile: --list names them."
+        None, "--profile", type=TextType(), help="A TOML file, or the name of a shipped profile: --list names them."
     )
     listing: bool = setting(False, "--list", help="List the shipped profiles with their model pairs.")
-    pair: str | None = setting(None, "--pair", type=Text(), help="Models of the profile. [default: its first pair]")
+    pair: str | None = setting(None, "--pair", type=TextType(), help="Models of the profile. [default: its first pair]")
     nodes: int = setting(0, "--nodes", help="Nodes of the profile to use. [default: all]")
     gbit: float | None = setting(
         None, "--gbit", type=Number(0, MAX_GBIT, above=True),
@@ -98,12 +93,15 @@ class SimulateOptions:
     )  # fmt: skip
 
 
+TYPES_OF_CACHES = tuple(f"cache_type_{part}" for part in ("k", "v", "k_draft", "v_draft"))
+WITHOUT = ("pace", "resume", "verbose", "numerics", "gpu_aware", *TYPES_OF_CACHES)
+
+
 @command(
-    "simulate", SimulateOptions, Loads, Traffic, Policy, Ablations, Experiments, Records, Output, Numerics, helps=HELP,
-    without=("pace", "verbose", "numerics", "gpu_aware", "cache_type_k", "cache_type_v", "cache_type_k_draft",
-             "cache_type_v_draft"),
+    "simulate", SimulateOptions, Loads, Traffic, Policy, Ablations, Experiments, Records, OutputOptions, Numerics,
+    helps=HELP, without=WITHOUT,
 )  # fmt: skip
-def simulate_command(**given: Any) -> int:
+def simulate_command(**values: Any) -> int:
     """Predict speed and latency on a cluster described by a profile: the real engine and policies, modelled time.
 
     The summary goes to standard output. The same options always give the same figures. Without --policy all policies
@@ -111,73 +109,79 @@ def simulate_command(**given: Any) -> int:
     whenever its slowest stage has evaluated a single row; where rows are cheap, runs from which several tokens come can
     pass it. For real ranks there is `bench`.
     """
-    asked, loads, records = take(SimulateOptions, given), take(Loads, given), take(Records, given)
-    if asked.listing:
+    options, loads, records = take(SimulateOptions, values), take(Loads, values), take(Records, values)
+    if options.listing:
         for name in shipped_profiles():
             file = load_profile(name)
             print(f"{name}: 2 to {file.n_nodes_max} nodes; pairs {', '.join(file.pairs)}")
         return 0
-    if asked.profile is None:
+    if options.profile is None:
         raise UserError(f"give --profile: a TOML file, or one of {', '.join(shipped_profiles())}")
     outputs = {"--results": records.results, "--trace": records.trace}
-    check_separate(outputs, {"--profile": [Path(asked.profile)], "--choices": filter(None, [asked.choices])})
+    check_separate(outputs, {"--profile": [Path(options.profile)], "--choices": filter(None, [options.choices])})
     has_loads = bool(loads.requests or loads.concurrencies or loads.rates)
     if records.results:
         (LOADS if has_loads else RESULTS).check(records.results)
     if records.trace:
         check_writable(records.trace, "--trace")
-    if bool(asked.acceptances) + bool(asked.ranks) + bool(asked.choices) > 1:
+    if bool(options.acceptances) + bool(options.ranks) + bool(options.choices) > 1:
         raise UserError("give one of --acceptance, --ranks and --choices")
-    if asked.choices and asked.ageing:
+    if options.choices and options.ageing:
         raise UserError("--ageing is of synthetic drafts; leave it out, or --choices")
-    texts = read_choices(asked.choices) if asked.choices else []
-    chosen = take_policies(asked.policies or (USUAL if has_loads else POLICIES), given)
-    file = load_profile(asked.profile)
-
-    def lay_out(has_draft: bool) -> Profile:
-        profile = file.lay_out(asked.nodes, asked.pair or "", has_draft)
-        host = replace(profile.host, samplers=asked.samplers, ahead=given["prepare_ahead"], posted=given["post_ahead"])
-        link = replace(profile.link, bytes_per_s=asked.gbit * 1e9 / 8) if asked.gbit else profile.link
-        return replace(profile, host=host, link=link, wire_type=given["wire_type"])
-
-    question = Question(
-        lay_out, asked.predict, asked.prompt_tokens, asked.ranks or [ranks_for(share) for share in asked.acceptances],
-        given["cancel"], given["partitions"], asked.ageing, texts, asked.choices.stem if asked.choices else "",
-        lay_out(False),
-    )  # fmt: skip
-    seeds = range(len(texts)) if texts else range(asked.seed, asked.seed + asked.repetitions)
+    texts = read_choices(options.choices) if options.choices else []
+    policies = take_policies(options.policies or (USUAL if has_loads else POLICIES), values)
+    study = _study(options, values, texts)
+    seeds = range(len(texts)) if texts else range(options.seed, options.seed + options.repetitions)
     if has_loads:
-        if records.trace or not question.cancel or not question.partitions:
+        if records.trace or not study.cancel or not study.partitions:
             raise UserError("--trace, --no-cancel and --no-partitions are of single requests; leave them out, or "
                             "--requests, --concurrency and --rate")  # fmt: skip
-        each_load = list(_loads(loads, asked, given["max_delay_s"]))
+        each_load = list(_loads(loads, options, values["max_delay_s"]))
         figures = (
-            question.carry(policy, replace(load, seed=seed), records.results)
-            for seed in range(asked.seed, asked.seed + asked.repetitions)
-            for load in each_load for policy in chosen
+            study.run_load(policy, replace(load, seed=seed), records.results)
+            for seed in range(options.seed, options.seed + options.repetitions)
+            for load in each_load for policy in policies
         )  # fmt: skip
-        show_loads(figures, asked.output, given["json"])
+        print_simulated_loads(figures, options.output, values["json"])
         return 0
-    if loads.parallel or given["max_delay_s"] < math.inf:
+    if loads.parallel or values["max_delay_s"] < math.inf:
         raise UserError("--parallel and --max-delay are of loads; give --concurrency, --rate or --requests too")
-    rows, generations = [], []
-    for last, result, row in ask(question, chosen, seeds, records.results, given["json"]):
-        rows.append(row)
-        generations.append((last, result))
+    generations = list(study.generate_all(policies, seeds, records.results, values["json"]))
     if records.trace:
-        write_trace(records.trace, last)
-    if asked.output == "md" and not given["json"] and (texts or not asked.policies):
+        generations[-1][1].write_trace(records.trace)
+    if values["json"]:
+        return 0
+    if options.output == "md" and (texts or not options.policies):
         print("\n".join(side_by_side(generations)))
-    elif not given["json"]:
-        print_summary(rows, asked.output)
+    else:
+        print_summary([RESULTS.as_read(result.columns()) for _, result in generations], options.output)
     return 0
 
 
-def _loads(given: Loads, asked: SimulateOptions, max_delay_s: float) -> Iterator[Load]:
-    """One for each concurrency and rate, or one whose requests come at once. Raises UserError."""
-    loads = given.checked()
+def _study(options: SimulateOptions, values: dict[str, Any], texts: Sequence[RecordedChoices]) -> Study:
+    assert options.profile
+    file = load_profile(options.profile)
+
+    def lay_out(has_draft: bool) -> Profile:
+        profile = file.lay_out(options.nodes, options.pair or "", has_draft)
+        host = replace(
+            profile.host, samplers=options.samplers, ahead=values["prepare_ahead"], posted=values["post_ahead"]
+        )
+        link = replace(profile.link, bytes_per_s=options.gbit * 1e9 / 8) if options.gbit else profile.link
+        return replace(profile, host=host, link=link, wire_type=values["wire_type"])
+
+    by_rank = options.ranks or [ranks_for(share) for share in options.acceptances]
+    return Study(
+        lay_out, options.predict, options.prompt_tokens, by_rank, values["cancel"], values["partitions"],
+        options.ageing, texts, options.choices.stem if options.choices else "", lay_out(False),
+    )  # fmt: skip
+
+
+def _loads(loads: Loads, options: SimulateOptions, max_delay_s: float) -> Iterator[Load]:
+    """A load for each concurrency and rate, or one whose requests arrive at once. Raises UserError."""
+    loads = loads.checked()
     n_requests = loads.requests or 2 * max(loads.most_clients, PARALLEL if loads.rates else 0)
-    like = Load(n_requests, asked.prompt_tokens, asked.predict, loads.parallel or min(n_requests, MAX_SEQUENCES),
+    like = Load(n_requests, options.prompt_tokens, options.predict, loads.parallel or min(n_requests, MAX_SEQUENCES),
                 max_delay_s=max_delay_s)  # fmt: skip
     yield from (replace(like, concurrency=count) for count in loads.concurrencies)
     yield from (replace(like, rate=rate) for rate in loads.rates)

@@ -1,18 +1,20 @@
 """`pipeinfer submit`: its options. What it does is in `job.submit`, the script in `cluster.slurm`."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import click
 
 from pipeinfer.cli.options.command import Command
-from pipeinfer.cluster.slurm import GROUP_KEYS, Group, SlurmJob, groups_of, script_text
+from pipeinfer.cluster.slurm import GROUP_KEYS, INDEX, NOTICE_S, Group, SlurmJob, groups_of, script_text
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.limits import NO_DRAFT, STDIN
-from pipeinfer.job.options.values import Folder, Text, Whole
-from pipeinfer.job.process.complain import complain
-from pipeinfer.job.submit import FOLDER, in_folder, is_open_mpi, next_folder, own_program, submit
-from pipeinfer.models.gguf.head import OWN_HEAD
+from pipeinfer.job.options.limits import AUTO_LAYERS, NO_DRAFT, STDIN
+from pipeinfer.job.options.values import Folder, TextType, Whole
+from pipeinfer.job.process.streams import complain
+from pipeinfer.job.submit import FOLDER, PART, in_folder, is_open_mpi, next_folder, own_program, submit
+from pipeinfer.models.gguf.model_info import OWN_HEAD
 
 COMMANDS = ("run", "bench", "batch", "serve", "measure", "plan")
 """What runs on several ranks."""
@@ -26,27 +28,27 @@ COUNT = Whole(1, 1_000_000)
 @click.option("-N", "--nodes", type=COUNT, help="Nodes.")
 @click.option("-n", "--ntasks", type=COUNT, help="Ranks. [default: one a node]")
 @click.option("-c", "--cpus-per-task", type=COUNT, help="Cores of each rank.")
-@click.option("--mem", type=Text(), help="Memory of each node, as in 64G.")
-@click.option("--gpus-per-task", type=Text(), help="GPUs of each rank: a number, or TYPE:NUMBER.")
-@click.option("-p", "--partition", type=Text(), help="Partition.")
-@click.option("-C", "--constraint", type=Text(), help="Features that nodes must have.")
-@click.option("-t", "--time", type=Text(), help="Time limit: minutes, 12:00:00, or 1-12:00:00 with days.")
-@click.option("-A", "--account", type=Text(), help="Account that is charged.")
-@click.option("-q", "--qos", type=Text(), help="Quality of service.")
-@click.option("-J", "--job-name", "name", type=Text(), default="pipeinfer", show_default=True, help="Its name.")
+@click.option("--mem", type=TextType(), help="Memory of each node, as in 64G.")
+@click.option("--gpus-per-task", type=TextType(), help="GPUs of each rank: a number, or TYPE:NUMBER.")
+@click.option("-p", "--partition", type=TextType(), help="Partition.")
+@click.option("-C", "--constraint", type=TextType(), help="Features that nodes must have.")
+@click.option("-t", "--time", type=TextType(), help="Time limit: minutes, 12:00:00, or 1-12:00:00 with days.")
+@click.option("-A", "--account", type=TextType(), help="Account that is charged.")
+@click.option("-q", "--qos", type=TextType(), help="Quality of service.")
+@click.option("-J", "--job-name", "name", type=TextType(), default="pipeinfer", show_default=True, help="Its name.")
 @click.option(
     "--group",
     "groups",
-    type=Text(),
+    type=TextType(),
     multiple=True,
     help=f"A group of like ranks, in the order of ranks; give it several times for a heterogeneous job. KEY=VALUE with "
     f"commas between, of {', '.join(GROUP_KEYS)}.",
 )
 @click.option(
-    "--sbatch", "extra", type=Text(), multiple=True, help="One more option of sbatch, as --sbatch=--exclusive."
+    "--sbatch", "extra", type=TextType(), multiple=True, help="One more option of sbatch, as --sbatch=--exclusive."
 )
-@click.option("--module", "modules", type=Text(), multiple=True, help="Environment module to load; repeatable.")
-@click.option("--setup", type=Text(), multiple=True, help="Line of shell before the ranks start; repeatable.")
+@click.option("--module", "modules", type=TextType(), multiple=True, help="Environment module to load; repeatable.")
+@click.option("--setup", type=TextType(), multiple=True, help="Line of shell before the ranks start; repeatable.")
 @click.option(
     "--launcher",
     type=click.Choice(["srun", "mpirun"]),
@@ -58,19 +60,26 @@ COUNT = Whole(1, 1_000_000)
     "--restarts", type=Whole(0, 1000), default=0, show_default=True,
     help="Start it again so often when a rank or a node is lost: `run`, `batch` and `serve` go on where they were.",
 )  # fmt: skip
-@click.option("--mpi", type=Text(), help="What srun speaks with MPI. [default: pmi2, with Open MPI pmix]")
+@click.option(
+    "--requeue", "requeues", is_flag=True,
+    help="Slurm may start it again, as after a preemption: `run` and `batch` go on from notes in its directory, and "
+    f"SIGTERM comes {NOTICE_S} s before its time is over.",
+)  # fmt: skip
+@click.option(
+    "--array", "n_array", type=Whole(1, 1000),
+    help="As many jobs of a `batch`, each with a part of its requests; results: OUT-0.jsonl, OUT-1.jsonl, …",
+)  # fmt: skip
+@click.option("--mpi", type=TextType(), help="What srun speaks with MPI. [default: pmi2, with Open MPI pmix]")
 @click.option(
     "-o", "--output", type=Folder(), default=Path("jobs"), show_default=True,
     help="Directory in which each job gets one of its own.",
 )  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Print the script, and leave it at that.")
 @click.option("--wait", is_flag=True, help="Follow the job to its end; its exit code is this command's.")
-@click.argument("words", nargs=-1, type=Text(blank=True), metavar=f"{{{'|'.join(COMMANDS)}}} ...")
+@click.argument("words", nargs=-1, type=TextType(blank=True), metavar=f"{{{'|'.join(COMMANDS)}}} ...")
 def submit_command(
-    nodes: int | None, ntasks: int | None, cpus_per_task: int | None, mem: str | None, gpus_per_task: str | None,
-    partition: str | None, constraint: str | None, time: str | None, account: str | None, qos: str | None, name: str,
-    groups: tuple[str, ...], extra: tuple[str, ...], modules: tuple[str, ...], setup: tuple[str, ...], launcher: str,
-    restarts: int, mpi: str | None, output: Path, dry_run: bool, wait: bool, words: tuple[str, ...],
+    name: str, groups: tuple[str, ...], restarts: int, requeues: bool, n_array: int | None, mpi: str | None,
+    output: Path, dry_run: bool, wait: bool, words: tuple[str, ...], **others: Any,
 ) -> int:  # fmt: skip
     """Write a script for Slurm's sbatch that runs a command of pipeinfer on several ranks, and submit it.
 
@@ -80,31 +89,34 @@ def submit_command(
     """
     if "/" in name or name in (".", ".."):
         raise UserError(f"--job-name {name} names a directory too; leave / out")
-    if restarts and words[:1] not in [(each,) for each in SUPERVISED]:
+    if restarts and not {*words[:1]} & {*SUPERVISED}:
         raise UserError(f"--restarts is for {', '.join(SUPERVISED)}, which go on where they were; leave it out")
-    command = own_program("pipeinfer"), *checked_words(words)
-    plain = Group(nodes, ntasks, cpus_per_task, mem, gpus_per_task, partition, constraint)
+    if n_array and (words[:1] != ("batch",) or wait):
+        raise UserError(
+            "--array shares out the requests of a `batch`, and --wait follows one job; leave one of them out"
+        )
+    params = read_words(words)
+    plain = Group(**{each.name: others.pop(each.name) for each in fields(Group)})
     open_mpi = is_open_mpi()
     job = SlurmJob(
-        name=name, groups=groups_of(plain, groups), command=command,
-        folder=Path.cwd() / output, cwd=Path.cwd(), time=time, account=account, qos=qos, extra=extra, modules=modules,
-        setup=setup, launcher=launcher, mpi=mpi or ("pmix" if open_mpi else "pmi2"), mpirun=own_program("mpirun"),
-        open_mpi=open_mpi, restarts=restarts,
+        name=name, groups=groups_of(plain, groups), command=(own_program("pipeinfer"),), folder=Path.cwd() / output,
+        cwd=Path.cwd(), mpi=mpi or ("pmix" if open_mpi else "pmi2"), mpirun=own_program("mpirun"), open_mpi=open_mpi,
+        restarts=restarts, requeues=requeues, keeps_text=words[0] != "run", n_array=n_array or 0, **others,
     )  # fmt: skip
+    for line in remarks(job, params):
+        complain(line)
+    job = replace(job, command=(*job.command, *job_words(words, params, job)))
     if dry_run:
         click.echo(script_text(in_folder(job, next_folder(job.folder, name))), nl=False)
         return 0
-    return submit(job, wait)
+    return submit(job, wait, params.get("source"))
 
 
-def checked_words(words: tuple[str, ...]) -> tuple[str, ...]:
-    """A command of ours that its ranks will not refuse for how it is written, with places for what it writes.
-
-    Raises UserError or click.UsageError.
-    """
+def read_words(words: tuple[str, ...]) -> dict[str, Any]:
+    """The values of a command's options. Raises UserError or click.UsageError where its ranks could not parse it."""
     if not words or words[0] not in COMMANDS:
-        given = f"{words[0]!r} is none of them" if words else "there is none"
-        raise UserError(f"give the command that the job shall run, one of {', '.join(COMMANDS)}: {given}")
+        fault = f"{words[0]!r} is none of them" if words else "there is none"
+        raise UserError(f"give the command that the job shall run, one of {', '.join(COMMANDS)}: {fault}")
     from pipeinfer.cli.commands import cli
 
     with click.Context(cli, info_name="pipeinfer") as parent:
@@ -115,25 +127,56 @@ def checked_words(words: tuple[str, ...]) -> tuple[str, ...]:
         raise UserError("run: give the prompt with -p TEXT or with -f FILE, one of them")
     if params.get("file") == STDIN:
         raise UserError("-f -: a job has no standard input; give the prompt with -p, or name a file")
-    for path in _read([params.get(name) for name in ("model", "models", "drafts", "file", "source")]):
+    for path in _paths([params.get(name) for name in ("model", "models", "drafts", "file", "source")]):
         if path not in (NO_DRAFT, OWN_HEAD) and not path.exists():  # a node may have disks of its own
             complain(f"{path} is not on this host; the job needs it where its ranks are")
-    return (*words, *_files(words, params))
+    return params
 
 
-def _read(given: Iterable[object]) -> Iterator[Path]:
-    """The files among what was given, which may have several in one."""
-    for each in given:
+def job_words(words: tuple[str, ...], params: dict[str, Any], job: SlurmJob) -> tuple[str, ...]:
+    """The command with options for the files that it writes; in an array with those of each job."""
+    if "--" in words:
+        return words
+    suffix = f"-{INDEX}" if job.n_array else ""
+    files = [("results", "--results", f"results{suffix}.csv"), ("trace", "--trace", "trace.json")]
+    if job.requeues and words[0] in ("run", "batch"):
+        files.append(("resume", "--resume", f"notes{suffix}"))
+    own_files = [
+        word for name, option, file in files if name in params and params[name] is None
+        for word in (option, f"{FOLDER}/{file}")
+    ]  # fmt: skip
+    if not job.n_array:
+        return (*words, *own_files)
+    part, out = f"{FOLDER}/{PART}", params["output"]
+    replaced = [part if word == str(params["source"]) else word for word in words]
+    return (*replaced, *own_files, "-o", str(out.with_stem(out.stem + suffix)))
+
+
+def remarks(job: SlurmJob, params: dict[str, Any]) -> Iterator[str]:
+    """A line for options that contradict each other."""
+    has_gpus = any(group.gpus_per_task for group in job.groups) or any("gpu" in option for option in job.extra)
+    devices = {name for names in params.get("device") or () for name in names} - {"none"}
+    layers = {*(params.get("n_gpu_layers") or ())} - {0, AUTO_LAYERS}
+    uses_gpus = bool(devices or layers) or any(backend.is_torch for backend in params.get("backend") or ())
+    if uses_gpus and not has_gpus and not any(params.get("rpc") or ()):
+        yield "the command uses GPUs (-ngl, --device, --backend), and the job gets none; give --gpus-per-task 1"
+    if has_gpus and "n_gpu_layers" in params and not uses_gpus:
+        yield "the job gets GPUs, and the command leaves all layers on CPUs; give -ngl all"
+    threads = max(params.get("threads") or (0,))
+    for group in job.groups:
+        n_cores, n_nodes = group.cpus_per_task, group.nodes or 0
+        if n_cores and threads > n_cores:
+            yield f"-t {threads} is more than the {n_cores} cores of a rank (-c); leave -t out, or give -c {threads}"
+        if n_nodes > group.n_tasks:
+            yield f"{n_nodes} nodes for {group.n_tasks} ranks: some nodes would have nothing to do; give -n {n_nodes}"
+    if job.requeues and any("no-requeue" in option for option in job.extra):
+        yield "--requeue and --sbatch=--no-requeue contradict each other; leave one out"
+
+
+def _paths(values: Iterable[object]) -> Iterator[Path]:
+    """The files among the values of options, some of which have several."""
+    for each in values:
         if isinstance(each, Path):
             yield each
         elif isinstance(each, tuple):
-            yield from _read(each)
-
-
-def _files(words: tuple[str, ...], params: dict[str, object]) -> list[str]:
-    """Options for the files that the command can write and that are not asked for elsewhere."""
-    if "--" in words:
-        return []
-    wanted = (("results", "--results", "results.csv"), ("trace", "--trace", "trace.json"))
-    return [word for name, option, file in wanted if name in params and params[name] is None
-            for word in (option, f"{FOLDER}/{file}")]  # fmt: skip
+            yield from _paths(each)

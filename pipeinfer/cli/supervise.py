@@ -5,7 +5,7 @@ import os
 import click
 
 from pipeinfer.cli.options.command import Command
-from pipeinfer.job.options.values import Text, Whole
+from pipeinfer.job.options.values import TextType, Whole
 
 
 @click.command("supervise", cls=Command, context_settings={"allow_interspersed_args": False})
@@ -13,7 +13,9 @@ from pipeinfer.job.options.values import Text, Whole
     "--restarts", type=Whole(0, 1_000_000), default=10, show_default=True,
     help="Starts after the first one, within ten minutes.",
 )  # fmt: skip
-@click.argument("words", nargs=-1, type=Text(blank=True), metavar="[LAUNCHER ...] pipeinfer {run|chat|batch|serve} ...")
+@click.argument(
+    "words", nargs=-1, type=TextType(blank=True), metavar="[LAUNCHER ...] pipeinfer {run|chat|batch|serve} ..."
+)
 def supervise_command(restarts: int, words: tuple[str, ...]) -> int:
     """Start a job, and when a rank or a host is lost start it again, to go on where it was with the same text.
 

@@ -4,10 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from pipeinfer.cluster.hosts.layer_speed import LayerSpeed, distinct_speeds
+from pipeinfer.cluster.hosts.cores import LayerSpeed, distinct_speeds
 from pipeinfer.cluster.spread import NO_FAULTS, Faults, StageRoom, spread_layers
 from pipeinfer.errors import UserError
-from pipeinfer.sizes import count_text
+from pipeinfer.text import count_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +74,15 @@ class Assignment:
 
     def drafts_on(self, rank: int) -> dict[int, StagePlan]:
         """Number -> the rank's stage of each draft that it hosts."""
-        return {number: own for number, stages in enumerate(self.drafts) for own in stages if own.rank == rank}
+        return {number: stage for number, stages in enumerate(self.drafts) for stage in stages if stage.rank == rank}
 
-    def pipeline_of(self, rank: int) -> Stages:
-        """The stages of the model that a rank other than 0 hosts."""
-        return next(stages for stages in (*self.drafts, self.stages) if any(stage.rank == rank for stage in stages))
+    def neighbours(self, rank: int) -> tuple[int, int | None]:
+        """The ranks before and after a rank other than 0 in its pipeline: rank 0 before the first, None after the
+        last."""
+        models = (*self.drafts, self.stages)
+        ranks = next(ranks for stages in models if rank in (ranks := [stage.rank for stage in stages]))
+        index = ranks.index(rank)
+        return ranks[index - 1] if index else 0, ranks[index + 1] if index + 1 < len(ranks) else None
 
     def stage_of(self, rank: int) -> int | None:
         return next((index for index, stage in enumerate(self.stages) if stage.rank == rank), None)
@@ -91,13 +95,13 @@ class Assignment:
     def roles(self, rank: int) -> list[tuple[str, str]]:
         """(name, layers) of each of a rank's roles: `draft`; `draft 1`, … of several drafts; `draft 2 stage 0`, … of a
         split one; `stage 0`, … of the target. The layers of a whole draft are empty."""
-        found = []
-        for number, own in self.drafts_on(rank).items():
+        roles = []
+        for number, stage in self.drafts_on(rank).items():
             name = f"draft {number + 1}" if len(self.drafts) > 1 else "draft"
             stages = self.drafts[number]
-            found.append((f"{name} stage {stages.index(own)}", own.span) if len(stages) > 1 else (name, ""))
+            roles.append((f"{name} stage {stages.index(stage)}", stage.span) if len(stages) > 1 else (name, ""))
         index = self.stage_of(rank)
-        return found + ([] if index is None else [(f"stage {index}", self.stages[index].span)])
+        return roles + ([] if index is None else [(f"stage {index}", self.stages[index].span)])
 
 
 def draft_widths(n_drafts: int, draft_split: Sequence[int] = ()) -> tuple[int, ...]:
@@ -138,8 +142,9 @@ def draft_ranks(n_ranks: int, widths: Sequence[int], first: int = 0) -> tuple[tu
             f"{len(widths)} drafts{where} and the target need {sum(widths) + 1} ranks, here "
             f"{'is 1' if n_ranks == 1 else f'are {n_ranks}'}; start more, or give {way_out}"
         )
-    found = (tuple(range(end - width, end)) for width, end in zip(widths, accumulate(widths), strict=True))
-    return ((first,),) if len(widths) == 1 else tuple(found)
+    if len(widths) == 1:
+        return ((first,),)
+    return tuple(tuple(range(end - width, end)) for width, end in zip(widths, accumulate(widths), strict=True))
 
 
 def stage_ranks(n_ranks: int, widths: Sequence[int], first: int = 0) -> list[int]:
@@ -177,18 +182,27 @@ def assign(
                 f"{count_text(n_layers, 'layer')}; give at most {n_layers}"
             )
     placed: tuple[Stages, ...] = ()
-    for draft, ranks in zip(drafts, draft_ranks(n_ranks, widths, draft_rank), strict=True):
-        counts = balance(draft, len(ranks), room(placed, ranks) if room and len(ranks) > 1 else None)
-        placed += (_stages(ranks, counts),)
-    own, n_layers = stage_ranks(n_ranks, widths, draft_rank), len(target.layer_bytes)
-    if len(own) > n_layers:
-        most = n_layers + n_ranks - len(own)
-        stages, layers = count_text(len(own), "stage"), count_text(n_layers, "layer")
+    for draft, taken in zip(drafts, draft_ranks(n_ranks, widths, draft_rank), strict=True):
+        counts = balance(draft, len(taken), room(placed, taken) if room and len(taken) > 1 else None)
+        placed += (_stages(taken, counts),)
+    ranks, n_layers = stage_ranks(n_ranks, widths, draft_rank), len(target.layer_bytes)
+    n_stages = len(ranks)
+    check_stages(n_stages, n_layers, n_ranks)
+    target_room = room(placed, ranks) if room else None
+    timed = distinct_speeds([speeds[rank] for rank in ranks]) if speeds else []
+    if split:
+        counts = split_layers(split, n_layers, n_stages, target.faults)
+    else:
+        counts = balance(target, n_stages, target_room, timed)
+    return Assignment(n_ranks, _stages(ranks, counts), placed)
+
+
+def check_stages(n_stages: int, n_layers: int, n_ranks: int) -> None:
+    """Raises UserError when there are more stages than layers."""
+    if n_stages > n_layers:
+        most = n_layers + n_ranks - n_stages
+        stages, layers = count_text(n_stages, "stage"), count_text(n_layers, "layer")
         raise UserError(f"{stages} for {layers}; start at most {count_text(most, 'rank')} for this model")
-    left = room(placed, own) if room else None
-    timed = distinct_speeds([speeds[rank] for rank in own]) if speeds else []
-    counts = split_layers(split, n_layers, len(own), target.faults) if split else balance(target, len(own), left, timed)
-    return Assignment(n_ranks, _stages(own, counts), placed)
 
 
 def _stages(ranks: Sequence[int], counts: Sequence[int]) -> Stages:
@@ -265,7 +279,7 @@ def _split(split: Sequence[float], n_layers: int, n_stages: int) -> list[int]:
         raise UserError(f"--layer-split {shown}: proportions must add up to 1, these give {sum(split):g}")
     bounds = [0]
     for index in range(1, n_stages + 1):
-        wanted = round(sum(split[:index]) * n_layers)
+        bound = round(sum(split[:index]) * n_layers)
         # every stage keeps at least one layer
-        bounds.append(min(max(wanted, bounds[-1] + 1), n_layers - (n_stages - index)))
+        bounds.append(min(max(bound, bounds[-1] + 1), n_layers - (n_stages - index)))
     return [after - before for before, after in pairwise(bounds)]

@@ -1,7 +1,9 @@
-"""The script for Slurm's sbatch. Makes text from settings; calls no Slurm and writes no file."""
+"""Slurm: the script of a job, and the commands that submit it and query its state. Knows nothing of what a job does."""
 
 import re
 import shlex
+import shutil
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,6 +15,16 @@ TIME = re.compile(r"\d+(:\d\d){0,2}|\d+-\d+(:\d\d){0,2}")
 MEMORY = re.compile(r"\d+[KMGT]?")
 COUNTS = ("nodes", "ntasks", "cpus_per_task")
 MOST = 1_000_000
+TIMEOUT_S = 60.0
+NOTICE_S = 60
+"""Seconds before a job's time is over at which its ranks are told."""
+
+INDEX = "\0index\0"
+"""Stands in words for a job's index in its array: no word can contain it."""
+
+ENDED = frozenset({
+    "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY",
+})  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +42,10 @@ class Group:
     @property
     def n_tasks(self) -> int:
         """`ntasks`, or one a node. Raises UserError when neither is given."""
-        found = self.ntasks or self.nodes
-        if not found:
+        n_tasks = self.ntasks or self.nodes
+        if not n_tasks:
             raise UserError("the number of ranks is missing; give --ntasks, or --nodes for one on each")
-        return found
+        return n_tasks
 
 
 GROUP_KEYS = tuple(field.name.replace("_", "-") for field in fields(Group))
@@ -48,11 +60,11 @@ def parse_group(text: str) -> Group:
             raise UserError(f"--group {text!r}: {part!r} is not KEY=VALUE with a known key, once each; the keys are "
                             f"{', '.join(GROUP_KEYS)}")  # fmt: skip
         values[key] = value
-    given: dict[str, Any] = {key.replace("-", "_"): value for key, value in values.items()}
+    settings: dict[str, Any] = {key.replace("-", "_"): value for key, value in values.items()}
     for name in COUNTS:
-        if name in given:
-            given[name] = _count(text, name, given[name])
-    return Group(**given)
+        if name in settings:
+            settings[name] = _count(text, name, settings[name])
+    return Group(**settings)
 
 
 def _count(text: str, name: str, value: str) -> int:
@@ -71,6 +83,8 @@ class SlurmJob:
     launcher  srun, with the protocol `mpi` (pmi2, pmix); or mpirun, with the path `mpirun`; `open_mpi`: it is Open
     MPI's folder    where the job writes; `cwd`: where it runs
     restarts  after a rank or a node is lost, by `pipeinfer supervise`
+    requeues  Slurm may start it again; `keeps_text`: what it wrote before stays then
+    n_array   jobs of an array, whose index stands in words for INDEX; 0: it is none
     """
 
     name: str
@@ -89,21 +103,30 @@ class SlurmJob:
     mpirun: str = "mpirun"
     open_mpi: bool = False
     restarts: int = 0
+    requeues: bool = False
+    keeps_text: bool = True
+    n_array: int = 0
 
     @property
     def text_file(self) -> Path:
         """What the command writes to standard output; `log_file`: to standard error."""
-        return self.folder / "text"
+        return self.folder / f"text{self._suffix}"
 
     @property
     def log_file(self) -> Path:
-        return self.folder / "log"
+        return self.folder / f"log{self._suffix}"
+
+    @property
+    def _suffix(self) -> str:
+        return f"-{INDEX}" if self.n_array else ""
 
 
 def script_text(job: SlurmJob) -> str:
     """Raises UserError when a value cannot be written into the script, or the launcher cannot start the groups."""
     lines = ["#!/bin/bash", *_directives(job), "", "set -e"]
     lines += [f"module load {shlex.join(job.modules)}"] if job.modules else []
+    if job.requeues and not job.keeps_text:
+        lines.append(f": > {_quoted(job.text_file)}")
     lines += [*map(_one_line, job.setup), f"exec {_supervise(job)}{_launch(job)}"]
     return "\n".join(lines) + "\n"
 
@@ -117,8 +140,16 @@ def _directives(job: SlurmJob) -> Iterator[str]:
     ):  # fmt: skip
         if value is not None:
             yield _directive(name, value)
+    if job.n_array:
+        yield f"#SBATCH --array=0-{job.n_array - 1}"
     if job.restarts:  # else Slurm ends the job when one of its nodes fails
         yield "#SBATCH --no-kill"
+    if not job.requeues:  # it would begin anew, and overwrite what it wrote
+        yield "#SBATCH --no-requeue"
+    else:
+        # srun's tasks get the signal from Slurm, other programs by the batch step, of which they are the process
+        to_batch = "" if job.launcher == "srun" and not job.restarts else "B:"
+        yield from ("#SBATCH --requeue", "#SBATCH --open-mode=append", f"#SBATCH --signal={to_batch}TERM@{NOTICE_S}")
     yield from (f"#SBATCH {_one_line(option)}" for option in job.extra)
     for index, group in enumerate(job.groups):
         if index:
@@ -141,7 +172,12 @@ def _directive(name: str, value: str) -> str:
 
 def _escaped(path: Path) -> str:
     """sbatch expands %."""
-    return str(path).replace("%", "%%")
+    return str(path).replace("%", "%%").replace(INDEX, "%a")
+
+
+def _quoted(*words: object) -> str:
+    """Words of the shell, with the array's index in the place of INDEX."""
+    return shlex.join(map(str, words)).replace(INDEX, "'\"$SLURM_ARRAY_TASK_ID\"'")
 
 
 def _checked(option: str, value: str | None, form: re.Pattern[str], example: str) -> str | None:
@@ -166,7 +202,7 @@ def _supervise(job: SlurmJob) -> str:
 
 
 def _launch(job: SlurmJob) -> str:
-    command = shlex.join(job.command)
+    command = _quoted(*job.command)
     if job.launcher == "mpirun":
         if len(job.groups) > 1:
             raise UserError("mpirun starts no heterogeneous groups; use --launcher srun, or one group")
@@ -188,9 +224,64 @@ def _step(group: Group) -> str:
 def groups_of(plain: Group, groups: Sequence[str]) -> tuple[Group, ...]:
     """The groups given, or the plain one. Raises UserError if both are given, or neither says how many tasks."""
     if groups and plain != Group():
-        given = next(field.name for field in fields(plain) if getattr(plain, field.name) is not None)
-        raise UserError(f"--{given.replace('_', '-')} and --group are given; with --group, each group says what it has")
-    found = tuple(map(parse_group, groups)) or (plain,)
-    for group in found:
+        option = next(field.name for field in fields(plain) if getattr(plain, field.name) is not None)
+        raise UserError(
+            f"--{option.replace('_', '-')} and --group are given; with --group, each group says what it has"
+        )
+    parsed = tuple(map(parse_group, groups)) or (plain,)
+    for group in parsed:
         _ = group.n_tasks
-    return found
+    return parsed
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """`name`: Slurm's; empty for a job that Slurm does not know any more. `reason`: why it waits or ended. `code`,
+    `signal`: how it ended."""
+
+    name: str
+    reason: str = ""
+    code: int = 0
+    signal: int = 0
+
+    @property
+    def ended(self) -> bool:
+        return not self.name or self.name in ENDED
+
+
+def submit_script(script: Path) -> str:
+    """The job's id. Raises UserError with what sbatch says."""
+    answer = _query("sbatch", "--parsable", str(script)).strip()
+    job = answer.partition(";")[0]
+    if not job.isdecimal():
+        raise UserError(f"sbatch gave no job's number but {answer!r}")
+    return job
+
+
+def job_state(job: str) -> JobState:
+    """Raises UserError when Slurm does not answer."""
+    try:
+        description = _query("scontrol", "--oneliner", "show", "job", job)
+    except UserError as error:
+        if "Invalid job id" in str(error):
+            return JobState("")
+        raise
+    first = description.partition("\n")[0]  # of a heterogeneous job the leader, which runs the script
+    values = dict(re.findall(r"(\w+)=(\S*)", first))
+    code, _, number = values.get("ExitCode", "0:0").partition(":")
+    reason = values.get("Reason", "")
+    return JobState(values.get("JobState", ""), "" if reason == "None" else reason, int(code), int(number or 0))
+
+
+def _query(*command: str) -> str:
+    if not shutil.which(command[0]):
+        raise UserError(f"there is no {command[0]} here; submit where Slurm's commands are, or look at --dry-run")
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{command[0]} has not answered for {TIMEOUT_S:g} s; is Slurm's controller up?") from None
+    if done.returncode:
+        raise UserError(f"{command[0]}: {' '.join(done.stderr.split()) or f'exit code {done.returncode}'}")
+    return done.stdout

@@ -28,16 +28,16 @@ class StageRoom:
 
     needed   (stage, first, last) -> the memory of layers [first, last) as that stage
     hosts    each stage's host
-    left     host, or GPUs -> what all its stages may take together
-    own      each stage's own limit
+    free     host, or GPUs -> bytes for all its stages together
+    limits   each stage's own limit
     on_gpus  as `needed`, on GPUs
     gpus     each stage's GPUs; empty: none, or their free memory is unknown
     """
 
     needed: Callable[[int, int, int], float]
     hosts: tuple[str, ...]
-    left: Mapping[str, float]
-    own: tuple[float, ...]
+    free: Mapping[str, float]
+    limits: tuple[float, ...]
     on_gpus: Callable[[int, int, int], float] = lambda stage, first, last: 0
     gpus: tuple[str, ...] = ()
 
@@ -47,7 +47,7 @@ class StageRoom:
         taken[self.hosts[stage]] = taken.get(self.hosts[stage], 0) + needed
         if self.gpus and (gpus := self.gpus[stage]):
             taken[gpus] = taken.get(gpus, 0) + self.on_gpus(stage, first, last)
-        if needed > self.own[stage] or any(n_bytes > self.left[name] for name, n_bytes in taken.items()):
+        if needed > self.limits[stage] or any(n_bytes > self.free[name] for name, n_bytes in taken.items()):
             return None
         return tuple(sorted((name, taken[name]) for name in taken.keys() & self._of_stages(stage + 1)))
 
@@ -64,16 +64,16 @@ class StageRoom:
 
     def equal_shares(self) -> "StageRoom":
         """The same with an equal share of its host's and its GPUs' memory for each stage."""
-        left: dict[str, float] = {}
+        shares: dict[str, float] = {}
 
         def parted(names: tuple[str, ...]) -> Iterator[str]:
             for stage, name in enumerate(names):
-                own = name and f"{name}, stage {stage}"
+                part = name and f"{name}, stage {stage}"
                 if name:
-                    left[own] = self.left[name] / names.count(name)
-                yield own
+                    shares[part] = self.free[name] / names.count(name)
+                yield part
 
-        return replace(self, hosts=tuple(parted(self.hosts)), gpus=tuple(parted(self.gpus)), left=left)
+        return replace(self, hosts=tuple(parted(self.hosts)), gpus=tuple(parted(self.gpus)), free=shares)
 
     @property
     def n_open(self) -> int:
@@ -117,22 +117,22 @@ def _best_counts(sums: list[list[int]], room: StageRoom | None, faults: Faults) 
     @cache
     def best(stage: int, first: int, held: Held) -> Split | None:
         """The best split of layers [first, …) over the stages from this one on."""
-        n_after, found = n_stages - stage - 1, None
+        n_after, split = n_stages - stage - 1, None
         for last in range(first + 1 if n_after else n_layers, n_layers - n_after + 1):
-            own = sums[stage][last] - sums[stage][first]
-            if found and own > found[0]:
+            cost = sums[stage][last] - sums[stage][first]
+            if split and cost > split[0]:
                 break
             if (first, last) in faults:
                 continue
             then = room.take(held, stage, first, last) if room else held
             rest = None if then is None else best(stage + 1, last, then) if n_after else (0, 0, ())
             if rest:
-                option = (max(own, rest[0]), own * own + rest[1], (last - first, *rest[2]))
-                found = min(found, option) if found else option
-        return found
+                option = (max(cost, rest[0]), cost * cost + rest[1], (last - first, *rest[2]))
+                split = min(split, option) if split else option
+        return split
 
     for stage in range(n_stages - DEPTH, 0, -DEPTH):  # from the end, which limits the recursion
         for first in range(stage, n_layers - n_stages + stage + 1):
             best(stage, first, ())
-    found = best(0, 0, ())
-    return list(found[-1]) if found else None
+    split = best(0, 0, ())
+    return list(split[-1]) if split else None

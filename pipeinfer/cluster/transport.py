@@ -31,10 +31,10 @@ except (ImportError, RuntimeError) as error:
         "this site, as with module load mpich"
     ) from None
 
-from pipeinfer.cluster.idle import Idle
-from pipeinfer.cluster.messages.activations import Buffer
+from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.idle import NO_PROGRESS, Idle, Progress
 from pipeinfer.cluster.stages.pace import N_STAMP, Courier
-from pipeinfer.cluster.stages.progress import NO_PROGRESS, Progress
+from pipeinfer.cluster.wire import Buffer
 
 T = TypeVar("T")
 
@@ -144,15 +144,15 @@ class Inbox:
 
     def holds(self) -> bool:
         """Whether `poll` would return a message."""
-        if not self._posted and not self._found():
+        if not self._posted and not self._post_unsized():
             return False
         if not self._held:
             request, buffer = self._posted[0]
             self._held = self._is_due(self.courier, request, buffer) if self.courier else self._has_come(request)
         return self._held
 
-    def _found(self) -> bool:
-        """Whether a message of unknown length has come; its receive is posted then."""
+    def _post_unsized(self) -> bool:
+        """Post a receive for a message of unknown length. Returns False if none has come."""
         status = MPI.Status()
         message = next(filter(None, (self.comm.Improbe(self.source, self.tag, status) for _ in range(N_LOOKS))), None)
         if message is None:
@@ -196,10 +196,10 @@ def _is_done(request: MPI.Request, n_looks: int = N_LOOKS, status: MPI.Status | 
     return any(request.Test(status) for _ in range(n_looks))
 
 
-def progress_between(comm: Comm, hosts: Iterable[str]) -> Progress:
+def progress_between(comm: Comm, hosts: Iterable[Host]) -> Progress:
     """For ranks on these hosts. Within one host a test moves a whole message, so none is needed; none is possible if
     several threads must not call this MPI."""
-    if len(set(hosts)) == 1 or MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+    if len({host.name for host in hosts}) == 1 or MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         return NO_PROGRESS
 
     def look() -> None:
@@ -257,17 +257,22 @@ class Link:
 
     def all_gather(self, value: T) -> list[T]:
         """Every rank's value, on every rank."""
-        own = np.frombuffer(pickle.dumps(value), np.uint8)
+        pickled = np.frombuffer(pickle.dumps(value), np.uint8)
         sizes = np.empty(self.size, np.int64)
-        self._wait(self.comm.Iallgather(np.array([len(own)], np.int64), sizes))
+        self._wait(self.comm.Iallgather(np.array([len(pickled)], np.int64), sizes))
         values = np.empty(sizes.sum(), np.uint8)
         ends = np.cumsum(sizes)
-        self._wait(self.comm.Iallgatherv(own, [values, (sizes.tolist(), (ends - sizes).tolist()), MPI.BYTE]))
+        self._wait(self.comm.Iallgatherv(pickled, [values, (sizes.tolist(), (ends - sizes).tolist()), MPI.BYTE]))
         return [pickle.loads(part.data) for part in np.split(values, ends[:-1])]
 
     def broadcast(self, value: T | None) -> T:
-        """Rank 0's value, on every rank."""
-        return cast(T, self.all_gather(value if self.rank == 0 else None)[0])
+        """Rank 0's value, on every rank; on the others `value` does not count."""
+        content = bytearray(pickle.dumps(value) if self.rank == 0 else b"")
+        size = np.array([len(content)], np.int64)
+        self._wait(self.comm.Ibcast(size))
+        content.extend(bytes(size[0] - len(content)))
+        self._wait(self.comm.Ibcast([content, MPI.BYTE]))
+        return cast(T, pickle.loads(content))
 
     def agree(self, act: Callable[[], T]) -> T:
         """What `act` returns on rank 0, which alone calls it, on every rank. Raises JobError on all ranks if it raises
@@ -327,7 +332,7 @@ def _outcome(act: Callable[[], T]) -> tuple[T | None, str]:
 
 
 def is_gpu_aware() -> bool | None:
-    """Whether this MPI reports that it sends from a GPU's memory; None if it cannot be asked. MPI must be started."""
+    """Whether this MPI reports that it sends from a GPU's memory; None if it does not report. MPI must be started."""
     library = ctypes.CDLL(MPI.__file__)
     asks = [getattr(library, f"MPIX_Query_{kind}_support", None) for kind in GPU_KINDS]
     answers = [bool(ask()) for ask in asks if ask is not None]

@@ -1,25 +1,21 @@
 """The event loop that joins requests, policies, drafts and levels. No I/O of its own: tests drive it by hand."""
 
 import math
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
-from pipeinfer.core.active_request import ActiveRequest
-from pipeinfer.core.in_flight import InFlightRun, RequestSlice
+from pipeinfer.core.admission import Admission
+from pipeinfer.core.batch_planner import BatchPlanner
 from pipeinfer.core.interfaces import Drafter, Waiter
-from pipeinfer.core.levels import Level
-from pipeinfer.core.observer import Observer
-from pipeinfer.core.policy import AwaitDraft, HoldUntil, Policy, Send
+from pipeinfer.core.levels import InFlightRun, Level, RequestSlice
+from pipeinfer.core.policy import ActiveRequest, AwaitDraft, HoldUntil, Policy, Send
 from pipeinfer.core.policy_context import PolicyContext
-from pipeinfer.core.requests import Emission, Finish, Request
-from pipeinfer.core.scheduling.admission import Admission
-from pipeinfer.core.scheduling.batch_planner import BatchPlanner
-from pipeinfer.core.scheduling.pacer import Pacer
-from pipeinfer.core.scheduling.round_robin import RoundRobin
-from pipeinfer.core.scheduling.run_cost import RunCost
+from pipeinfer.core.requests import Emission, Finish, Observer, Request
+from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.speculator import Speculator
 from pipeinfer.core.tree import Node, Settled
-from pipeinfer.core.types import Clock
+from pipeinfer.core.types import Clock, RoundRobin
+
+UNLIMITED = 1 << 30
 
 
 class Engine:
@@ -29,42 +25,40 @@ class Engine:
     `version` advances with every event: each of these, the end of a wait, a request that is added or stopped. What
     could not be done is tried again at the next version, so nothing has to know what it depends on.
 
-    `drafter`: the smallest draft, a Level where another rank has it. `drafts`: larger drafts, which refine its guesses,
-    the smallest first. `run_cost`: with it a run is held back until the slowest stage is about to want it. `n_prompts`:
-    requests that read their prompts in blocks at a time, at most. `max_delay_s`: as in `batches`. `taker`: is given
-    emissions during steps of the draft and of stages on this rank, and may add and stop requests; without it they wait.
+    `drafter`: the smallest draft, a Level where another rank has it. `on_tokens`: called with the new tokens of all
+    requests in one run; it may add and stop requests. `drafts`: larger drafts, which refine its guesses, the smallest
+    first. `run_cost`: with it a run is held back until the slowest stage is about to want it. `n_open`, `n_prompts`,
+    `ahead`: as in `Admission`. `max_delay_s`: as in `BatchPlanner`. `draft_s`: as in `Speculator`.
     """
 
     def __init__(
-        self, target: Level, drafter: Drafter | Level | None, waiter: Waiter, clock: Clock, *,
-        drafts: Sequence[Level] = (), run_cost: RunCost | None = None, n_prompts: int = 1 << 30,
-        max_delay_s: float = math.inf, draft_s: float = 0.0,
+        self, target: Level, drafter: Drafter | Level | None, waiter: Waiter, clock: Clock,
+        on_tokens: Callable[[Sequence[Emission]], object] = lambda emissions: None, *,
+        drafts: Sequence[Level] = (), run_cost: RunCost | None = None, n_open: int = UNLIMITED,
+        n_prompts: int = UNLIMITED, ahead: int | None = None, max_delay_s: float = math.inf, draft_s: float = 0.0,
     ) -> None:  # fmt: skip
         remote = [drafter] if isinstance(drafter, Level) else []
         self.target, self.levels = target, (target, *remote, *drafts)
-        self.waiter, self.clock, self.run_cost = waiter, clock, run_cost
-        self.taker: Callable[[Sequence[Emission]], object] | None = None
+        self.waiter, self.clock, self.on_tokens = waiter, clock, on_tokens
         self.version = 0
-        self._asked_to_send = self._asked_to_open = -1  # the version at which that was last tried
+        self._tried: dict[str, int] = {}  # the version at which something was last tried
         self._hold_s = math.inf  # when a run is due that was held back
         self._drains = False  # nothing is sent until cells are freed
         self._active: dict[int, ActiveRequest] = {}
         self._senders = RoundRobin[ActiveRequest]()  # open requests that may have something unsent
-        self._emissions = deque[Emission]()
-        self._pacer = Pacer(run_cost, clock)
-        self.batches = BatchPlanner(target, run_cost, self._active, max_delay_s)
+        self._emissions: list[Emission] = []
+        self.batches = BatchPlanner(target, run_cost, clock, self._active, max_delay_s)
+        self._pacer = self.batches.pacer
         self.speculator = Speculator(
-            drafter, drafts, clock, self._active, self._senders.add, target.n_inflight, draft_s
+            drafter, drafts, clock, self._active, lambda: self.version, self._senders.add, target.n_inflight, draft_s
         )
-        self.admission = Admission(self.levels, self.speculator, self._active, run_cost, n_prompts)
+        self.admission = Admission(self.levels, self.speculator, self._active, run_cost, n_open, n_prompts, ahead)
 
     # -- requests
 
     def add(self, request: Request, policy: Policy, observer: Observer | None = None) -> None:
-        """Take a request in; `step` returns its tokens, and the observer is told what happens to it."""
-        context = PolicyContext(
-            request, self.target, self.speculator, self.batches, self._pacer, self.run_cost, self.clock
-        )
+        """Take a request in; the observer is told what happens to it."""
+        context = PolicyContext(request, self.target, self.speculator, self.batches, self.clock)
         active = ActiveRequest(request, policy, observer or Observer(), context)
         active.observer.submitted(self.clock(), len(request.prompt))
         self.admission.wait(active)
@@ -88,9 +82,9 @@ class Engine:
 
     def _admit(self) -> bool:
         """Open the waiting requests that there is room for; whether there was one."""
-        if not self.admission.waiting or self._asked_to_open == self.version:
+        n_waiting = len(self.admission.waiting)
+        if not n_waiting or not self._is_new("open"):
             return False
-        self._asked_to_open, n_waiting = self.version, len(self.admission.waiting)
         for active in self.admission.ready():
             self._open(active)
         return len(self.admission.waiting) < n_waiting
@@ -116,40 +110,40 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a request is open or waits, a run is in flight, or an emission has not been taken."""
+        """Whether a request is open or waits, a run is in flight, or new tokens have not been handed out."""
         has_requests = bool(self._active or self.admission.waiting)
         return has_requests or bool(self._emissions) or any(level.busy for level in self.levels)
 
-    def generate(self) -> Iterator[Emission]:
-        """Run until all requests are finished and nothing is in flight."""
+    def complete(self) -> None:
+        """Step until all requests have finished and nothing is in flight."""
         while self.busy:
-            if emission := self.step():
-                yield emission
-                yield from self.rest()
-
-    def rest(self) -> Iterator[Emission]:
-        """Further emissions of the run whose first one `step` has returned."""
-        while self._emissions:
-            yield self._emissions.popleft()
+            self.step()
 
     # -- the loop
 
-    def step(self) -> Emission | None:
-        """Do the first thing that can be done; wait if there was none."""
+    def step(self) -> None:
+        """Do the first thing that can be done, or wait; then hand out new tokens."""
         version = self.version
         if not (self._emissions or self._react() or self._draft()) and self.version == version:
             self._wait()
-        return self._emissions.popleft() if self._emissions else None
+        self._hand_out()
+
+    def _is_new(self, action: str) -> bool:
+        """Whether an event came since the action was last tried, which is noted."""
+        if self._tried.get(action) == self.version:
+            return False
+        self._tried[action] = self.version
+        return True
 
     def _react(self) -> bool:
         """Do the first thing that does not take this rank's time."""
-        reacted = self._hear() or self._admit() or self._send() or self.speculator.ask(self.version)
+        reacted = self._hear() or self._admit() or self._send() or self._ask()
         self.version += reacted
         return reacted
 
     def _draft(self) -> bool:
         """Do a draft step, and between its layers whatever can be done."""
-        drafted = self.speculator.draft(self.version, self._meanwhile)
+        drafted = self._is_new("draft") and self.speculator.draft(self._meanwhile)
         self.version += drafted
         return drafted
 
@@ -158,9 +152,12 @@ class Engine:
             pass
 
     def listen(self) -> None:
-        """What is called between the layers of a stage on this rank: hears what has come, and sends nothing."""
-        while self._hear() or self.speculator.ask(self.version) or self._hand_out():
+        """Hear verdicts and ask drafts; called between the layers of a stage on this rank, where nothing is sent."""
+        while self._hear() or self._ask() or self._hand_out():
             self.version += 1
+
+    def _ask(self) -> bool:
+        return self._is_new("ask") and self.speculator.ask()
 
     def _wait(self) -> None:
         timeout_s = self.timeout_s()
@@ -174,26 +171,28 @@ class Engine:
         self.version += 1
 
     def timeout_s(self) -> float | None:
-        """Seconds until a run is due that was held back; None if none was."""
+        """Seconds until a run is due that was held back; None if there is none."""
         return None if self._hold_s == math.inf else max(0.0, self._hold_s - self.clock())
 
     def _hear(self) -> bool:
         return self._settle_next() or self.speculator.hear()
 
     def _hand_out(self) -> bool:
-        if not self.taker or not self._emissions:
+        """Hand out the new tokens of settled runs. Returns whether requests were added or stopped thereby."""
+        if not self._emissions:
             return False
-        self.taker(list(self.rest()))
-        return True
+        version, emissions, self._emissions = self.version, self._emissions, []
+        self.on_tokens(emissions)
+        return self.version != version
 
     # -- verdicts
 
     def _settle_next(self) -> bool:
         """Take in the target's next verdict, if one has come."""
-        landed = self.target.poll()
-        if landed is None:
+        answered = self.target.poll()
+        if answered is None:
             return False
-        flight, verdict = landed
+        flight, verdict = answered
         left_s = sum([flight.cost_s for flight in self.target.useful_flights]) if self.target.busy else 0.0
         now_s = self._pacer.landed(flight, verdict.slowest_s, left_s)
         for part in flight.parts:
@@ -221,8 +220,7 @@ class Engine:
         self._emissions.append(Emission(request, tokens))
         active.observer.settled(now_s, len(tokens), settled)
         for level in self.levels:
-            if given_up := level.settle(request, settled.path, active.policy.prunes):
-                self._count_given_up(level, given_up)
+            self._note_dead(level, level.settle(request, settled.path, active.policy.prunes))
         if self.speculator.n_drafts:
             self.speculator.settle(request, settled.path)
         if notice := active.policy.settled(settled, active.context):
@@ -248,12 +246,12 @@ class Engine:
 
     def _release(self, active: ActiveRequest) -> None:
         for level in self.levels:
-            self._count_given_up(level, level.close(active.request))
+            self._note_dead(level, level.close(active.request))
         del self._active[active.request.id]
         self._senders.discard(active)
         self.speculator.close(active)
 
-    def _count_given_up(self, level: Level, flights: Sequence[InFlightRun]) -> None:
+    def _note_dead(self, level: Level, flights: Sequence[InFlightRun]) -> None:
         if level is not self.target or not flights:  # runs of drafts are not paced
             return
         self._pacer.given_up()
@@ -266,10 +264,8 @@ class Engine:
 
     def _send(self) -> bool:
         """Send the next run to the target, if one should go now."""
-        if self._asked_to_send == self.version and (self._hold_s == math.inf or self.clock() < self._hold_s):
-            return False
-        self._asked_to_send = self.version
-        return self._send_next()
+        is_due = self._hold_s < math.inf and self.clock() >= self._hold_s
+        return (self._is_new("send") or is_due) and self._send_next()
 
     def _send_next(self) -> bool:
         if self._hold_s < math.inf and (late_s := self.clock() - self._hold_s) >= 0:
@@ -281,11 +277,11 @@ class Engine:
         if not alone and self.clock() < (due_s := self._pacer.due_s(0)):
             self._hold_s = due_s
             return False
-        wants = [part for active in self._senders if (part := self._wanted(active))]
+        wants = [part for active in self._senders if (part := self._next_slice(active))]
         chosen = self.batches.choose(wants, alone) if wants else []
         return bool(chosen) and self._submit(chosen)
 
-    def _wanted(self, active: ActiveRequest) -> RequestSlice | None:
+    def _next_slice(self, active: ActiveRequest) -> RequestSlice | None:
         """What the request would send now."""
         request, root, target = active.request, active.request.tree.root, self.target
         if n_left := target.n_context_left(request):

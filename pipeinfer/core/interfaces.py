@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.core.kv.blocks import Span
+from pipeinfer.core.blocks import Span
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess, GuessVerdict, KvOp, Run, Verdict
 from pipeinfer.core.tree import Node

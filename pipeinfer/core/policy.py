@@ -3,10 +3,10 @@
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
-from pipeinfer.core.requests import Request
+from pipeinfer.core.requests import Observer, Request
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.settings import paper_settings, setting
 from pipeinfer.core.tree import Node, Settled, TokenTree
@@ -51,7 +51,8 @@ class PolicyView(Protocol):
     clock: Clock
 
     @property
-    def tree(self) -> TokenTree: ...
+    def tree(self) -> TokenTree:
+        return self.request.tree
 
     # -- the load
 
@@ -127,15 +128,18 @@ class PolicyView(Protocol):
     @property
     def depth_left(self) -> int:
         """Tokens that can still come; deeper guesses are useless."""
+        return self.request.depth_left
 
     def fitting(self, nodes: Sequence[Node]) -> list[Node]:
         """The unsent nodes for which there is room, in their order."""
 
     def in_reach(self, node: Node) -> bool:
         """Whether the node's token can be part of the output and another one can follow."""
+        return node.position - self.tree.root.position < self.depth_left
 
     def may_branch(self, node: Node) -> bool:
         """Whether guesses after the node would be in reach."""
+        return node.position + 1 - self.tree.root.position < self.depth_left
 
 
 @dataclass
@@ -219,12 +223,32 @@ class PaperPolicy(Policy):
     )  # fmt: skip
 
     @classmethod
-    def from_paper(cls: "type[P]", **given: Any) -> "P":
-        """The preset `paper`; `given`: settings in place of the published ones."""
-        return cls(**{**paper_settings(cls), **given, "preset": PAPER})
+    def from_paper(cls: "type[P]", **settings: Any) -> "P":
+        """The preset `paper`; `settings`: in place of the published ones."""
+        return cls(**{**paper_settings(cls), **settings, "preset": PAPER})
 
     def preset_values(self) -> dict[str, Any]:
         return paper_settings(type(self)) if self.preset == PAPER else {}
 
 
 P = TypeVar("P", bound=PaperPolicy)
+
+
+@dataclass(slots=True, eq=False)
+class ActiveRequest:
+    """A request that is open or waits to be opened, as the parts of the engine share it."""
+
+    request: Request
+    policy: Policy
+    observer: Observer
+    context: PolicyView
+    n_heard: int = 0  # rows of the prompt that every stage has evaluated
+    arrival: int = 0  # its number in the order of arrival; 0: it has yet to wait
+    was_open: bool = False  # if it waits, it was preempted
+    to_draft: Mapping[Node, int] = field(default_factory=dict)  # as the policy's `draft` answered
+    drafts_at: int = -1  # at this version of the engine; -1: it has to be asked again
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Lower ranks are opened first and preempted last."""
+        return self.request.priority, self.arrival

@@ -1,37 +1,27 @@
-"""The engine as the policy of one request sees it: fulfils `PolicyView`. Knows no policy."""
+"""The engine as the policy of one request sees it. Knows no policy."""
 
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from pipeinfer.core.batch_planner import BatchPlanner
 from pipeinfer.core.levels import Level
-from pipeinfer.core.policy import HoldUntil
+from pipeinfer.core.policy import HoldUntil, PolicyView
 from pipeinfer.core.requests import Request
-from pipeinfer.core.scheduling.batch_planner import BatchPlanner
-from pipeinfer.core.scheduling.pacer import Pacer
-from pipeinfer.core.scheduling.run_cost import RunCost
 from pipeinfer.core.speculator import Speculator
-from pipeinfer.core.tree import Node, TokenTree
+from pipeinfer.core.tree import Node
 from pipeinfer.core.types import Clock
 
 
 @dataclass(slots=True)
-class PolicyContext:
+class PolicyContext(PolicyView):
     """A request, and the parts of the engine that serve it."""
 
     request: Request
     target: Level
     speculator: Speculator
     batches: BatchPlanner
-    pacer: Pacer
-    run_cost: RunCost | None
     clock: Clock
-
-    @property
-    def tree(self) -> TokenTree:
-        return self.request.tree
-
-    # -- the load
 
     @property
     def is_alone(self) -> bool:
@@ -60,35 +50,34 @@ class PolicyContext:
     def n_evaluated(self) -> int:
         return self.target.n_evaluated(self.request)
 
-    # -- costs, as measured
-
     @property
     def n_cheap_rows(self) -> int:
         return self.batches.n_rows_for_guesses(self.tree.root.position)
 
     def run_s(self, n_rows: int) -> float:
-        return self.run_cost.seconds(n_rows, self.tree.root.position) if self.run_cost else 0.0
+        cost = self.batches.run_cost
+        return cost.seconds(n_rows, self.tree.root.position) if cost else 0.0
 
     def undisturbed_s(self, n_before: int) -> float:
-        return self.run_cost.undisturbed_s(n_before) if self.run_cost else 0.0
+        cost = self.batches.run_cost
+        return cost.undisturbed_s(n_before) if cost else 0.0
 
     @property
     def on_way_s(self) -> float:
-        return self.pacer.on_way_s
+        return self.batches.pacer.on_way_s
 
     def verdict_in_s(self, node: Node) -> float:
+        answer_s = self.batches.pacer.answer_s
         if node.run_id is None:
-            return self.pacer.answer_s
-        return max(0.0, self.target.sent_s(node.run_id) + self.pacer.answer_s - self.clock())
+            return answer_s
+        return max(0.0, self.target.sent_s(node.run_id) + answer_s - self.clock())
 
     def early(self, patience: float = 0.0) -> HoldUntil | None:
         if not self.is_alone:
             return None
         sent_s = next((flight.sent_s for flight in self.target.useful_flights), math.inf)
-        due_s = self.pacer.due_s(self.tree.root.position, sent_s, patience)
+        due_s = self.batches.pacer.due_s(self.tree.root.position, sent_s, patience)
         return HoldUntil(due_s) if self.clock() < due_s else None
-
-    # -- drafts
 
     @property
     def n_drafts(self) -> int:
@@ -102,17 +91,5 @@ class PolicyContext:
     def drafting(self) -> tuple[Collection[Node], float]:
         return self.speculator.at_work(self.request)
 
-    # -- nodes
-
-    @property
-    def depth_left(self) -> int:
-        return self.request.depth_left
-
     def fitting(self, nodes: Sequence[Node]) -> list[Node]:
         return self.target.pool.fitting(nodes)
-
-    def in_reach(self, node: Node) -> bool:
-        return node.position - self.tree.root.position < self.depth_left
-
-    def may_branch(self, node: Node) -> bool:
-        return node.position + 1 - self.tree.root.position < self.depth_left

@@ -1,18 +1,20 @@
 """Choose a token from logits: the same choice for the same (logits, seed, position), wherever and whenever asked.
 
 Knows no tree and no model. A choice reads every logit about once: usually only tokens that can be chosen are sorted, or
-get noise.
+get noise. Noise is a function of seed, position and token id alone, from a counter-based generator (Philox 4x64-10,
+Salmon et al. 2011): a token's number does not depend on other tokens, on earlier numbers, on the batch, or on the rank.
 """
 
+import math
+import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.core.logit_bias import add_biases
-from pipeinfer.core.noise import gumbel, gumbel_bound, random_words
 from pipeinfer.core.settings import setting
 from pipeinfer.core.types import Allowed
 
@@ -38,14 +40,26 @@ MIN_TEMP = 1e-30  # lower temperatures are greedy: they would overflow as diviso
 BELOW_BEST = 8.0
 """Of many candidates, those whose scores are further below the best are left out: each is less than e^-8 as likely."""
 
+MAX_BIASES = 2048
+"""Of one request, limited by the messages between ranks."""
+
+BIAS = re.compile(r"([0-9]{1,10})([+-](?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?|-inf(?:inity)?)")
+MAX_TOKEN_ID, MAX_BIAS = 2**31 - 1, 1e9
+
+IDS_A_JUMP = 700
+"""So many consecutive numbers take as long as a jump to one number."""
+
+WORDS_A_BLOCK = 4  # the generator's counter counts blocks
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """llama.cpp's meanings and defaults. `temp` <= 0 is greedy; `top_k` <= 0, `top_p` >= 1, `min_p` <= 0 switch off.
 
-    The penalties use the last `repeat_last_n` tokens of prompt and output. `logit_bias`: see there. `grammar`: what
-    the output must match, in llama.cpp's form (GBNF) or as a JSON schema; empty: anything. `n_logprobs`: the number of
-    likeliest tokens whose log-probabilities are wanted, with that of the chosen one; below 0: none.
+    The penalties use the last `repeat_last_n` tokens of prompt and output. `logit_bias`: as `bias_text` writes them.
+    `grammar`: what the output must match, in llama.cpp's form (GBNF) or as a JSON schema; empty: anything.
+    `n_logprobs`: the number of likeliest tokens whose log-probabilities are wanted, with that of the chosen one; below
+    0: none.
     """
 
     heading = "Sampling"
@@ -147,7 +161,7 @@ def scores(values: Logits, words: npt.NDArray[np.uint64], temp: float) -> npt.ND
 
 def contenders(ids: Ids, values: Logits, params: SamplingParams, position: int) -> tuple[Ids, npt.NDArray[np.float64]]:
     """The candidates within `BELOW_BEST` of the best, and some others, with their scores."""
-    reached, found = -np.inf, []
+    reached, parts = -np.inf, []
     for start in range(0, len(ids), CHUNK):
         part = slice(start, start + CHUNK)
         words = random_words(params.seed, position, ids[part])
@@ -155,8 +169,8 @@ def contenders(ids: Ids, values: Logits, params: SamplingParams, position: int) 
         hopeful = slice(best := int(np.argmax(bounds)), best + 1)
         reached = max(reached, float(scores(values[part][hopeful], words[hopeful], params.temp)[0]))
         near = np.flatnonzero(bounds >= np.float32(reached - BELOW_BEST))
-        found.append((ids[part][near], scores(values[part][near], words[near], params.temp)))
-    return np.concatenate([some for some, _ in found]), np.concatenate([score for _, score in found])
+        parts.append((ids[part][near], scores(values[part][near], words[near], params.temp)))
+    return np.concatenate([ids for ids, _ in parts]), np.concatenate([score for _, score in parts])
 
 
 # -- candidates
@@ -185,11 +199,11 @@ def largest(logits: Logits, n: int) -> Ids:
 
 def _first(values: Logits, n: int, least: np.float32) -> Ids:
     """Indices of the `n` largest, ascending; `least` is the n-th largest; ties go to the smaller index."""
-    found = np.flatnonzero(values >= least)
-    if len(found) == n:
-        return found
-    ties = np.flatnonzero(values[found] == least)
-    return np.delete(found, ties[n - len(found) :])
+    indices = np.flatnonzero(values >= least)
+    if len(indices) == n:
+        return indices
+    ties = np.flatnonzero(values[indices] == least)
+    return np.delete(indices, ties[n - len(indices) :])
 
 
 def likely(values: Logits, params: SamplingParams) -> Ids:
@@ -200,10 +214,10 @@ def likely(values: Logits, params: SamplingParams) -> Ids:
             return np.arange(len(values))
         return nucleus(values, top, params.top_p * total_weight(values, top))
     # top-p does not depend on less likely tokens, so min-p may go first
-    kept = np.flatnonzero(values >= top + np.float32(np.log(params.min_p)))
+    likely_ids = np.flatnonzero(values >= top + np.float32(np.log(params.min_p)))
     if params.top_p >= 1.0:
-        return kept
-    return kept[nucleus(values[kept], top, params.top_p * total_weight(values, top))]
+        return likely_ids
+    return likely_ids[nucleus(values[likely_ids], top, params.top_p * total_weight(values, top))]
 
 
 def _weights(values: Logits, top: np.float32) -> Logits:
@@ -223,9 +237,9 @@ def nucleus(values: Logits, top: np.float32, target: float) -> Ids:
         sample = np.sort(values[::SAMPLE_EVERY])[::-1]
         for share in HEADS:
             head = np.flatnonzero(values >= sample[int(share * len(sample))])
-            found, reached = _reaching(values[head], top, target)
+            indices, reached = _reaching(values[head], top, target)
             if reached:
-                return head[found]
+                return head[indices]
     return _reaching(values, top, target)[0]
 
 
@@ -244,3 +258,81 @@ def _n_until(weights: Logits, target: float) -> int:
     block = int(np.searchsorted(reached[:-1], target))
     inside = reached[block] - sums[block] + np.cumsum(weights[block * BLOCK :][:BLOCK], dtype=np.float64)
     return block * BLOCK + int(np.searchsorted(inside, target)) + 1
+
+
+# -- biases: a text such as `15+1.5 22-inf`
+
+
+def read_bias(text: str) -> tuple[int, float]:
+    """(token id, bias) of llama.cpp's TOKEN_ID(+/-)BIAS. Raises ValueError with the expected form."""
+    match = BIAS.fullmatch(text)
+    if not match or int(match[1]) > MAX_TOKEN_ID or not is_bias(float(match[2])):
+        raise ValueError(f"is no TOKEN_ID(+/-)BIAS, such as 15043+1.5, 22-3 or 22-inf, of up to {MAX_BIAS:.0e}")
+    return int(match[1]), float(match[2])
+
+
+def is_bias(value: float) -> bool:
+    return value == -math.inf or abs(value) <= MAX_BIAS
+
+
+def bias_text(pairs: Iterable[tuple[int, float]]) -> str:
+    """The canonical text of biases; those of one token add up. Raises ValueError for too many tokens."""
+    sums: dict[int, float] = {}
+    for token, bias in pairs:
+        sums[token] = sums.get(token, 0.0) + bias
+        if len(sums) > MAX_BIASES:
+            raise ValueError(f"names more than {MAX_BIASES} tokens; {MAX_BIASES} are possible")
+    return " ".join(f"{token}{float(np.float32(bias)):+.9g}" for token, bias in sorted(sums.items()))
+
+
+@lru_cache(maxsize=256)
+def read_biases(text: str) -> tuple[Ids, Logits]:
+    """(token ids, ascending; biases)."""
+    pairs = [read_bias(each) for each in text.split()]
+    return np.array([token for token, _ in pairs], np.intp), np.array([bias for _, bias in pairs], np.float32)
+
+
+def add_biases(logits: Logits, text: str) -> None:
+    """Add the biases to logits (n_vocab,), in place; tokens beyond them are ignored."""
+    ids, biases = read_biases(text)
+    n = int(np.searchsorted(ids, len(logits)))
+    logits[ids[:n]] += biases[:n]
+
+
+# -- noise
+
+
+def random_words(seed: int, position: int, ids: npt.NDArray[np.intp]) -> npt.NDArray[np.uint64]:
+    """64 random bits for each of the token ids (n,), at least one, which must ascend."""
+    block = int(ids[0]) // WORDS_A_BLOCK
+    generator = np.random.Philox(key=seed, counter=[block, 0, 0, position])
+    n_between = int(ids[-1]) + 1 - block * WORDS_A_BLOCK
+    if n_between < IDS_A_JUMP * len(ids):
+        drawn = np.asarray(generator.random_raw(n_between))
+        return drawn if n_between == len(ids) else drawn[ids - block * WORDS_A_BLOCK]
+    words = np.empty(len(ids), np.uint64)
+    drawn, block = generator.random_raw(WORDS_A_BLOCK), block + 1  # the next block
+    for index, token in enumerate(ids.tolist()):
+        target, offset = divmod(token, WORDS_A_BLOCK)
+        if target >= block:
+            generator.advance(target - block)
+            drawn, block = generator.random_raw(WORDS_A_BLOCK), target + 1
+        words[index] = drawn[offset]
+    return words
+
+
+def gumbel(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
+    """Standard Gumbel noise (n,) from 64 random bits each."""
+    # 53 bits, in the open interval (0, 1): the largest would be rounded up to 1, and its logarithm be 0
+    uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+    return -np.log(-np.log(np.minimum(uniform, 1.0 - 2.0**-53)))
+
+
+def gumbel_bound(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
+    """An upper bound of `gumbel` (n,), up to rounding; infinite for the largest bits.
+
+    With u the uniform number, -log(-log(u)) <= -log(1 - u): one logarithm of 32 bits instead of two of 53.
+    """
+    high_halves = words.astype("<u8", copy=False).view("<u4")[1::2]
+    with np.errstate(divide="ignore"):
+        return np.float32(32 * np.log(2)) - np.log((~high_halves).astype(np.float32))

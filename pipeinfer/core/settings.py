@@ -9,6 +9,12 @@ KEY = "setting"
 REQUIRED = MISSING
 """The default of a setting that must be given."""
 
+MAX_WIDTH, MAX_DEPTH, MAX_TREE = 16, 64, 1000
+"""Limits of policies' settings: guesses after one token, after each other, and of one tree."""
+
+MAX_RUN, MAX_RUNS = 128, 1000
+"""Limits of policies' settings: guesses of a run, and runs in flight. Messages and buffers have room for that."""
+
 
 @dataclass(frozen=True, slots=True)
 class Setting:

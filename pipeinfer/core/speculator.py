@@ -7,21 +7,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from pipeinfer.core.active_request import ActiveRequest
-from pipeinfer.core.in_flight import RequestSlice
 from pipeinfer.core.interfaces import Drafter, FeatureDrafter, InstantDrafter
-from pipeinfer.core.levels import Level
+from pipeinfer.core.levels import Level, RequestSlice
+from pipeinfer.core.policy import ActiveRequest
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess
-from pipeinfer.core.scheduling.round_robin import RoundRobin
 from pipeinfer.core.tree import LOOKED_UP, Node
-from pipeinfer.core.types import Clock, FloatArray
+from pipeinfer.core.types import Clock, FloatArray, RoundRobin
 
-N_AHEAD = 2
+MAX_INFLIGHT = 2
 """Runs in flight at a larger draft at most: one is evaluated, the next one is there when it is done."""
 
 N_TIMED = 9
-"""Steps of the smallest draft whose median is what a step takes: some read a prompt first, or are interrupted."""
+"""Steps of the smallest draft whose median is what a step takes: some read tokens first, or are interrupted."""
 
 
 class _Step(NamedTuple):
@@ -37,13 +35,14 @@ class Speculator:
     """Drafts are numbered by size. Draft 0, the `drafter`, proposes children of nodes, one step at a time: a Drafter in
     this process, or a Level where another rank has it. The larger `drafts` refine what smaller ones proposed.
 
-    `active`: the open requests by id. `grown`: is told which request's tree has changed. `in_flight`: runs of a request
-    at the target. `draft_s`: seconds of a step until the first one has been timed; 0: unknown.
+    `active`: the open requests by id. `version`: the engine's. `grown`: is told which request's tree has changed.
+    `in_flight`: runs of a request at the target. `draft_s`: seconds of a step until the first one has been timed; 0:
+    unknown.
     """
 
     def __init__(
         self, drafter: Drafter | Level | None, drafts: Sequence[Level], clock: Clock,
-        active: Mapping[int, ActiveRequest], grown: Callable[[ActiveRequest], None],
+        active: Mapping[int, ActiveRequest], version: Callable[[], int], grown: Callable[[ActiveRequest], None],
         in_flight: Callable[[Request], int], draft_s: float = 0.0,
     ) -> None:  # fmt: skip
         self.drafter = None if isinstance(drafter, Level) else drafter
@@ -52,12 +51,12 @@ class Speculator:
         self._lookup = drafter if isinstance(drafter, InstantDrafter) else None
         self.drafts, self.n_drafts = tuple(drafts), (drafter is not None) + len(drafts)
         self._levels = [*([(0, self.remote)] if self.remote else []), *enumerate(self.drafts, start=1)]
-        self.clock, self._active, self._grown, self._in_flight = clock, active, grown, in_flight
+        self.clock, self._active, self._version, self._grown, self._in_flight = clock, active, version, grown, in_flight
         self._turns = [RoundRobin[ActiveRequest]() for _ in range(1 + len(self.drafts))]  # of each draft
-        self._asked_to_draft = self._asked_to_ask = -1  # the engine's version when there was nothing to do
         self._step: _Step | None = None
         self._deferred: list[Callable[[], None]] = []  # what the drafter hears after its step
         self._n_ending = 0  # of these, requests that end
+        self._past_prompt = set[int]()  # requests whose prompts the drafter has read; steps before are not timed
         self._steps_s: deque[float] = deque([draft_s] if draft_s else [], maxlen=N_TIMED)
 
     # -- requests
@@ -97,6 +96,7 @@ class Speculator:
         """The request is no longer open."""
         for turns in self._turns:
             turns.discard(active)
+        self._past_prompt.discard(active.request.id)
         if self.drafter:
             self._end(self.drafter.close, active.request)
 
@@ -122,23 +122,16 @@ class Speculator:
 
     # -- steps of the smallest draft
 
-    def draft(self, version: int, meanwhile: Callable[[], None]) -> bool:
-        """A step of the drafter for the request whose turn it is; `meanwhile` is called between its layers.
-
-        `version`: the engine's; if no policy has nodes to expand, none is asked again at the same version.
-        """
-        if self.drafter is None or self._asked_to_draft == version:
-            return False
-        drafts = any(self._draft_for(self.drafter, active, meanwhile) for active in self._turns[0])
-        if not drafts:
-            self._asked_to_draft = version
-        return drafts
+    def draft(self, meanwhile: Callable[[], None]) -> bool:
+        """A step of the drafter for the request whose turn it is; `meanwhile` is called between its layers."""
+        drafter = self.drafter
+        return drafter is not None and any(self._draft_for(drafter, each, meanwhile) for each in self._turns[0])
 
     def _draft_for(self, drafter: Drafter, active: ActiveRequest, meanwhile: Callable[[], None]) -> bool:
-        request, nodes = active.request, active.policy.draft(active.context)
+        request, nodes = active.request, self._to_draft(active)
         if self._lookup and any(not node.looked_up for node in nodes):  # a run that was sent has made room for them
             self.look_up(active)
-            nodes = active.policy.draft(active.context)
+            nodes = self._to_draft(active)
         if not nodes:
             return False
 
@@ -149,18 +142,23 @@ class Speculator:
         self._turns[0].rotate(active)
         step = self._step = _Step(request, nodes, active.context.n_inflight, self.clock())
         try:
-            found = drafter.expand(request, nodes, interrupted)
+            guesses = drafter.expand(request, nodes, interrupted)
         finally:
             self._step = None
         end_s, is_open, has_ended = self.clock(), request.id in self._active, self._n_ending > 0
-        steps = not is_open or found is None or self._take(active, nodes, found)
+        steps = not is_open or guesses is None or self._take(active, nodes, guesses)
         if steps:
-            self._note(active, step, end_s, len(nodes), found is None)
+            self._note(active, step, end_s, len(nodes), guesses is None, is_timed=request.id in self._past_prompt)
+            if is_open and guesses is not None:
+                self._past_prompt.add(request.id)
         self._flush()
         return steps or has_ended
 
-    def _note(self, active: ActiveRequest, step: _Step, end_s: float, n_nodes: int, lost: bool) -> None:
-        self._steps_s.append(end_s - step.start_s)
+    def _note(
+        self, active: ActiveRequest, step: _Step, end_s: float, n_nodes: int, lost: bool, is_timed: bool = True
+    ) -> None:
+        if is_timed:
+            self._steps_s.append(end_s - step.start_s)
         active.observer.draft_stepped(step.start_s, end_s, n_nodes, step.n_inflight, lost)
 
     @property
@@ -184,58 +182,55 @@ class Speculator:
 
     def _has_step(self, active: ActiveRequest) -> bool:
         has_first = self.n_drafts > len(self.drafts)
-        return bool(has_first and self._wanted(active, 0)) or any(
-            level.n_inflight(active.request) or self._wanted(active, draft)
+        return bool(has_first and self._to_draft(active)) or any(
+            level.n_inflight(active.request) or active.policy.refine(active.context, draft)
             for draft, level in enumerate(self.drafts, start=1)
         )
 
     # -- drafts that are asked by runs
 
-    def ask(self, version: int) -> bool:
-        """Send one run to a draft: tokens that it lacks, else nodes. `version`: as in `draft`."""
-        if self._asked_to_ask == version or not self._levels:
-            return False
-        asked = any(
-            level.n_flights < (N_AHEAD if draft else 1) and self._ask_about(active, draft, level)
+    def ask(self) -> bool:
+        """Send one run to a draft: tokens that it lacks, else nodes."""
+        return bool(self._levels) and any(
+            level.n_flights < (MAX_INFLIGHT if draft else 1) and self._ask_about(active, draft, level)
             for draft, level in self._levels
             for active in self._turns[draft]
         )
-        if not asked:
-            self._asked_to_ask = version
-        return asked
 
-    @staticmethod
-    def _wanted(active: ActiveRequest, draft: int) -> Mapping[Node, int]:
-        policy, context = active.policy, active.context
-        return policy.refine(context, draft) if draft else policy.draft(context)
+    def _to_draft(self, active: ActiveRequest) -> Mapping[Node, int]:
+        """The answer of the policy's `draft`, which is asked once until the next event."""
+        if active.drafts_at != self._version():
+            active.to_draft, active.drafts_at = active.policy.draft(active.context), self._version()
+        return active.to_draft
 
     def _ask_about(self, active: ActiveRequest, draft: int, level: Level) -> bool:
-        request, wanted = active.request, self._wanted(active, draft)
-        if not wanted and not draft:
+        request = active.request
+        widths = active.policy.refine(active.context, draft) if draft else self._to_draft(active)
+        if not widths and not draft:
             return False  # a larger draft reads on all the same
         n_left = level.n_context_left(request)
         n_context = min(n_left, level.n_chunk, level.pool.n_free_cells)
-        nodes = [] if n_left else level.pool.unplaced(list(wanted))[: level.n_rows]
-        # nodes above the wanted ones may be missing here: a larger draft evaluates them anyway, so it answers too
-        width = max(wanted.values(), default=0) if draft else 0
-        widths = {node: wanted.get(node, width) for node in nodes}
+        nodes = [] if n_left else level.pool.unplaced(list(widths))[: level.n_rows]
+        # ancestors of these nodes may be missing here: a larger draft evaluates them anyway, so it answers too
+        width = max(widths.values(), default=0) if draft else 0
+        row_widths = {node: widths.get(node, width) for node in nodes}
         n_inflight = active.context.n_inflight
-        if not level.submit([RequestSlice(request, n_context, nodes, request.tree.root in nodes, widths=widths)]):
-            return self._pass_over(active, wanted, draft, level) if draft else self._take(active, wanted, {})
+        if not level.submit([RequestSlice(request, n_context, nodes, request.tree.root in nodes, widths=row_widths)]):
+            return self._pass_over(active, widths, draft, level) if draft else self._take(active, widths, {})
         self._turns[draft].rotate(active)
         if not draft:
-            self._step = _Step(request, wanted, n_inflight, self.clock())
+            self._step = _Step(request, widths, n_inflight, self.clock())
         return True
 
     @staticmethod
-    def _pass_over(active: ActiveRequest, wanted: Collection[Node], draft: int, level: Level) -> bool:
+    def _pass_over(active: ActiveRequest, nodes: Collection[Node], draft: int, level: Level) -> bool:
         """There is no room for the nodes, nor will there be before the root moves, unless a run is in flight."""
         if level.n_inflight(active.request):
             return False
-        unknown = [node for node in wanted if not level.pool.is_placed(node)]
-        for node in unknown:
+        unplaced = [node for node in nodes if not level.pool.is_placed(node)]
+        for node in unplaced:
             node.passed_over = draft
-        return bool(unknown)
+        return bool(unplaced)
 
     def hear(self) -> bool:
         """Take the next answer into the trees, if one has come."""
@@ -250,15 +245,15 @@ class Speculator:
         if not draft:
             step, self._step = self._step, None
         for part in flight.parts:
-            active, found = self._active[part.request.id], _answers(part, verdict)
+            active, guesses = self._active[part.request.id], _answers(part, verdict)
             if step:
                 if part.nodes:
                     self._note(active, step, self.clock(), len(part.nodes), verdict.cancelled)
-                if any(node in found for node in step.nodes):
-                    self._take(active, step.nodes, found)
-            for node in found if draft else ():
+                if any(node in guesses for node in step.nodes):
+                    self._take(active, step.nodes, guesses)
+            for node in guesses if draft else ():
                 if node.refined < draft:
-                    self._refine(active, node, found[node], draft)
+                    self._refine(active, node, guesses[node], draft)
         return True
 
     # -- guesses
@@ -266,6 +261,7 @@ class Speculator:
     def look_up(self, active: ActiveRequest) -> None:
         """Grow the request's tree by the guesses that take no time, where its policy wants them."""
         while self._lookup and (nodes := active.policy.look_up(active.context)):
+            active.drafts_at = -1
             for node in nodes:
                 self._look_up(self._lookup, active, node)
             self._grown(active)
@@ -273,17 +269,17 @@ class Speculator:
     def _look_up(self, lookup: InstantDrafter, active: ActiveRequest, node: Node) -> None:
         was_expanded = node.expanded
         guess, is_all = lookup.look_up(active.request, node)
-        kept = active.policy.keep(node, [guess], LOOKED_UP) if guess else []
-        active.observer.grown(len(active.request.tree.grow(node, kept, _log_probs(kept), LOOKED_UP)))
+        chosen = active.policy.keep(node, [guess], LOOKED_UP) if guess else []
+        active.observer.grown(len(active.request.tree.grow(node, chosen, _log_probs(chosen), LOOKED_UP)))
         node.looked_up, node.expanded = True, was_expanded or is_all
 
-    def _take(self, active: ActiveRequest, nodes: Collection[Node], found: Mapping[Node, list[Guess]]) -> bool:
-        """Add children to nodes of which guesses were found; whether anything changed."""
+    def _take(self, active: ActiveRequest, nodes: Collection[Node], guesses: Mapping[Node, list[Guess]]) -> bool:
+        """Add children to nodes of which there are guesses; whether anything changed."""
         for node in nodes:
-            if node in found and node.live and not node.expanded:
-                kept = active.policy.keep(node, found[node])
-                active.observer.grown(len(active.request.tree.grow(node, kept, _log_probs(kept))))
-        if not found:  # there was no room, and only verdicts make some
+            if node in guesses and node.live and not node.expanded:
+                chosen = active.policy.keep(node, guesses[node])
+                active.observer.grown(len(active.request.tree.grow(node, chosen, _log_probs(chosen))))
+        if not guesses:  # there was no room, and only verdicts make some
             if self._in_flight(active.request):
                 return False
             for node in nodes:
@@ -293,9 +289,9 @@ class Speculator:
         return True
 
     def _refine(self, active: ActiveRequest, node: Node, guesses: list[Guess], draft: int) -> None:
-        kept = active.policy.keep(node, guesses, draft)
+        chosen = active.policy.keep(node, guesses, draft)
         active.observer.refined()
-        active.observer.grown(len(active.request.tree.refine(node, kept, _log_probs(kept), draft)))
+        active.observer.grown(len(active.request.tree.refine(node, chosen, _log_probs(chosen), draft)))
         self._grown(active)
 
 

@@ -111,19 +111,19 @@ class TokenTree:
         higher than a known child's, it replaces that."""
         assert parent.live, f"growing a {parent.state.value} node at position {parent.position}"
         parent.expanded = True
-        grown, known = [], {child.token: child for child in parent.children}
+        grown, children = [], {child.token: child for child in parent.children}
         for guess, log_prob in zip(guesses, log_probs, strict=True):
-            child = known.get(guess.token)
+            child = children.get(guess.token)
             if child is None:
                 node = Node(guess.token, parent.position + 1, parent, log_prob, parent.score + log_prob)
                 node.depth, node.guessed_by = node.position - self.root.position, draft
                 parent.children.append(node)
-                known[node.token] = node
+                children[node.token] = node
                 grown.append(node)
             elif log_prob > child.log_prob:
                 child.log_prob, child.guessed_by = log_prob, draft
                 child.rescore()
-        if len(known) > len(grown):
+        if len(children) > len(grown):
             parent.children.sort(key=lambda child: -child.log_prob)
         self.nodes += grown
         return grown
@@ -134,13 +134,13 @@ class TokenTree:
         """
         assert parent.refined < draft, f"draft {draft} refines what draft {parent.refined} has refined"
         parent.refined = draft
-        found = {guess.token: log_prob for guess, log_prob in zip(guesses, log_probs, strict=True)}
+        edges = {guess.token: log_prob for guess, log_prob in zip(guesses, log_probs, strict=True)}
         least = min(log_probs, default=0.0)
         grown = self.grow(parent, guesses, log_probs)
         for child in parent.children:
-            child.log_prob, child.guessed_by = found.get(child.token, min(child.log_prob, least)), draft
+            child.log_prob, child.guessed_by = edges.get(child.token, min(child.log_prob, least)), draft
             child.rescore()
-        parent.children.sort(key=lambda child: (-child.log_prob, child.token not in found))
+        parent.children.sort(key=lambda child: (-child.log_prob, child.token not in edges))
         return grown
 
     def answer(self, nodes: Sequence[Node], tokens: Sequence[int], first: int = 0) -> None:
@@ -192,12 +192,12 @@ class TokenTree:
 
 def with_ancestors(nodes: Sequence[Node], placed: Container[Node]) -> list[Node]:
     """The nodes and their ancestors that are not in `placed`, parents first, the order of `nodes` kept."""
-    found: dict[Node, None] = {}
+    chosen: dict[Node, None] = {}
     for node in nodes:
         path: list[Node] = []
         step: Node | None = node
-        while step is not None and step not in found and step not in placed:
+        while step is not None and step not in chosen and step not in placed:
             path.append(step)
             step = step.parent
-        found |= dict.fromkeys(reversed(path))
-    return list(found)
+        chosen |= dict.fromkeys(reversed(path))
+    return list(chosen)

@@ -9,27 +9,31 @@ from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from pipeinfer.cluster.sbatch import JobState, job_state, submit_script
-from pipeinfer.cluster.slurm import SlurmJob, script_text
+from pipeinfer.cluster.slurm import INDEX, JobState, SlurmJob, job_state, script_text, submit_script
 from pipeinfer.errors import UserError
+from pipeinfer.job.process.streams import complain
 from pipeinfer.outputs import write_file
 
 LOOK_S, ASK_S = 0.25, 2.0
-"""How often the job's files are looked at; how often Slurm is asked about it, which has more to do."""
+"""Seconds between looks at the job's files, and between queries to Slurm, which has more to do."""
 
 SILENT_S = 600.0
-"""How long Slurm may give no answer about a job that is followed: its controller may be busy, or be started again."""
+"""How long Slurm may give no answer about a job that is followed: its controller may be busy, or be restarted."""
 
 MOST_FOLDERS = 10_000
 VERSION_TIMEOUT_S = 20.0
 
 
-def submit(job: SlurmJob, wait: bool) -> int:
-    """Make the job's folder in `job.folder`; returns the exit code, with `wait` the job's. Raises UserError."""
+def submit(job: SlurmJob, wait: bool, source: Path | None = None) -> int:
+    """Make the job's folder in `job.folder`; returns the exit code, with `wait` the job's. `source`: the requests that
+    an array shares. Raises UserError."""
+    parts = split_lines(source, job.n_array) if source and job.n_array else []
     job = in_folder(job, _new_folder(job.folder, job.name))
     script = job.folder / "job.sh"
     try:
         write_file(script, "the job's script", script_text(job).encode())
+        for index, part in enumerate(parts):
+            write_file(Path(str(job.folder / PART).replace(INDEX, str(index))), "a part of the requests", part)
         number = submit_script(script)
     except UserError:
         shutil.rmtree(job.folder, ignore_errors=True)
@@ -37,14 +41,14 @@ def submit(job: SlurmJob, wait: bool) -> int:
     try:
         write_file(job.folder / "id", "the job's number", f"{number}\n".encode())
     except UserError as error:  # the job is in the queue all the same
-        _tell(str(error))
+        complain(str(error))
     if not wait:
         print(f"{number} {job.folder}", flush=True)
         if "serve" in job.command[1:2]:
-            _tell(f"once the server listens, {job.log_file} has its address, and how other machines get there (ssh -L "
-                  "PORT:127.0.0.1:PORT NODE)")  # fmt: skip
+            complain(f"once the server listens, {job.log_file} has its address, and how other machines get there "
+                     "(ssh -L PORT:127.0.0.1:PORT NODE)")  # fmt: skip
         return 0
-    _tell(f"job {number} in {job.folder}; scancel {number} ends it")
+    complain(f"job {number} in {job.folder}; scancel {number} ends it")
     return follow(number, job.text_file, job.log_file)
 
 
@@ -53,12 +57,27 @@ def in_folder(job: SlurmJob, folder: Path) -> SlurmJob:
     return replace(job, folder=folder, command=tuple(word.replace(FOLDER, str(folder)) for word in job.command))
 
 
-FOLDER = "\0"
-"""Stands in a command's words for the job's folder, which is not there yet: no word can have it."""
+FOLDER = "\0folder\0"
+"""Stands in a command's words for the job's folder, which is not there yet: no word can contain it."""
+
+
+PART = f"requests-{INDEX}.jsonl"
+"""The requests of one job of an array, in the folder."""
+
+
+def split_lines(path: Path, n: int) -> list[bytes]:
+    """`n` parts of a file, of nearly as many lines. Raises UserError where it cannot be read or has fewer lines."""
+    try:
+        lines = [line.rstrip(b"\n") + b"\n" for line in path.open("rb") if line.strip()]
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; --array splits the file here, where it must be readable") from None
+    if len(lines) < n:
+        raise UserError(f"--array {n}: {path} has {len(lines)} requests; give at most so many")
+    return [b"".join(lines[len(lines) * index // n : len(lines) * (index + 1) // n]) for index in range(n)]
 
 
 def next_folder(base: Path, name: str) -> Path:
-    """What the next job's folder would be called."""
+    """The name of the next job's folder."""
     return next(path for path in _folders(base, name) if not path.exists())
 
 
@@ -82,27 +101,27 @@ def _new_folder(base: Path, name: str) -> Path:
 
 def follow(number: str, text: Path, log: Path, state_of: Callable[[str], JobState] = job_state) -> int:
     """Copy a job's output until it has ended. Returns its exit code, or 128 + its signal, or 1 where Slurm knows
-    neither. Raises UserError when Slurm does not answer any more."""
+    neither. Raises UserError when Slurm stops answering."""
     tails = [_Tail(text, sys.stdout), _Tail(log, sys.stderr)]
-    said, asked_s, answered_s = "", float("-inf"), time.monotonic()
+    reported, query_s, answer_s = "", float("-inf"), time.monotonic()
     state = JobState("PENDING")
     while True:
-        if time.monotonic() - asked_s >= ASK_S:
-            asked_s = time.monotonic()
+        if time.monotonic() - query_s >= ASK_S:
+            query_s = time.monotonic()
             try:
-                state, answered_s = state_of(number), asked_s
+                state, answer_s = state_of(number), query_s
             except UserError as error:
-                if asked_s - answered_s > SILENT_S:
+                if query_s - answer_s > SILENT_S:
                     raise
-                if str(error) != said:
-                    said = str(error)
-                    _tell(f"job {number} is not known to have ended: {said}")
+                if str(error) != reported:
+                    reported = str(error)
+                    complain(f"job {number} is not known to have ended: {reported}")
                 continue
-            if state.name == "PENDING" and state.reason != said:
-                said = state.reason
-                _tell(f"job {number} waits: {said or 'Slurm has not said why'}")
+            if state.name == "PENDING" and state.reason != reported:
+                reported = state.reason
+                complain(f"job {number} waits: {reported or 'Slurm has not said why'}")
         for tail in tails:  # once more after its end
-            tail.hand_on()
+            tail.copy()
         if state.ended:
             break
         time.sleep(LOOK_S)
@@ -110,18 +129,18 @@ def follow(number: str, text: Path, log: Path, state_of: Callable[[str], JobStat
         tail.close()
     code = state.code or (128 + state.signal if state.signal else int(state.name not in ("COMPLETED", "")))
     if code:
-        _tell(f"job {number} ended: {state.name.lower()}{f' ({state.reason})' if state.reason else ''}")
+        complain(f"job {number} ended: {state.name.lower()}{f' ({state.reason})' if state.reason else ''}")
     return code
 
 
 class _Tail:
-    """What is new in a file that may not be there yet."""
+    """Copies new content of a file, which may not be there yet."""
 
     def __init__(self, path: Path, stream: TextIO) -> None:
         self.path, self.stream = path, stream
         self._file: BinaryIO | None = None
 
-    def hand_on(self) -> None:
+    def copy(self) -> None:
         if self._file is None and self.path.exists():
             self._file = self.path.open("rb")
         if self._file and (new := self._file.read()):
@@ -131,10 +150,6 @@ class _Tail:
     def close(self) -> None:
         if self._file:
             self._file.close()
-
-
-def _tell(message: str) -> None:
-    print(f"pipeinfer: {message}", file=sys.stderr, flush=True)
 
 
 def is_open_mpi(mpirun: str = "") -> bool:
@@ -151,5 +166,5 @@ def is_open_mpi(mpirun: str = "") -> bool:
 
 def own_program(name: str) -> str:
     """A program that is installed beside this Python, by a path that is the same on a job's nodes; else its name."""
-    own = Path(sys.executable).with_name(name)
-    return str(own) if own.exists() else name
+    path = Path(sys.executable).with_name(name)
+    return str(path) if path.exists() else name

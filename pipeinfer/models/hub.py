@@ -1,9 +1,10 @@
-"""Models of the hub: their files downloaded into its cache, and what lies there. Knows no options.
+"""Models of the hub: the files that a name means, their download into the hub's cache, and its content.
 
-The cache, the endpoint and the token are huggingface_hub's: HF_HOME, HF_ENDPOINT, HF_TOKEN.
+The cache, the endpoint and by default the token are huggingface_hub's: HF_HOME, HF_ENDPOINT, HF_TOKEN.
 """
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from errno import EACCES, EDQUOT, EEXIST, ENOSPC, ENOTDIR, EROFS
 from functools import partial
@@ -12,8 +13,22 @@ from types import ModuleType
 from typing import Any
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.hub_names import HubName, choose_files, is_model, n_parts, parts_of, quant_of
-from pipeinfer.sizes import size_text
+from pipeinfer.text import size_text
+
+PREFIX = "hf:"
+"""The beginning of a path that is the name of a model on the hub."""
+
+USUAL = ("Q4_K_M", "Q8_0")
+"""Quantisations for names without one, the first that the repository has; else its first file is taken."""
+
+COMPANIONS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
+"""Parts of the names of GGUF files that are no models by themselves."""
+
+REPO = re.compile(r"(?!.*(--|\.\.|\.git$))\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b", re.ASCII)
+"""The hub's rule for names of repositories."""
+
+PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
+TAG = re.compile(r"[-.]([A-Za-z0-9_]+)$")
 
 TOKEN = "give the token of who may have it with HF_TOKEN or -hft"
 TIMEOUT_S = 10
@@ -22,9 +37,112 @@ NO_PLACE = (ENOSPC, EACCES, EROFS, EDQUOT, ENOTDIR, EEXIST)
 Notice = Callable[[str], object]
 
 
+# -- names
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """A repository `user/model`, and a quantisation or the path of a file in it; neither: the usual quantisation."""
+
+    repo: str
+    quant: str = ""
+    file: str = ""
+
+    def __str__(self) -> str:
+        which = self.file or self.quant
+        return f"{self.repo}:{which}" if which else self.repo
+
+    @property
+    def path(self) -> Path:
+        """The name as a path in options, until its files are downloaded."""
+        return Path(f"{PREFIX}{self}")
+
+
+def parse_name(text: str) -> HubName:
+    """`user/model`, `user/model:QUANT` or `user/model:FILE.gguf`. Raises UserError."""
+    repo, _, which = text.partition(":")
+    if not REPO.fullmatch(repo) or (":" in text and not which):
+        raise UserError(f"{text!r} is no model on the hub; write USER/MODEL, or USER/MODEL:Q8_0 for a quantisation")
+    return HubName(repo, file=which) if which.lower().endswith(".gguf") else HubName(repo, which)
+
+
+def name_of(path: Path) -> HubName | None:
+    """The name in an option's path; None for a file. Raises UserError for neither."""
+    text = str(path)
+    return parse_name(text.removeprefix(PREFIX)) if text.startswith(PREFIX) else None
+
+
+def quant_of(file: str) -> str:
+    """The quantisation in a file's name; empty if there is none."""
+    part = PART.fullmatch(file)
+    stem = Path(part[1] if part else file).name.removesuffix(".gguf")
+    match = TAG.search(stem)
+    return match[1].upper() if match else ""
+
+
+def is_model(file: str) -> bool:
+    """Whether a file is a model, or a part of one, by its name."""
+    name = Path(file).name
+    return name.lower().endswith(".gguf") and not any(word in name for word in COMPANIONS)
+
+
+def parts_of(first: str, files: Sequence[str]) -> list[str]:
+    """The parts of a split model that are among `files`, in order; the file alone if it is not split."""
+    match = PART.fullmatch(first)
+    if match is None:
+        return [first]
+    parts = [PART.fullmatch(file) for file in sorted(files)]
+    return [part[0] for part in parts if part and (part[1], part[3]) == (match[1], match[3])]
+
+
+def n_parts(file: str) -> int:
+    """The number of parts of a model, by the name of one."""
+    match = PART.fullmatch(file)
+    return int(match[3]) if match else 1
+
+
+def choose_files(name: HubName, sizes: Mapping[str, int]) -> list[str]:
+    """The files that a name means among those of the repository, all parts of a split model in order, as in llama.cpp.
+    `sizes`: of all files, by their paths. Raises UserError, with the models that there are."""
+    models = [file for file in sorted(sizes) if is_model(file) and not _is_later_part(file)]
+    if name.file:
+        chosen = name.file if name.file in sizes else None
+    else:
+        matches = filter(None, (_of_quant(quant, models) for quant in ([name.quant] if name.quant else USUAL)))
+        chosen = next(matches, None if name.quant else next(iter(models), None))
+    if chosen is None:
+        there = ", ".join(f"{file if name.file else quant_of(file) or file} ({_size(file, sizes)})" for file in models)
+        raise UserError(
+            f"{name.repo} has no {name.file or name.quant or 'GGUF file of a model'}; "
+            + (f"there are {there}" if there else "look for a repository with GGUF files")
+        )
+    files = parts_of(chosen, list(sizes))
+    if len(files) != n_parts(chosen):
+        raise UserError(f"of {n_parts(chosen)} parts of {chosen} {name.repo} has {len(files)}; take another file")
+    return files
+
+
+def _of_quant(quant: str, models: Sequence[str]) -> str | None:
+    """llama.cpp's rule: the first path with the quantisation's name before a dot or a dash."""
+    pattern = re.compile(re.escape(quant) + "[.-]", re.IGNORECASE)
+    return next((file for file in models if pattern.search(file)), None)
+
+
+def _is_later_part(file: str) -> bool:
+    match = PART.fullmatch(file)
+    return match is not None and int(match[2]) != 1
+
+
+def _size(file: str, sizes: Mapping[str, int]) -> str:
+    return size_text(sum(sizes[part] for part in parts_of(file, list(sizes))))
+
+
+# -- downloads and the cache
+
+
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """A model in the cache. `is_whole`: all of its parts are there."""
+    """A model in the cache. `is_whole`: it has all of its parts."""
 
     repo: str
     quant: str
@@ -34,30 +152,32 @@ class CachedModel:
 
 
 class Unreachable(Exception):
-    """The hub does not answer, or shall not be asked; the message says why."""
+    """The hub does not answer; the message has the reason."""
 
 
-def fetch(name: HubName, offline: bool, on_notice: Notice) -> Path:
-    """The file that a name means, the first of a split model: what is not in the cache is downloaded.
+def fetch(name: HubName, offline: bool, on_notice: Notice, token: str | None = None) -> Path:
+    """The file that a name means, the first of a split model; files that the cache lacks are downloaded.
 
-    Where the hub cannot be reached, or shall not be asked (`offline`), what is in the cache does, with a line to
-    `on_notice`. Raises UserError.
+    If the hub cannot be reached, with a line to `on_notice`, or if `offline`, the cache alone is searched. Raises
+    UserError.
     """
     hub = _library()
     if offline or hub.constants.HF_HUB_OFFLINE:
         return _cached(hub, name, f"it is not asked ({'--offline' if offline else 'HF_HUB_OFFLINE'})")
     try:
         cache = hub.constants.HF_HUB_CACHE
-        ask = partial(hub.HfApi().model_info, name.repo, files_metadata=True, timeout=TIMEOUT_S)
-        info = _asked(hub, name, ask)
+        ask = partial(hub.HfApi(token=token).model_info, name.repo, files_metadata=True, timeout=TIMEOUT_S)
+        info = _query(hub, name, ask)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings}
         files = choose_files(name, sizes)
-        known = [hub.try_to_load_from_cache(name.repo, file, cache, info.sha) for file in files]
-        if not all(isinstance(path, str) for path in known):
-            on_notice(f"downloading {name.repo}: {_told(files, sizes)}, into {cache}")
-            download = partial(hub.hf_hub_download, name.repo, cache_dir=cache)
-            known = [_asked(hub, name, partial(download, file)) for file in files]
-        return Path(known[0])
+        paths = [hub.try_to_load_from_cache(name.repo, file, cache, info.sha) for file in files]
+        if not all(isinstance(path, str) for path in paths):
+            more = f" and {len(files) - 1} more parts" if len(files) > 1 else ""
+            size = size_text(sum(sizes[file] for file in files))
+            on_notice(f"downloading {name.repo}: {files[0]}{more} ({size}), into {cache}")
+            download = partial(hub.hf_hub_download, name.repo, cache_dir=cache, token=token)
+            paths = [_query(hub, name, partial(download, file)) for file in files]
+        return Path(paths[0])
     except Unreachable as error:
         path = _cached(hub, name, str(error))
         on_notice(f"{name.repo}: {error}; what the cache has is used")
@@ -70,18 +190,13 @@ def _library() -> ModuleType:
         import huggingface_hub.constants
         import huggingface_hub.errors
     except ImportError:
-        raise UserError("models of the hub need the package huggingface_hub: pip install 'pipeinfer[hub]', or download "
-                        "the GGUF file and give it with -m FILE") from None  # fmt: skip
+        way_out = "pip install 'pipeinfer[hub]', or download the GGUF file and give it with -m FILE"
+        raise UserError(f"models of the hub need the package huggingface_hub: {way_out}") from None
     return huggingface_hub
 
 
-def _told(files: list[str], sizes: Mapping[str, int]) -> str:
-    n_bytes = sum(sizes[file] for file in files)
-    return f"{files[0]}{f' and {len(files) - 1} more parts' if len(files) > 1 else ''} ({size_text(n_bytes)})"
-
-
-def _asked(hub: ModuleType, name: HubName, ask: Callable[[], object]) -> Any:
-    """What the hub answers. Raises UserError for what it refuses, Unreachable where it does not answer."""
+def _query(hub: ModuleType, name: HubName, ask: Callable[[], object]) -> Any:
+    """The hub's answer. Raises UserError if it refuses, Unreachable if it does not answer."""
     errors, endpoint = hub.errors, hub.constants.ENDPOINT
     try:
         return ask()
@@ -100,8 +215,9 @@ def _asked(hub: ModuleType, name: HubName, ask: Callable[[], object]) -> Any:
         raise Unreachable(f"{endpoint} cannot be reached ({_first_line(error)})") from None
     except OSError as error:
         if error.errno in NO_PLACE:
-            raise UserError(f"the hub's cache {hub.constants.HF_HUB_CACHE} cannot be written: {error.strerror}; make "
-                            "room there, or name another one with HF_HOME") from None  # fmt: skip
+            cache = f"the hub's cache {hub.constants.HF_HUB_CACHE}"
+            way_out = "make room there, or name another one with HF_HOME"
+            raise UserError(f"{cache} cannot be written: {error.strerror}; {way_out}") from None
         raise Unreachable(f"{endpoint} cannot be reached ({_first_line(error)})") from None
 
 
@@ -109,32 +225,32 @@ def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _cached(hub: ModuleType, name: HubName, why: str) -> Path:
-    """The file that a name means among those in the cache. `why`: no other is looked for. Raises UserError."""
+def _cached(hub: ModuleType, name: HubName, reason: str) -> Path:
+    """The file that a name means among those in the cache. `reason`: why the hub is not searched. Raises UserError."""
     revision = _revision(hub, name.repo)
     files = {} if revision is None else _files(revision)
     if not any(map(is_model, files)):
         raise UserError(
-            f"{name.repo} is not in the hub's cache {hub.constants.HF_HUB_CACHE}, and {why}; "
+            f"{name.repo} is not in the hub's cache {hub.constants.HF_HUB_CACHE}, and {reason}; "
             "download it once where the hub can be asked, or give a GGUF file"
         )
     try:
         (first, *_) = choose_files(name, {file: path.stat().st_size for file, path in files.items()})
     except UserError as error:
-        raise UserError(f"the hub: {why}; in its cache {error}") from None
+        raise UserError(f"the hub: {reason}; in its cache {error}") from None
     return files[first]
 
 
 def _repos(hub: ModuleType) -> list[Any]:
     try:
-        found = hub.scan_cache_dir(hub.constants.HF_HUB_CACHE)
+        cache = hub.scan_cache_dir(hub.constants.HF_HUB_CACHE)
     except (hub.errors.CacheNotFound, ValueError):  # there is none, or a file in its place
         return []
-    return sorted((repo for repo in found.repos if repo.repo_type == "model"), key=lambda repo: repo.repo_id)
+    return sorted((repo for repo in cache.repos if repo.repo_type == "model"), key=lambda repo: repo.repo_id)
 
 
 def _revision(hub: ModuleType, repo_id: str) -> Any:
-    """The one in the cache that is called main, else the newest; None where there is none."""
+    """The revision main in the cache, else the newest one; None without any."""
     repo = next((repo for repo in _repos(hub) if repo.repo_id == repo_id), None)
     if repo is None or not repo.revisions:
         return None
@@ -142,13 +258,13 @@ def _revision(hub: ModuleType, repo_id: str) -> Any:
 
 
 def _files(revision: Any) -> dict[str, Path]:
-    """By their paths in the repository."""
+    """Path in the repository -> file in the cache."""
     return {file.file_path.relative_to(revision.snapshot_path).as_posix(): file.file_path for file in revision.files}
 
 
 def cached_models() -> list[CachedModel]:
-    """All in the cache, by name. Raises UserError without huggingface_hub."""
-    hub, found = _library(), []
+    """All models in the cache, by name. Raises UserError without huggingface_hub."""
+    hub, models = _library(), []
     for repo in _repos(hub):
         for revision in sorted(repo.revisions, key=lambda each: -each.last_modified):
             files = _files(revision)
@@ -156,6 +272,6 @@ def cached_models() -> list[CachedModel]:
                 parts = parts_of(file, list(files))
                 if file == parts[0]:
                     n_bytes = sum(files[part].stat().st_size for part in parts)
-                    whole = len(parts) == n_parts(file)
-                    found.append(CachedModel(repo.repo_id, quant_of(file), files[file], n_bytes, whole))
-    return found
+                    is_whole = len(parts) == n_parts(file)
+                    models.append(CachedModel(repo.repo_id, quant_of(file), files[file], n_bytes, is_whole))
+    return models

@@ -1,26 +1,34 @@
-"""The columns of results.csv and load.csv: their kinds, what they mean, and which say what was asked. Knows no row."""
+"""The columns of results.csv and load.csv, and the values of those that name an experiment. Knows no job."""
 
+import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
+from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.settings import KEY
+from pipeinfer.core.settings import KEY as SETTING
+from pipeinfer.core.settings import settings_of, value_text
+
+HASH_DIGITS = 16
+Record = dict[str, Any]
+"""A row: the name of a column -> its cell."""
 
 Kind = Literal["text", "integer", "number", "integers", "numbers"]
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """`asked`: known before anything is measured. Rows that differ in such a column are of different experiments."""
+    """`is_key`: known before anything is measured. Rows that differ in such a column are different experiments."""
 
     name: str
     kind: Kind
     meaning: str
-    asked: bool = False
+    is_key: bool = False
 
 
-def _asked(name: str, kind: Kind, meaning: str) -> Column:
-    return Column(name, kind, meaning, asked=True)
+def _key(name: str, kind: Kind, meaning: str) -> Column:
+    return Column(name, kind, meaning, is_key=True)
 
 
 _KINDS: dict[type, Kind] = {int: "integer", float: "number", str: "text"}
@@ -30,14 +38,14 @@ _SAMPLED = {
     "logit_bias": "`--logit-bias`, by token",
     "grammar": "16 digits that two different grammars do not share; empty: none",
 }
-"""What columns mean, where the option does not say it."""
+"""Meanings of columns that their options do not tell."""
 
 SAMPLED = tuple(
-    _asked(each.name, _KINDS[type(each.default)], _SAMPLED.get(each.name) or f"`{each.metadata[KEY].flag}`")
+    _key(each.name, _KINDS[type(each.default)], _SAMPLED.get(each.name) or f"`{each.metadata[SETTING].flag}`")
     for each in fields(SamplingParams)
     if each.name != "n_logprobs"
 )
-"""What decides which tokens are chosen."""
+"""Everything that decides which tokens are chosen."""
 
 SAMPLING = tuple(column.name for column in SAMPLED)
 
@@ -46,35 +54,35 @@ COLUMNS = (
     Column("predicted_per_second", "number", "tokens a second of text, from the first token to the last"),
     Column("itl_mean_s", "number", "mean inter-token latency (s); tokens of one verdict share the gap before it"),
     Column("ttft_s", "number", "time to first token (s), from submission"),
-    _asked("policy", "text", "as `--policy` names it"),
-    _asked("variant", "text", "what an ablation switched off, by its flags; empty: nothing"),
-    _asked("settings", "text", "what steers policy and drafts: main options, and all that are not as by default"),
-    _asked("options", "text", "context, batch and other options of the job that are not as by default"),
-    _asked("model", "text", "the target's file; of `simulate`, the profile"),
-    _asked("model_bytes", "integer", "size of the target's file"),
-    _asked(
+    _key("policy", "text", "as `--policy` names it"),
+    _key("variant", "text", "what an ablation switched off, by its flags; empty: nothing"),
+    _key("settings", "text", "what steers policy and drafts: main options, and all that are not as by default"),
+    _key("options", "text", "context, batch and other options of the job that are not as by default"),
+    _key("model", "text", "the target's file; of `simulate`, the profile"),
+    _key("model_bytes", "integer", "size of the target's file"),
+    _key(
         "model_hash",
         "text",
         "16 digits of its size, its header and samples of each tensor: files that differ in few bytes may share them",
     ),
-    _asked("quantisation", "text", "of the target, as its header says"),
-    _asked("model_draft", "text", "the draft's file, several joined with +; empty for `iterative`"),
-    _asked("model_draft_bytes", "integer", "size of the draft's file, of several together"),
-    _asked("model_draft_hash", "text", "as `model_hash`, several joined with +"),
-    _asked("quantisation_draft", "text", "of the draft, several joined with +"),
-    _asked("ranks", "integer", "MPI ranks"),
-    _asked("layers", "integers", "the target's layers on each stage"),
-    _asked("threads", "integers", "threads of each rank"),
-    _asked("prompt", "text", "its name: file, file/question or file/question.turn; `pp128`: 128 tokens of text"),
-    _asked("prompt_hash", "text", "of its tokens; of a later turn, of all that was said to the model"),
-    _asked("prompt_n", "integer", "tokens of the prompt, cached ones included"),
-    _asked("predicted_n", "integer", "tokens generated"),
+    _key("quantisation", "text", "of the target, as its header says"),
+    _key("model_draft", "text", "the draft's file, several joined with +; empty for `iterative`"),
+    _key("model_draft_bytes", "integer", "size of the draft's file, of several together"),
+    _key("model_draft_hash", "text", "as `model_hash`, several joined with +"),
+    _key("quantisation_draft", "text", "of the draft, several joined with +"),
+    _key("ranks", "integer", "MPI ranks"),
+    _key("layers", "integers", "the target's layers on each stage"),
+    _key("threads", "integers", "threads of each rank"),
+    _key("prompt", "text", "its name: file, file/question or file/question.turn; `pp128`: 128 tokens of text"),
+    _key("prompt_hash", "text", "of its tokens; of a later turn, of all that was said to the model"),
+    _key("prompt_n", "integer", "tokens of the prompt, cached ones included"),
+    _key("predicted_n", "integer", "tokens generated"),
     *SAMPLED,
-    _asked("numerics", "text", "`exact` or `fast`; `virtual` in `simulate`"),
-    _asked("pace", "text", "profile that the ranks were slowed down to"),
-    _asked("pace_hash", "text", "of what that profile says"),
-    _asked("choices", "text", "of `simulate`: how often the first, second, … guess is right, or the recorded text"),
-    _asked("repetition", "integer", "which repetition of the same measurement this is, from 1 on"),
+    _key("numerics", "text", "`exact` or `fast`; `virtual` in `simulate`"),
+    _key("pace", "text", "profile that the ranks were slowed down to; *K: times are in units of K seconds"),
+    _key("pace_hash", "text", "of what that profile says"),
+    _key("choices", "text", "of `simulate`: how often the first, second, … guess is right, or the recorded text"),
+    _key("repetition", "integer", "which repetition of the same measurement this is, from 1 on"),
     Column("acceptance_rate", "number", "guesses that were right / guesses that got a verdict; wide trees lower it"),
     Column("sent_acceptance", "number", "guesses accepted / guesses sent to the target: the papers' acceptance rate"),
     Column("top1_rate", "number", "tokens that the likeliest guess named / tokens in whose place a guess stood"),
@@ -122,15 +130,11 @@ COLUMNS = (
 )
 
 NAMES = tuple(column.name for column in COLUMNS)
-ASKED = tuple(column.name for column in COLUMNS if column.asked)
-"""What makes two measurements the same one: the key of `--resume`, of the tables and of the figures."""
+KEY = tuple(column.name for column in COLUMNS if column.is_key)
+"""Rows that agree in these are the same measurement: the key of `--resume`, of the tables and of the figures."""
 
 
-SHARED = {column.name: column for column in COLUMNS}
-"""Of results.csv, with the same meaning here."""
-
-SHARES = (("mean", "mean"), ("p50", "median"), ("p90", "90th percentile"), ("p95", "95th percentile"),
-          ("p99", "99th percentile"))  # fmt: skip
+SHARES = {"mean": "mean", "p50": "median", **{f"p{share}": f"{share}th percentile" for share in (90, 95, 99)}}
 LATENCIES = {
     "ttft": "time to first token (s) over requests, from when each came",
     "tpot": "mean time per output token (s) after the first, over requests",
@@ -139,11 +143,12 @@ LATENCIES = {
 
 
 def _shared(*names: str) -> tuple[Column, ...]:
-    return tuple(SHARED[name] for name in names)
+    """Columns of results.csv with the same meaning."""
+    return tuple(COLUMNS[NAMES.index(name)] for name in names)
 
 
 def _latency(name: str, meaning: str) -> tuple[Column, ...]:
-    figures = (Column(f"{name}_{share}_s", "number", f"{shown}: {meaning}") for share, shown in SHARES)
+    figures = (Column(f"{name}_{share}_s", "number", f"{shown}: {meaning}") for share, shown in SHARES.items())
     return (*figures, Column(f"{name}_percentiles_s", "numbers", "all its percentiles, 0 to 100"))
 
 
@@ -151,14 +156,14 @@ LOAD_COLUMNS = (
     *_shared("policy", "variant", "settings", "options", "model", "model_bytes", "model_hash", "quantisation"),
     *_shared("model_draft", "model_draft_bytes", "model_draft_hash", "quantisation_draft"),
     *_shared("ranks", "layers", "threads"),
-    Column("prompt", "text", "names of the files that prompts are of, joined with +", asked=True),
-    Column("prompt_hash", "text", "of the tokens of all prompts, in the order in which they are asked", asked=True),
-    Column("n_requests", "integer", "requests; where prompts are fewer they are asked again", asked=True),
-    Column("predict", "integer", "tokens generated for each", asked=True),
-    Column("concurrency", "integer", "clients, each asks when it has its text; 0: they come at a `rate`", asked=True),
-    Column("rate", "number", "requests a second, a Poisson process; empty: as clients ask", asked=True),
-    Column("parallel", "integer", "requests at a time that the job was loaded for, and has open at most", asked=True),
-    Column("seed", "integer", "of when requests come, and of the first one's sampling", asked=True),
+    Column("prompt", "text", "names of the files that prompts are of, joined with +", is_key=True),
+    Column("prompt_hash", "text", "of the tokens of all prompts, in the order in which they are asked", is_key=True),
+    Column("n_requests", "integer", "requests; where prompts are fewer they are asked again", is_key=True),
+    Column("predict", "integer", "tokens generated for each", is_key=True),
+    Column("concurrency", "integer", "clients, each asks when it has its text; 0: they come at a `rate`", is_key=True),
+    Column("rate", "number", "requests a second, a Poisson process; empty: as clients ask", is_key=True),
+    Column("parallel", "integer", "requests at a time that the job was loaded for, and has open at most", is_key=True),
+    Column("seed", "integer", "of when requests come, and of the first one's sampling", is_key=True),
     *(column for column in SAMPLED if column.name != "seed"),
     *_shared("numerics", "pace", "pace_hash", "choices", "repetition"),
     Column("wall_s", "number", "time (s) from when the first request came to the last token"),
@@ -180,3 +185,46 @@ LOAD_COLUMNS = (
     *_shared("cancelled_s", "waiting_s", "idle_s", "peak_rss_bytes", "roles", "numerics_name", "plan_hash"),
     *_shared("version", "date", "hosts"),
 )
+
+
+# -- values
+
+
+def digest(value: object) -> str:
+    """Digits of a hash of the value's `repr`, which must show all of it."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:HASH_DIGITS]
+
+
+def settings_text(policy: Policy, couple: bool = True, drafting: Sequence[str] = ()) -> str:
+    """The policy's main settings, and those that differ from its preset: `draft 4, width 3`. `drafting`: how guesses
+    are made."""
+    if not policy.drafts:
+        return ""
+    preset = policy.preset_values()
+    shown = [
+        f"{name.removeprefix('n_')} {value_text(value)}"
+        for name, default, setting in settings_of(type(policy))
+        if (value := getattr(policy, name)) != preset.get(name, default) or setting.shown
+        if default is not True
+    ]
+    return ", ".join([*shown, *drafting, *([] if couple else ["no-couple-draft"])])
+
+
+def variant_text(policy: Policy, cancel: bool, partitions: bool) -> str:
+    """The flags that switched parts of the policy off; empty for the whole policy of its preset."""
+    preset = policy.preset_values()
+    off = [
+        setting.flag[2:]
+        for name, _, setting in settings_of(type(policy))
+        if getattr(policy, name) is False and preset.get(name) is not False
+    ]
+    return ", ".join([*["no-cancel"] * (not cancel), *off, *["no-partitions"] * (not partitions)])
+
+
+def model_columns(model: dict[str, Any], draft: dict[str, Any] | None) -> Record:
+    """The columns about a target and its drafts, which are described as in `--json`."""
+    fields_of = {"": "name", "_bytes": "bytes", "_hash": "hash"}
+    columns = {f"model{suffix}": model[name] for suffix, name in fields_of.items()}
+    columns |= {f"model_draft{suffix}": draft[name] if draft else "" for suffix, name in fields_of.items()}
+    quantisation_draft = draft["quantisation"] if draft else ""
+    return columns | {"quantisation": model["quantisation"], "quantisation_draft": quantisation_draft}

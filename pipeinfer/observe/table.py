@@ -1,4 +1,4 @@
-"""A table of measurements in a CSV file: rows are appended whole and read back. Knows no column's meaning."""
+"""Tables of measurements in CSV files, results.csv and load.csv: rows are appended whole and read back."""
 
 import contextlib
 import csv
@@ -14,20 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer.errors import UserError
-from pipeinfer.observe.columns import Column
+from pipeinfer.observe.columns import COLUMNS, LOAD_COLUMNS, Column, Record
 from pipeinfer.outputs import check_writable, write_error
 
 MAX_CELL = 1 << 16
-Record = dict[str, Any]
-"""A row: the name of a column -> its cell."""
-
 Line = tuple[int, list[str]]
 """The number of a row's line, from 1 on, and its cells."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """Its columns; `policy`, `model` and `ranks` are among them."""
+    """A kind of table. `columns` include `policy`, `model` and `ranks`."""
 
     columns: tuple[Column, ...]
 
@@ -36,21 +33,18 @@ class Table:
         return tuple(column.name for column in self.columns)
 
     @cached_property
-    def asked(self) -> tuple[str, ...]:
-        """What makes two measurements the same one: the key of `--resume`, of the tables and of the figures."""
-        return tuple(column.name for column in self.columns if column.asked)
+    def key(self) -> tuple[str, ...]:
+        """Columns in which different measurements differ."""
+        return tuple(column.name for column in self.columns if column.is_key)
 
     def key_of(self, row: Record) -> tuple[Any, ...]:
-        """What was asked, of a row as it is read: two measurements with one key are the same one."""
+        """The key of a row as `read` gives it: rows of one key are the same measurement."""
         # NaN, an empty cell, does not equal itself
-        return tuple(None if row[name] != row[name] else row[name] for name in self.asked)
+        return tuple(None if row[name] != row[name] else row[name] for name in self.key)
 
     def check(self, path: Path) -> None:
-        """Raises UserError when a row could not be appended: the file cannot be written or has other columns; and when
-        a row of it has: what would be measured could not be read back. The cells are not looked at.
-
-        Leaves nothing behind.
-        """
+        """Raises UserError if no row can be appended: the file cannot be written, or it or one of its rows has other
+        columns. Cells are not checked, and no file is left behind."""
         if not path.exists():
             check_writable(path, "--results")
             return
@@ -60,24 +54,21 @@ class Table:
                     self.check_count(path, number, cells)
 
     def append(self, path: Path, row: Record) -> None:
-        """Append a row, after a header in an empty file; safe when two jobs write at once. Raises as `check`, and when
-        there is no room for the row: then the file is as it was before.
-
-        A job that is killed here leaves a row cut off at worst, never two mixed.
-        """
+        """Append a row, after a header if the file is empty; two jobs may write at once. Raises as `check`, and if the
+        disk is full: the file is then as it was before. A job that is killed here at worst leaves a row cut off."""
         with _locked(path) as file:
             size = self._check_appendable(path, file)
             _write_whole(file, size, self._encode(row, with_header=not size))
 
     def as_read(self, row: Record) -> Record:
-        """A row as `read` would give it after it was appended."""
+        """The row as `read` would return it."""
         return self._row(Path("row"), 1, [str(_cell(row.get(name, ""))) for name in self.names])
 
     def has_header(self, lines: Sequence[Line]) -> bool:
         return bool(lines) and tuple(lines[0][1]) == self.names
 
     def read(self, path: Path) -> list[Record]:
-        """All rows, each cell of its column's kind, NaN for an empty number. Raises UserError with the line of a wrong
+        """All rows, each cell of its column's kind, NaN for an empty number. Raises UserError with the line of a bad
         row."""
         lines = list(lines_of(path))
         if not lines:
@@ -98,14 +89,14 @@ class Table:
         return row
 
     def _check_appendable(self, path: Path, file: FileIO) -> int:
-        """The size of a file to which a row can be appended. Raises UserError when it is none."""
+        """The size of the file. Raises UserError if no row can be appended to it."""
         size = file.seek(0, os.SEEK_END)
         if not size:
             return size
         file.seek(0)
-        wanted = ",".join(self.names)
-        header = file.read(len(wanted) + MAX_CELL).partition(b"\n")[0].decode("utf-8", "replace").strip()
-        if header != wanted:
+        expected = ",".join(self.names)
+        header = file.read(len(expected) + MAX_CELL).partition(b"\n")[0].decode("utf-8", "replace").strip()
+        if header != expected:
             raise UserError(f"--results {path} has other columns; name a new file, nothing was written")
         file.seek(size - 1)
         if file.read(1) != b"\n":
@@ -123,6 +114,10 @@ class Table:
         return text.getvalue().encode()
 
 
+RESULTS, LOADS = Table(COLUMNS), Table(LOAD_COLUMNS)
+"""results.csv, a row for each generation; load.csv, a row for each load."""
+
+
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[FileIO]:
     """The file, unbuffered and locked until it is closed. Raises UserError for any OSError."""
@@ -136,11 +131,11 @@ def _locked(path: Path) -> Iterator[FileIO]:
 
 
 def _write_whole(file: FileIO, size: int, data: bytes) -> None:
-    """All of the data behind the first `size` bytes, or none: on a full disk the file gets its size back."""
-    left = memoryview(data)
+    """Write all of the data after the first `size` bytes, or nothing: on a full disk the file gets its size back."""
+    rest = memoryview(data)
     try:
-        while left:
-            left = left[file.write(left) :]
+        while rest:
+            rest = rest[file.write(rest) :]
     except OSError:
         # a device has no size
         with contextlib.suppress(OSError):
@@ -183,7 +178,7 @@ def check_count(path: Path, number: int, cells: Sequence[str], n_columns: int) -
 
 
 def value_of(path: Path, number: int, column: Column, cell: str) -> Any:
-    """A cell as its column has it: a text, a number (NaN if empty), or a tuple of numbers."""
+    """The value of a cell: a text, a number (NaN if empty), or a tuple of numbers."""
     try:
         if column.kind == "text":
             return cell
@@ -192,9 +187,9 @@ def value_of(path: Path, number: int, column: Column, cell: str) -> Any:
         return number_of(column, cell) if cell else math.nan
     except ValueError:
         shown = cell if len(cell) <= 40 else f"{cell[:40]}…"
-        wanted = "an integer" if column.kind.startswith("integer") else "a number"
+        kind = "an integer" if column.kind.startswith("integer") else "a number"
         raise UserError(
-            f"{path}, line {number}: {column.name} is {shown!r}, {wanted} from 0 on is wanted; delete that line"
+            f"{path}, line {number}: {column.name} is {shown!r}, {kind} from 0 on is wanted; delete that line"
         ) from None
 
 
@@ -202,7 +197,7 @@ def number_of(column: Column, text: str) -> float:
     """Raises ValueError unless it is one that the column can have."""
     # int() and float() take 1_000 too
     value = math.nan if "_" in text else (int(text) if column.kind.startswith("integer") else float(text))
-    # what is asked may be negative: penalties, and a top-k that is switched off
-    if not (-math.inf if column.asked else 0) <= value < math.inf:
+    # settings may be negative: penalties, and a top-k that is switched off
+    if not (-math.inf if column.is_key else 0) <= value < math.inf:
         raise ValueError
     return value

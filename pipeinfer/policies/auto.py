@@ -32,11 +32,10 @@ from typing import ClassVar
 
 from pipeinfer.core.policy import NOTHING, Answer, AwaitDraft, Policy, PolicyView, Send
 from pipeinfer.core.runs import Guess
+from pipeinfer.core.settings import MAX_WIDTH
 from pipeinfer.core.tree import LOOKED_UP, Node, Settled
-from pipeinfer.policies.backoff import SpeculationBackoff
-from pipeinfer.policies.calibration import Calibration
+from pipeinfer.policies.calibration import Calibration, TemperatureScaling
 from pipeinfer.policies.likeliest import chance, to_expand, to_look_up, to_refine, unsent_in_reach
-from pipeinfer.policies.limits import MAX_WIDTH
 from pipeinfer.policies.lone_stage import (
     best_ahead,
     best_run,
@@ -47,9 +46,7 @@ from pipeinfer.policies.lone_stage import (
     saved_share,
     to_expand_ahead,
 )
-from pipeinfer.policies.temperature_scaling import TemperatureScaling
-from pipeinfer.policies.told import Told
-from pipeinfer.policies.trial import SpeculationTrial, WithoutGuesses
+from pipeinfer.policies.pauses import PauseNotices, SpeculationBackoff, SpeculationTrial, WithoutGuesses
 
 LEAST, LEAST_LOOKED_UP = 0.003, 0.06
 """Less probable guesses do not enter the tree."""
@@ -84,17 +81,17 @@ class Auto(Policy):
     calibration: Calibration = field(default_factory=Calibration, compare=False, repr=False)
     temperature: TemperatureScaling = field(default_factory=TemperatureScaling, compare=False, repr=False)
     without: WithoutGuesses = field(default_factory=WithoutGuesses, compare=False, repr=False)
-    told: Told = field(default_factory=Told, compare=False, repr=False)
+    notices: PauseNotices = field(default_factory=PauseNotices, compare=False, repr=False)
     _backoff: SpeculationBackoff = field(init=False, repr=False, compare=False)
     _trial: SpeculationTrial = field(init=False, repr=False, compare=False)
-    # when the last tokens came; NaN before the first ones, and while other requests are open
+    # time of the last tokens; NaN before the first ones, and while other requests are open
     _settled_s: float = field(default=math.nan, init=False, repr=False, compare=False)
-    _guessed_at: int = field(default=-1, init=False, repr=False, compare=False)  # the last position guessed after
-    # the last one whose token may come of guesses that were under way when they were to rest
-    _guessed_until: int = field(default=-1, init=False, repr=False, compare=False)
+    _last_drafted: int = field(default=-1, init=False, repr=False, compare=False)  # the last position drafted after
+    # the last position whose token may come of guesses that were sent before the rest began
+    _guesses_end: int = field(default=-1, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self._backoff, self._trial = SpeculationBackoff(self.told), SpeculationTrial(self.without, self.told)
+        self._backoff, self._trial = SpeculationBackoff(self.notices), SpeculationTrial(self.without, self.notices)
 
     def begin(self) -> "Auto":
         return replace(self)
@@ -104,7 +101,7 @@ class Auto(Policy):
     def send(self, context: PolicyView) -> Answer:
         """The root at once, with the best guesses; further runs when a stage is about to want them."""
         root = context.tree.root
-        if self._rests_wholly(context):
+        if self._all_guesses_rest(context):
             return Send([root]) if root.run_id is None else NOTHING
         if pays_alone(context, self.calibration.first_rate):
             return self._send_alone(context)
@@ -167,14 +164,14 @@ class Auto(Policy):
         return (nodes, left_s) if any(node.live for node in nodes) else (self.draft(context), context.draft_s)
 
     def _is_caught_up(self, context: PolicyView) -> bool:
-        return context.is_at_head or self._guessed_at >= context.tree.root.position - N_BEHIND
+        return context.is_at_head or self._last_drafted >= context.tree.root.position - N_BEHIND
 
     # -- drafting
 
     def draft(self, context: PolicyView) -> dict[Node, int]:
         """The likeliest open nodes, if guesses after them could belong to the next run."""
         n_rows = context.n_cheap_rows
-        if n_rows <= 0 or self._backoff.holds or self._rests(context):
+        if n_rows <= 0 or self._backoff.holds or self._draft_rests(context):
             return {}
         if context.is_at_head and context.is_alone and context.n_inflight:
             return self._probe(context)  # the run has to wait for the step
@@ -194,13 +191,13 @@ class Auto(Policy):
 
     def _may_repay(self, context: PolicyView) -> bool:
         """Whether a good draft would save enough of the rest of the text for a step, before which this one reads on."""
-        n_unread = context.tree.root.position - max(self._guessed_at, 0)
+        n_unread = context.tree.root.position - max(self._last_drafted, 0)
         step_s = context.draft_s * (1 + n_unread / READ_AT_ONCE)
         rest_s = context.depth_left * round_s(context, 1)
         return step_s < REPAID * saved_share(context, OFTEN_RIGHT) * rest_s
 
     def look_up(self, context: PolicyView) -> list[Node]:
-        if self._rests_wholly(context):
+        if self._all_guesses_rest(context):
             return []
         n_rows = most_rows(context) if context.n_stages == 1 and context.is_alone else context.n_cheap_rows
         return to_look_up(context, n_rows) if n_rows > 0 else []
@@ -209,12 +206,12 @@ class Auto(Policy):
         if draft == LOOKED_UP:
             return [guess for guess in guesses if guess.probability >= LEAST_LOOKED_UP]
         if not draft:
-            self._guessed_at = max(self._guessed_at, node.position)
+            self._last_drafted = max(self._last_drafted, node.position)
         corrected = self.calibration.corrected(self.temperature.scaled(guesses, draft), draft)
         return [guess for guess in corrected if guess.probability >= LEAST]
 
     def refine(self, context: PolicyView, draft: int) -> dict[Node, int]:
-        rests = self._backoff.holds or self._rests(context)
+        rests = self._backoff.holds or self._draft_rests(context)
         return {} if rests else dict.fromkeys(to_refine(context, draft), MAX_WIDTH)
 
     # -- learning
@@ -225,11 +222,11 @@ class Auto(Policy):
         return self._backoff.settled(settled, self.calibration.hit_rate) or self._weighed(len(settled.tokens), context)
 
     def _weighed(self, n_tokens: int, context: PolicyView) -> str:
-        """What the trial says of tokens that came now."""
+        """Give the trial the time of new tokens; returns its notice."""
         last_s, self._settled_s = self._settled_s, context.clock() if context.is_alone else math.nan
         if math.isnan(last_s) or not context.is_alone or (self._backoff.holds and not self._trial.rests):
             return ""
-        if self._trial.rests and context.tree.root.position <= self._guessed_until:
+        if self._trial.rests and context.tree.root.position <= self._guesses_end:
             return ""
         rested = self._trial.rests
         line = self._trial.settled(
@@ -237,19 +234,20 @@ class Auto(Policy):
             self._settled_s - last_s,
             partial(_least_s, context),
             context.tree.root.position,
-            lambda: self._guessed_at < 0 or self._may_repay(context),
+            lambda: self._last_drafted < 0 or self._may_repay(context),
         )
         if self._trial.rests > rested:
             sent = (node.position for node in context.tree.nodes if node.run_id is not None)
-            self._guessed_until = 1 + max(sent, default=context.tree.root.position)
+            self._guesses_end = 1 + max(sent, default=context.tree.root.position)
         return line
 
-    def _rests(self, context: PolicyView) -> bool:
+    def _draft_rests(self, context: PolicyView) -> bool:
+        """Whether the draft makes no guesses, as they cost more time than they save."""
         return self._trial.rests and context.is_alone
 
-    def _rests_wholly(self, context: PolicyView) -> bool:
-        """Whether what is looked up rests too: while a draft rests it goes on, without a draft it is what rests."""
-        return self._guessed_at < 0 and self._rests(context)
+    def _all_guesses_rest(self, context: PolicyView) -> bool:
+        """Whether looked-up guesses rest too: they go on while a draft rests, and rest where there is no draft."""
+        return self._last_drafted < 0 and self._draft_rests(context)
 
 
 # -- a pipeline's run

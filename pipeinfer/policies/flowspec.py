@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from pipeinfer.core.policy import N_ROWS, NOTHING, Answer, AwaitDraft, PaperPolicy, PolicyView, Send
-from pipeinfer.core.settings import setting
+from pipeinfer.core.settings import MAX_DEPTH, MAX_RUN, MAX_TREE, MAX_WIDTH, setting
 from pipeinfer.core.tree import Node, Settled
 from pipeinfer.policies.likeliest import SCORE
-from pipeinfer.policies.limits import MAX_DEPTH, MAX_RUN, MAX_TREE, MAX_WIDTH
 
 Selection = Callable[[Sequence[Node]], list[Node]]
 

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pipeinfer.core.policy import N_ROWS, NOTHING, Answer, PaperPolicy, PolicyView, Send
-from pipeinfer.core.settings import setting
+from pipeinfer.core.settings import MAX_RUN, MAX_WIDTH, setting
 from pipeinfer.core.tree import Node
 from pipeinfer.policies.likeliest import SCORE
-from pipeinfer.policies.limits import MAX_RUN, MAX_WIDTH
 
 
 @dataclass(unsafe_hash=True)  # by its settings, which stay as they are

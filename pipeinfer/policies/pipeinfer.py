@@ -11,13 +11,11 @@ from typing import ClassVar
 
 from pipeinfer.core.policy import N_ROWS, NOTHING, Answer, AwaitDraft, PaperPolicy, PolicyView, Send
 from pipeinfer.core.runs import Guess
-from pipeinfer.core.settings import setting
+from pipeinfer.core.settings import MAX_RUN, MAX_RUNS, MAX_WIDTH, setting
 from pipeinfer.core.tree import Node, Settled
-from pipeinfer.policies.backoff import SpeculationBackoff
 from pipeinfer.policies.calibration import Calibration
 from pipeinfer.policies.likeliest import SCORE, to_expand, to_refine, unsent_in_reach
-from pipeinfer.policies.limits import MAX_RUN, MAX_RUNS, MAX_WIDTH
-from pipeinfer.policies.told import Told
+from pipeinfer.policies.pauses import PauseNotices, SpeculationBackoff
 
 
 @dataclass(unsafe_hash=True)  # by its settings, which stay as they are
@@ -86,7 +84,7 @@ class PipeInfer(PaperPolicy):
     continuous: bool = setting(True, "--no-continuous", help="Ablation: one run of guesses in flight at a time.")
     asynchronous: bool = setting(True, "--no-async", help="Ablation: the draft works only while the pipeline is empty.")
     calibration: Calibration = field(default_factory=Calibration, compare=False, repr=False)
-    told: Told = field(default_factory=Told, compare=False, repr=False)
+    notices: PauseNotices = field(default_factory=PauseNotices, compare=False, repr=False)
     _backoff: SpeculationBackoff = field(init=False, repr=False, compare=False)
     _newest_run: int = field(default=0, init=False, repr=False, compare=False)  # of those sent before the last verdict
     _n_failed: int = field(default=0, init=False, repr=False, compare=False)  # failed draft steps since the last hit
@@ -94,7 +92,7 @@ class PipeInfer(PaperPolicy):
     _guesses: bool = field(default=True, init=False, repr=False, compare=False)  # that step does
 
     def __post_init__(self) -> None:
-        self._backoff = SpeculationBackoff(self.told)
+        self._backoff = SpeculationBackoff(self.notices)
 
     def begin(self) -> "PipeInfer":
         return replace(self)

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pipeinfer.core.policy import N_ROWS, Answer, AwaitDraft, PaperPolicy, PolicyView, Send
-from pipeinfer.core.settings import setting
+from pipeinfer.core.settings import MAX_RUN, setting
 from pipeinfer.core.tree import Node
-from pipeinfer.policies.limits import MAX_RUN
 
 SYNCHRONOUS_WINDOW = 8
 """Tokens a draft makes before it waits, in the paper's baseline (section 4.4)."""

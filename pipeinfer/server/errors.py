@@ -1,20 +1,57 @@
-"""What clients are told when they are not served, in OpenAI's form, which is Anthropic's too. Knows no request."""
+"""Errors as clients get them, in OpenAI's form, which is Anthropic's too; JSON responses. Knows no endpoint."""
 
+import json
+from collections.abc import Collection, Mapping
 from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from pipeinfer.errors import UserError
+from pipeinfer.models.text.chat_template import TemplateFault
 
 TYPES = {
     400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
     405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error",
     500: "server_error", 501: "not_supported_error", 503: "unavailable_error",
 }  # fmt: skip
-
 LOADING_S, FULL_S, DRAINING_S, LOST_S = 2, 2, 10, 30
-"""After so many seconds a client may try again."""
+"""Seconds after which a client may retry."""
+
+NOT_SERVED: Mapping[str, str] = {
+    **dict.fromkeys(("/embedding", "/embeddings", "/v1/embeddings"),
+                    "the last stage computes tokens, and no embeddings; llama-server --embedding has them"),
+    **dict.fromkeys(("/rerank", "/reranking", "/v1/rerank", "/v1/reranking"), "nothing is ranked here"),
+    **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/speech", "/v1/images/generations"), "models read text"),
+    "/lora-adapters": "there are no adapters; merge them into the model file",
+}  # fmt: skip
+"""Paths of other servers, and the reason why they are not served."""
+
+NOT_SAVED = (
+    "KV states are not written to disk, as each rank has those of its layers alone; while the server runs, requests "
+    "that begin alike share them, and texts that were being written go on after a restart under `pipeinfer supervise`, "
+    "in `run` and `batch` with --resume"
+)
+"""The same for llama-server's `/slots/ID?action=save`, `restore`, `erase`."""
+
+ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
+def json_bytes(data: Any) -> bytes:
+    """JSON in UTF-8; lone surrogates become question marks."""
+    return ENCODER.encode(data).encode("utf-8", "replace")
+
+
+class JsonResponse(Response):
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json_bytes(content)
 
 
 class Refusal(Exception):
-    """An answer with this status. `retry_s`: when to ask again, if that can help. `closes`: what else comes on the
-    connection is not heard."""
+    """An error response. `retry_s`: when a client may retry, if that can help. `closes`: the connection is closed."""
 
     def __init__(self, status: int, message: str, retry_s: int = 0, closes: bool = False) -> None:
         super().__init__(message)
@@ -22,9 +59,9 @@ class Refusal(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        found = {"retry-after": str(self.retry_s)} if self.retry_s else {}
-        found |= {"connection": "close"} if self.closes else {}
-        return found | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
+        headers = {"retry-after": str(self.retry_s)} if self.retry_s else {}
+        headers |= {"connection": "close"} if self.closes else {}
+        return headers | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
 
     @property
     def body(self) -> dict[str, Any]:
@@ -32,10 +69,40 @@ class Refusal(Exception):
 
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """`param`: the field of the request that the message is about, if it is about one."""
+    """`param`: the field of the request that the message is about, if any."""
     kind = TYPES.get(status, "server_error")
     return {"type": "error", "error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def lost() -> Refusal:
     return Refusal(503, "the job behind this server has ended; ask again when it has been started anew", LOST_S)
+
+
+async def error_response(request: Request, error: Exception) -> Response:
+    """The response to a request whose endpoint raises."""
+    match error:
+        case Refusal():
+            return JsonResponse(error.body, error.status, error.headers)
+        case TemplateFault(is_broken=True):  # for all chats; the path of the template is not told
+            message = f"the model's chat template: {error.what}; ask for completions, until the server has another"
+            return JsonResponse(error_body(500, message), 500)
+        case TemplateFault():
+            return JsonResponse(error_body(400, f"the model's chat template: {error.what}", "messages"), 400)
+        case UserError():
+            param = _param(str(error), getattr(request.state, "fields", ()))
+            return JsonResponse(error_body(400, str(error), param), 400)
+        case ClientDisconnect():
+            return Response(status_code=400)  # nobody reads it
+        case HTTPException(status_code=status):
+            reason = NOT_SERVED.get(request.url.path, "there is no such endpoint") if status == 404 else error.detail
+            message = f"{request.method} {request.url.path[:200]}: {reason}"
+            return JsonResponse(error_body(status, message), status, error.headers)
+    return JsonResponse(error_body(500, f"a fault of the server: {type(error).__name__}"), 500)
+
+
+def _param(message: str, fields: Collection[str]) -> str | None:
+    """The field that a message begins with, such as `stop` or `messages[0].role`; a chat's prompt is its messages."""
+    field = message.removeprefix("the ").partition(" ")[0]
+    if field == "prompt" and field not in fields:
+        field = "messages"
+    return field if field.partition("[")[0] in fields else None

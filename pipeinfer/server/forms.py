@@ -1,19 +1,28 @@
-"""Answers in OpenAI's forms, whole and in pieces, with llama.cpp's timings. Knows no HTTP: makes objects."""
+"""Answers as clients get them, whole and as server-sent events: OpenAI's form with llama.cpp's timings, and what other
+APIs' forms share. Knows no HTTP: makes objects and bytes."""
 
-import json
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from pipeinfer.job.requests.answer_check import AnswerCheck
-from pipeinfer.job.requests.answer_form import call_of, finish_of, message_of, reader_of
-from pipeinfer.job.requests.logprobs import Spell, chat_form, completion_form
-from pipeinfer.models.text.answers import AnswerReader, Part
-from pipeinfer.server.asked import Asked
+from pipeinfer.job.requests.answers import (
+    AnswerCheck,
+    Spell,
+    call_of,
+    chat_logprobs,
+    completion_logprobs,
+    finish_of,
+    message_of,
+    reader_of,
+)
+from pipeinfer.job.requests.body import Body
+from pipeinfer.models.text.answers import AnswerPart
 from pipeinfer.server.choices import Answer, Choice
-from pipeinfer.server.errors import Refusal
+from pipeinfer.server.errors import Refusal, json_bytes
+from pipeinfer.server.prompting import ParsedRequest
 
 DONE = b"data: [DONE]\n\n"
 MARK = "\0text\0"
@@ -21,17 +30,13 @@ MARK = "\0text\0"
 
 TIMES = "predicted_n", "at_s", "told_s"
 TIMED = b',"timings":{"predicted_n":%d,"at_s":%.6f,"told_s":%.6f}}\n\n'
-"""One more member of an object, which ends with it."""
+"""The last member of an object, and its end."""
 
 MAX_CHECKED = 4
-"""Texts of an answer that are compared with its schema."""
+"""Texts of an answer that are compared with their schemas."""
 
-ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
-
-
-def json_bytes(data: Any) -> bytes:
-    """What cannot be said in UTF-8 is replaced."""
-    return ENCODER.encode(data).encode("utf-8", "replace")
+Object = Mapping[str, Any]
+NOTHING: Object = MappingProxyType({})
 
 
 def event(data: Any) -> bytes:
@@ -39,175 +44,262 @@ def event(data: Any) -> bytes:
     return b"data: " + json_bytes(data) + b"\n\n"
 
 
-class Form:
-    """What all objects of one answer have in common. `model`, `version`: what wrote it."""
+class ChoiceOutput:
+    """The output of one choice in parts."""
 
-    def __init__(self, asked: Asked, answer: Answer, model: str, version: str, spell: Spell) -> None:
-        self.asked, self.answer, self.spell = asked, answer, spell
-        kind = "chat.completion" if asked.is_chat else "text_completion"
+    def __init__(self, index: int, choice: Choice, body: Body, parsed: ParsedRequest) -> None:
+        self.index, self.choice = index, choice
+        self.check = AnswerCheck(parsed.schemas) if parsed.schemas else None
+        self.has_ended = False  # its last event was made
+        self.n_calls = 0
+        self._reader = reader_of(body, choice.request.thought) if parsed.is_chat else None
+        self._n_read = 0 if parsed.progress else None  # tokens of its prompt in the last `progress`
+
+    @property
+    def finish(self) -> str | None:
+        finish = self.choice.finish
+        return finish_of(finish, self._reader) if finish and self._reader else finish
+
+    def parts(self) -> list[AnswerPart]:
+        """The parts since the last call."""
+        choice, parts = self.choice, [AnswerPart("content", self.choice.take())]
+        if self._reader:
+            parts = self._reader.push(parts[0].text)
+            parts += self._reader.finish(choice.finish == "length" or bool(choice.stop)) if choice.finish else []
+        if self.check:
+            self.check.push(parts)
+        return [part for part in parts if part.text]
+
+    def progress(self) -> dict[str, Any] | None:
+        """llama-server's figures of the prompt, where they are requested and have changed."""
+        choice = self.choice
+        if self._n_read is None or choice.n_read == self._n_read:
+            return None
+        self._n_read = choice.n_read
+        counts = {"total": choice.n_prompt, "cache": choice.n_cached, "processed": choice.n_read}
+        return {"prompt_progress": counts | {"time_ms": round(1e3 * (time.monotonic() - choice.started_s))}}
+
+
+class OpenAIForm:
+    """OpenAI's form of one answer, whose events other APIs' forms translate. `model`, `version`: named in it."""
+
+    def __init__(self, parsed: ParsedRequest, answer: Answer, model: str, version: str, spell: Spell) -> None:
+        self.parsed, self.answer, self.spell = parsed, answer, spell
+        kind = "chat.completion" if parsed.is_chat else "text_completion"
         self.common = {
-            "id": self._name(),
-            "object": f"{kind}.chunk" if asked.stream and asked.is_chat else kind,
+            "id": self.new_id(),
+            "object": f"{kind}.chunk" if parsed.stream and parsed.is_chat else kind,
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": version,
         }
-        self._around: dict[int, tuple[bytes, bytes]] = {}  # of each choice what is before and behind a text
-        self._readers: dict[int, AnswerReader] = {}
-        self._n_read: dict[int, int] = {}  # of each choice, tokens of its prompt that were told as evaluated
-        self._n_told: dict[int, int] = {}  # the number of the last call that was told
-        self._checks = [AnswerCheck(asked.schemas) for _ in asked.bodies] if asked.schemas else []
+        pairs = enumerate(zip(answer.choices, parsed.bodies, strict=True))
+        self.outputs = [ChoiceOutput(index, choice, body, parsed) for index, (choice, body) in pairs]
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # the bytes around each choice's text in its events
 
-    def _name(self) -> str:
-        return f"{'chatcmpl' if self.asked.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+    def new_id(self) -> str:
+        return f"{'chatcmpl' if self.parsed.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
+
+    def mismatches(self) -> list[str]:
+        """Where the first whole texts do not fit their schemas, a line each. Takes seconds."""
+        whole = [each.check for each in self.outputs if each.choice.finish == "stop" and not each.choice.stop]
+        return [line for check in whole[:MAX_CHECKED] if check for line in check.mismatches()]
 
     # -- whole
 
-    def whole(self) -> dict[str, Any]:
-        choices = [self._choice(index, choice) for index, choice in enumerate(self.answer.choices)]
-        return {**self.common, "choices": choices, "usage": self.usage(), "timings": self._timings()}
+    def whole(self) -> Any:
+        choices = [self._choice(output) for output in self.outputs]
+        return {**self.common, "choices": choices, "usage": self.usage(), "timings": self.timings}
 
-    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        is_chat = self.asked.is_chat
-        said = {"message": message_of(self._parts(index, choice))} if is_chat else {"text": self._take(index, choice)}
-        finish, seed = self._finish(index, choice), choice.asked.sampling.seed
-        return {"index": index, **said, "logprobs": self._logprobs(choice), "finish_reason": finish, "seed": seed}
-
-    def _parts(self, index: int, choice: Choice) -> list[Part]:
-        """What a chat's answer has had since the last time."""
-        reader = self._reader(index)
-        found = reader.push(choice.take())
-        found += reader.finish(choice.finish == "length" or bool(choice.stop)) if choice.finish else []
-        if self._checks:
-            self._checks[index].push(found)
-        return found
-
-    def _take(self, index: int, choice: Choice) -> str:
-        """What a text has had since the last time."""
-        text = choice.take()
-        if self._checks:
-            self._checks[index].push([Part("content", text)])
-        return text
-
-    @property
-    def has_checks(self) -> bool:
-        """Whether the answer is to be compared with what was asked."""
-        return bool(self._checks)
-
-    def mismatches(self) -> list[str]:
-        """Of the first texts that were not cut: where they do not fit what was asked, a line each. Takes seconds."""
-        ended = zip(self._checks, self.answer.choices, strict=True)
-        whole = [check for check, choice in ended if choice.finish == "stop" and not choice.stop]
-        return [wrong for check in whole[:MAX_CHECKED] for wrong in check.mismatches()]
-
-    def _reader(self, index: int) -> AnswerReader:
-        if index not in self._readers:
-            body, asked = self.asked.bodies[index], self.answer.choices[index].asked
-            self._readers[index] = reader_of(body, asked.thought)
-        return self._readers[index]
-
-    def _finish(self, index: int, choice: Choice) -> str | None:
-        reader = self._readers.get(index)
-        return finish_of(choice.finish, reader) if reader and choice.finish else choice.finish
-
-    def _progress(self, index: int, choice: Choice) -> dict[str, Any] | None:
-        """How much of its prompt is evaluated, in llama-server's words, where that is asked for and has changed."""
-        if not self.asked.progress or choice.n_read == self._n_read.get(index, 0):
-            return None
-        self._n_read[index] = choice.n_read
-        counts = {"total": len(choice.asked.prompt), "cache": choice.n_kept, "processed": choice.n_read}
-        return {"prompt_progress": counts | {"time_ms": round(1e3 * (time.monotonic() - choice.begun_s))}}
-
-    def _logged(self, choice: Choice) -> dict[str, Any]:
-        return {"logprobs": self._logprobs(choice)} if choice.entries else {}
+    def _choice(self, output: ChoiceOutput) -> dict[str, Any]:
+        parts = output.parts()
+        plain = {"text": "".join(part.text for part in parts)}
+        content = {"message": message_of(parts)} if self.parsed.is_chat else plain
+        return {
+            "index": output.index, **content, "logprobs": self._logprobs(output.choice), "finish_reason": output.finish,
+            "seed": output.choice.request.sampling.seed,
+        }  # fmt: skip
 
     def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
-        """Of what has come since the last time; None if nobody asked for them."""
         if not choice.has_logprobs:
             return None
-        return (chat_form if self.asked.is_chat else completion_form)(choice.take_entries(), self.spell)
+        return (chat_logprobs if self.parsed.is_chat else completion_logprobs)(choice.take_entries(), self.spell)
 
     def usage(self) -> dict[str, Any]:
         """A prompt counts once, however many texts continue it."""
         choices = self.answer.choices
-        n_prompt = sum(len(choice.asked.prompt) for choice in choices[:: self.asked.n])
-        n_kept = sum(choice.timings.get("cache_n", 0) for choice in choices[:: self.asked.n])
+        n_prompt = sum(choice.n_prompt for choice in choices[:: self.parsed.n])
+        n_cached = sum(choice.timings.get("cache_n", 0) for choice in choices[:: self.parsed.n])
         n_completion = sum(choice.n_tokens for choice in choices)
         return {
             "prompt_tokens": n_prompt, "completion_tokens": n_completion, "total_tokens": n_prompt + n_completion,
-            "prompt_tokens_details": {"cached_tokens": n_kept},
+            "prompt_tokens_details": {"cached_tokens": n_cached},
         }  # fmt: skip
 
-    def _timings(self) -> dict[str, Any]:
-        """Of the first text."""
+    @property
+    def timings(self) -> dict[str, Any]:
+        """Those of the first text."""
         return self.answer.choices[0].timings
 
-    # -- in pieces, each of them an event
+    # -- events
 
     def first(self) -> bytes:
-        """What a chat's stream begins with."""
-        if not self.asked.is_chat:
-            return b""
-        said = {"delta": {"role": "assistant", "content": ""}}
-        return b"".join(self._piece(index, said) for index in range(len(self.answer.choices)))
+        """The beginning of a stream."""
+        delta = {"delta": {"role": "assistant", "content": ""}}
+        return b"".join(self._chunk(output, delta) for output in self.outputs) if self.parsed.is_chat else b""
 
-    def pieces(self, told: set[int]) -> Iterator[bytes]:
-        """What has come since the last time. `told`: the choices whose ends were told; further ones are added."""
-        for index, choice in enumerate(self.answer.choices):
-            if index in told:
-                continue
-            if progress := self._progress(index, choice):
-                yield self._piece(index, self._said("") | self._logged(choice), more=progress)
-            for part in (
-                self._parts(index, choice) if self.asked.is_chat else [Part("content", self._take(index, choice))]
-            ):
-                if part.kind == "content" and part.text:
-                    yield self._text(index, part.text, choice)
-                elif part.text:
-                    yield self._piece(index, {"delta": self._delta(index, part)} | self._logged(choice))
-            if choice.entries:
-                yield self._piece(index, self._said("") | self._logged(choice))
-            if choice.finish:
-                told.add(index)
-                end: dict[str, Any] = {"delta": {}} if self.asked.is_chat else {"text": ""}
-                seed = {"seed": choice.asked.sampling.seed}
-                yield self._piece(index, end | seed, self._finish(index, choice), {"timings": choice.timings})
+    def events(self) -> bytes:
+        """All events since the last call."""
+        return b"".join(event for output in self.outputs if not output.has_ended for event in self._events(output))
 
-    def _delta(self, index: int, part: Part) -> dict[str, Any]:
-        if part.kind == "reasoning":
-            return {"reasoning_content": part.text}
-        at = self._n_told.get(index, -1)
-        if part.kind == "arguments":
-            return {"tool_calls": [{"index": at, "function": {"arguments": part.text}}]}
-        self._n_told[index] = at + 1
-        return {"tool_calls": [{"index": at + 1, **call_of(part.text, "")}]}
+    def _events(self, output: ChoiceOutput) -> Iterator[bytes]:
+        if progress := output.progress():
+            yield self.progressed(output, progress)
+        for part in output.parts():
+            yield self.part(output, part)
+        if output.choice.entries:
+            yield self.rest(output)
+        if output.choice.finish:
+            output.has_ended = True
+            yield self.end(output)
+
+    def progressed(self, output: ChoiceOutput, progress: dict[str, Any]) -> bytes:
+        return self._chunk(output, self._content(output, ""), more=progress)
+
+    def part(self, output: ChoiceOutput, part: AnswerPart) -> bytes:
+        if part.kind == "content":
+            return self._text(output, part.text)
+        logprobs = {"logprobs": self._logprobs(output.choice)} if output.choice.entries else {}
+        return self._chunk(output, {"delta": _delta(output, part)} | logprobs)
+
+    def rest(self, output: ChoiceOutput) -> bytes:
+        """Log-probabilities without a part."""
+        return self._chunk(output, self._content(output, ""))
+
+    def end(self, output: ChoiceOutput) -> bytes:
+        content: dict[str, Any] = {"delta": {}} if self.parsed.is_chat else {"text": ""}
+        seed = {"seed": output.choice.request.sampling.seed}
+        return self._chunk(output, content | seed, output.finish, {"timings": output.choice.timings})
 
     def last(self) -> bytes:
         usage = {**self.common, "choices": [], "usage": self.usage()}
-        return (event(usage) if self.asked.usage else b"") + DONE
+        return (event(usage) if self.parsed.usage else b"") + DONE
 
     def failed(self, refusal: Refusal) -> bytes:
-        """What a stream ends with that cannot go on."""
+        """The end of a stream that cannot go on."""
         return event(refusal.body) + DONE
 
-    def _text(self, index: int, text: str, choice: Choice) -> bytes:
-        """Nearly all of it is the same every time."""
-        times = choice.n_tokens, choice.came_s, choice.told_s
+    def _text(self, output: ChoiceOutput, content: str) -> bytes:
+        """Most bytes are the same in all such events."""
+        choice, is_timed = output.choice, self.parsed.timed
+        times = choice.n_tokens, choice.verdict_s, choice.told_s
         if choice.has_logprobs:
-            more = {"timings": dict(zip(TIMES, times, strict=True))} if self.asked.timed else {}
-            return self._piece(index, self._said(text) | self._logged(choice), more=more)
-        if index not in self._around:
-            before, _, after = self._piece(index, self._said(MARK)).partition(json_bytes(MARK))
-            self._around[index] = before, after.removesuffix(b"}\n\n") if self.asked.timed else after
-        before, after = self._around[index]
-        return before + json_bytes(text) + (after + TIMED % times if self.asked.timed else after)
+            more = {"timings": dict(zip(TIMES, times, strict=True))} if is_timed else {}
+            return self._chunk(output, self._content(output, content), more=more)
+        if output.index not in self._around:
+            before, _, after = self._chunk(output, self._content(output, MARK)).partition(json_bytes(MARK))
+            self._around[output.index] = before, after.removesuffix(b"}\n\n") if is_timed else after
+        before, after = self._around[output.index]
+        return before + json_bytes(content) + (after + TIMED % times if is_timed else after)
 
-    def _said(self, text: str) -> dict[str, Any]:
-        return {"delta": {"content": text}} if self.asked.is_chat else {"text": text}
+    def _content(self, output: ChoiceOutput, content: str) -> dict[str, Any]:
+        logprobs = {"logprobs": self._logprobs(output.choice)} if output.choice.entries else {}
+        return ({"delta": {"content": content}} if self.parsed.is_chat else {"text": content}) | logprobs
 
-    def _piece(
-        self, index: int, said: dict[str, Any], finish: str | None = None, more: Any = MappingProxyType({})
-    ) -> bytes:
-        usage = {"usage": None} if self.asked.usage else {}
-        choice = {"index": index, "logprobs": None, **said, "finish_reason": finish}
+    def _chunk(self, output: ChoiceOutput, content: Object, finish: str | None = None, more: Object = NOTHING) -> bytes:
+        usage = {"usage": None} if self.parsed.usage else {}
+        choice = {"index": output.index, "logprobs": None, **content, "finish_reason": finish}
         return event({**self.common, "choices": [choice], **usage, **more})
+
+
+def _delta(output: ChoiceOutput, part: AnswerPart) -> dict[str, Any]:
+    if part.kind == "reasoning":
+        return {"reasoning_content": part.text}
+    if part.kind == "arguments":
+        return {"tool_calls": [{"index": output.n_calls - 1, "function": {"arguments": part.text}}]}
+    output.n_calls += 1
+    return {"tool_calls": [{"index": output.n_calls - 1, **call_of(part.text)}]}
+
+
+# -- blocks
+
+
+@dataclass(slots=True)
+class Block:
+    """Parts of one kind in a row; a call has the kind `arguments` and a `name`."""
+
+    index: int
+    kind: str
+    id: str
+    name: str = ""
+    text: str = ""
+
+
+def named_event(name: str, data: Mapping[str, Any]) -> bytes:
+    return b"event: " + name.encode() + b"\ndata: " + json_bytes({"type": name, **data}) + b"\n\n"
+
+
+class BlockForm(OpenAIForm):
+    """The form of APIs whose answers are one text in blocks, with events where a block opens, grows and closes."""
+
+    prefix = ""
+    """The prefix of an answer's id."""
+
+    blocks: list[Block]
+
+    def new_id(self) -> str:
+        self.blocks = []
+        return f"{self.prefix}_{secrets.token_hex(12)}"
+
+    @property
+    def choice(self) -> Choice:
+        return self.answer.choices[0]
+
+    @property
+    def finish(self) -> str:
+        return self.outputs[0].finish or ""
+
+    def opened(self, block: Block) -> bytes:
+        raise NotImplementedError
+
+    def grown(self, block: Block, text: str) -> bytes:
+        raise NotImplementedError
+
+    def closed(self, block: Block) -> bytes:
+        raise NotImplementedError
+
+    def progressed(self, output: ChoiceOutput, progress: dict[str, Any]) -> bytes:
+        return b""
+
+    def part(self, output: ChoiceOutput, part: AnswerPart) -> bytes:
+        events = b""
+        is_call = part.kind == "call"
+        if is_call or not self.blocks or self.blocks[-1].kind != part.kind:
+            events = self.closed(self.blocks[-1]) if self.blocks else b""
+            kind, name = ("arguments", part.text) if is_call else (part.kind, "")
+            self.blocks.append(Block(len(self.blocks), kind, secrets.token_hex(12), name))
+            events += self.opened(self.blocks[-1])
+        if is_call:
+            return events
+        self.blocks[-1].text += part.text
+        return events + self.grown(self.blocks[-1], part.text)
+
+    def rest(self, output: ChoiceOutput) -> bytes:
+        return b""
+
+    def end(self, output: ChoiceOutput) -> bytes:
+        return self.closed(self.blocks[-1]) if self.blocks else b""
+
+    def all_blocks(self) -> list[Block]:
+        """The blocks of an answer that has ended."""
+        for part in self.outputs[0].parts():
+            self.part(self.outputs[0], part)
+        return self.blocks
+
+    def failed(self, refusal: Refusal) -> bytes:
+        return named_event("error", refusal.body)
+
+
+def renamed(fields: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """The fields by OpenAI's names."""
+    return {names.get(name, name): value for name, value in fields.items()}

@@ -1,114 +1,205 @@
-"""Rank 0's end of the server: checks its settings, opens its port, starts the process that speaks HTTP.
+"""The HTTP process of a service: its options, the owner of its port and of the process, and rank 0's `Front`, which
+talks to it.
 
-That is a process of its own, in a session of its own: it takes no time from the engine, and when a rank dies, and the
-launcher kills all the others, it still tells its clients. Imports nothing but the standard library and what rank 0 has.
+The HTTP process has a session of its own: it takes no time from the engine, and when a rank dies, and the launcher
+kills all the others, it still answers its clients. Rank 0 owns it, or under `supervise` the supervisor, which outlives
+jobs. Imports nothing but the standard library and what rank 0 has.
 """
 
 import contextlib
 import json
-import math
 import os
 import pickle
 import re
 import socket
 import ssl
 import subprocess
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from ipaddress import ip_address
 from pathlib import Path
 
+import click
+
 from pipeinfer.child import python_command
-from pipeinfer.cluster.watch.attempts import Attempt, own_attempt
-from pipeinfer.cluster.watch.limits import Limits
+from pipeinfer.cluster.watch.protocol import Limits
+from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
-from pipeinfer.job.process.complain import complain
-from pipeinfer.job.process.limited import read_limited
-from pipeinfer.job.process.supervised import FRONT, connect_supervisor, seal
-from pipeinfer.job.serve.front import Closing, FromFront, FromHead, Setup
-from pipeinfer.server.channel import HeadEnd
-from pipeinfer.server.options import HttpOptions
+from pipeinfer.job.options.values import File, Listed, Number, TextType
+from pipeinfer.job.process.streams import complain, read_limited
+from pipeinfer.job.process.supervised import FRONT, connect_supervisor, own_attempt, seal
+from pipeinfer.job.serve.channel import Closing, Front, Setup
+
+SHARE = 0.75
+
+
+def most_of_one(n: int) -> int:
+    """How many of `n` connections or texts one address may have."""
+    return max(1, int(SHARE * n))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HttpOptions:
+    """`api_keys`: any of them is accepted; without one no request needs a key. No message between ranks has them.
+    `n_queue`: texts that may wait. `max_body`: bytes of a request. `timeout_s`: for a client to send or to read."""
+
+    heading = "Server"
+    host: str = setting("127.0.0.1", "--host", type=TextType(), help="Address to listen on.")
+    port: int = setting(8080, "--port", most=65535, help="Port to listen on; 0: a free one.")
+    api_keys: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    api_key_file: Path | None = setting(None, "--api-key-file", type=File(), help="Keys, as of --api-key, one a line.")
+    ssl_key_file: Path | None = setting(
+        None, "--ssl-key-file", type=File(), help="The private key, PEM: with --ssl-cert-file it is HTTPS."
+    )
+    ssl_cert_file: Path | None = setting(
+        None, "--ssl-cert-file", type=File(), help="Its certificate, PEM, with those that vouch for it."
+    )
+    alias: str | None = setting(
+        None, "--alias", "-a", type=TextType(), help="The model's name in answers. [default: the file's]"
+    )
+    n_queue: int = setting(
+        256, "--queue", most=1 << 20, help="Texts that may wait for room; for more the answer is 429."
+    )
+    priorities: bool = setting(
+        False, "--priorities", help="Take `priority` of requests: whoever asks can pass and preempt others."
+    )
+    n_connections: int = setting(
+        1024, "--max-connections", least=1, most=1 << 20, help="Connections that are open at a time."
+    )
+    max_body: int = setting(2 << 20, "--max-body", least=1024, most=1 << 30, help="Bytes of a request.")
+    timeout_s: float = setting(
+        600.0, "--timeout", "-to", type=Number(0, 1e6, above=True),
+        help="Seconds that a client may take to send a request, or to read on.",
+    )  # fmt: skip
+    origins: tuple[str, ...] = setting(
+        (), "--allow-origin", "--cors-origins", type=Listed(TextType()),
+        help="Pages of these origins may ask too, such as https://chat.example.org; *: all pages.",
+    )  # fmt: skip
+    strict: bool = setting(
+        False, "--strict/--lenient",
+        help="Refuse requests with fields or parts that are unknown; else these are passed over, named once in the log "
+        "and in the header X-Pipeinfer-Passed-Over of the answer.",
+    )  # fmt: skip
+    log_format: str = setting(
+        "text", "--log-format", type=click.Choice(["text", "json", "none"]), help="A line a request on standard error."
+    )
+    metrics: bool = setting(True, "--metrics/--no-metrics", help="/metrics, for Prometheus.")
+    slots: bool = setting(True, "--slots/--no-slots", help="/slots: what is being written.")
+    page: bool = setting(True, "--ui/--no-ui", help="The page at /.")
+
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 MAX_KEYS = 1 << 20
-BACKLOG = 2048  # connections that nobody has looked at yet
-MARGIN_S = 2.0
-"""How long the process may take to end, beside what its clients have."""
+BACKLOG = 2048
+"""Connections that nothing has accepted yet."""
 
+MARGIN_S = 2.0
+"""How long the process may take to end, beside the time for its clients."""
+
+ANSWER_S = 2.0
+"""How long it may take to answer its owner, before another one replaces it; clients have to connect again then."""
+
+CONTROL_BYTES = 4096
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 START = "from pipeinfer.server.process import main; main(*map(int, sys.argv[1:]))"
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessSetup:
-    """What the process is told first. `http.api_keys`: those of the file too."""
+    """The standard input of the HTTP process. `http.api_keys`: also those of the file. `is_followed`: another job
+    follows one that is lost."""
 
     http: HttpOptions
     setup: Setup
+    is_followed: bool
 
 
-class HttpProcess:
-    """Where clients come, and the process that speaks HTTP there."""
+class HttpServer:
+    """The port of a service and the process that answers there, for one job, or if `is_followed` for several in a row.
 
-    def __init__(self, options: HttpOptions) -> None:
-        """Raises UserError: what is not installed, files, the port."""
+    The process gets links to rank 0 of these jobs over a control socket, and answers there when it is told of a loss.
+    """
+
+    def __init__(self, options: HttpOptions, is_followed: bool = False) -> None:
+        """Open the port. Raises UserError: what is not installed, files, the port."""
         missing = [name for name in NEEDS if find_spec(name) is None]
         if missing:
             raise UserError(f"`pipeinfer serve` needs {', '.join(missing)}, which are not installed here; "
                             "install them: pip install 'pipeinfer[serve]'")  # fmt: skip
         self.options = replace(options, api_keys=options.api_keys + _keys_of(options.api_key_file))
+        self._is_followed = is_followed
         _check_certificate(options)
         _check_origins(options.origins)
         self._port = _listen(options.host, options.port)
-        if not self.options.api_keys and not self._is_local:
+        host, port = self._port.getsockname()[:2]
+        place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        is_local = ip_address(host.partition("%")[0]).is_loopback  # only this host reaches it
+        self.address = f"{'https' if options.ssl_cert_file else 'http'}://{place}"
+        self.tunnel = _way_in(self.address, host, port, is_local, os.environ)
+        """How another machine gets there."""
+        if not self.options.api_keys and not is_local:
             complain(f"--host {options.host} without --api-key: whoever reaches this port can use the server")
         self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._setup: Setup | None = None  # the last job's
 
-    @property
-    def address(self) -> str:
-        return f"{'https' if self.options.ssl_cert_file else 'http'}://{self._place}"
+    def attach(self, setup: Setup, link: int) -> None:
+        """A job begins: hand the link to its rank 0, a file descriptor, to the process, which starts if none runs."""
+        self._setup = setup
+        if self._process is None or self._process.poll() is not None:
+            self._start()
+        with contextlib.suppress(OSError):  # it has ended: the job sees that its link is closed
+            assert self._control
+            socket.send_fds(self._control, [b"head"], [link])
 
-    @property
-    def tunnel(self) -> str:
-        port = self._port.getsockname()[1]
-        return f"ssh -L {port}:{self._place} {socket.gethostname()}" if self._is_local else ""
-
-    @property
-    def _place(self) -> str:
-        host, port = self._port.getsockname()[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-    @property
-    def _is_local(self) -> bool:
-        """Whether only this host reaches it."""
-        return ip_address(self._port.getsockname()[0].partition("%")[0]).is_loopback
-
-    def start(self, setup: Setup, link: socket.socket, by_links: bool = False) -> None:
-        """`link`: to the head; `by_links`: links to one head after the other come by it. It is closed here."""
-        numbers = [link.fileno(), self._port.fileno()]
-        with link:
-            self._process = subprocess.Popen(
-                python_command(START, *numbers, int(by_links)), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                pass_fds=numbers, start_new_session=True,
-            )  # fmt: skip
-        assert self._process.stdin
-        with contextlib.suppress(OSError), self._process.stdin as pipe:
-            pickle.dump(ProcessSetup(self.options, setup), pipe)
-
-    @property
-    def is_alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+    def detach(self, why: str) -> None:
+        """The job is lost, another may follow. Returns once the process knows; one that does not answer is replaced."""
+        if not self._control:
+            return
+        with contextlib.suppress(OSError):
+            self._control.setblocking(False)
+            while self._control.recv(CONTROL_BYTES):
+                pass  # an answer to an earlier loss
+        with contextlib.suppress(OSError):
+            self._control.settimeout(ANSWER_S)
+            self._control.send(why.encode()[:CONTROL_BYTES])
+            if self._control.recv(CONTROL_BYTES):
+                return
+        self._end(0.0)
+        self._start().send(why.encode()[:CONTROL_BYTES])
 
     def how_it_ended(self) -> str:
-        """Empty while it runs."""
+        """Empty while the process runs."""
         code = self._process.poll() if self._process else None
         if code is None:
             return ""
         return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
 
-    def end(self, timeout_s: float) -> None:
-        """It is killed if it has not ended by then. The port stays."""
+    def close(self, timeout_s: float) -> None:
+        """No job follows: the process has so long to tell its clients, and is killed then. The port is closed."""
+        self._port.close()
+        if self._control and self._is_followed:  # else the end of the job is known
+            self._control.close()
+        self._end(timeout_s)
+
+    def _start(self) -> socket.socket:
+        """Start the process; returns the control socket."""
+        if self._control:
+            self._control.close()
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        numbers = theirs.fileno(), self._port.fileno()
+        with theirs:
+            self._process = subprocess.Popen(
+                python_command(START, *numbers), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                pass_fds=numbers, start_new_session=True,
+            )  # fmt: skip
+        assert self._process.stdin and self._setup
+        with contextlib.suppress(OSError), self._process.stdin as pipe:
+            pickle.dump(ProcessSetup(self.options, self._setup, self._is_followed), pipe)
+        return self._control
+
+    def _end(self, timeout_s: float) -> None:
         if self._process:
             try:
                 self._process.wait(timeout=timeout_s)
@@ -117,114 +208,71 @@ class HttpProcess:
                 self._process.wait()
             self._process = None
 
-    def close(self) -> None:
-        """Nobody is heard at the port any more."""
-        self._port.close()
 
+class HttpFront(Front):
+    """Rank 0's `Front`: messages to the HTTP process, which is this rank's own or the supervisor's."""
 
-class HttpFront:
-    """The `Front` of a service."""
-
-    def __init__(self, options: HttpOptions) -> None:
-        """Raises UserError as `HttpProcess` does."""
-        self._http = HttpProcess(options)
-        self._end: HeadEnd | None = None
-        self._most_silent_s = math.inf
-
-    @property
-    def address(self) -> str:
-        return self._http.address
-
-    @property
-    def tunnel(self) -> str:
-        return self._http.tunnel
-
-    def start(self, setup: Setup) -> None:
-        self._most_silent_s = Limits.of(setup.run.rank_timeout_s).silent_s
-        ours, theirs = socket.socketpair()
-        self._http.start(setup, theirs)
-        self._end = HeadEnd(ours)
-
-    def has_news(self) -> bool:
-        return self._end is not None and self._end.has_news()
-
-    def take(self) -> list[FromFront]:
-        return self._end.take() if self._end else []
-
-    def tell(self, message: FromHead) -> None:
-        if self._end:
-            self._end.tell(message)
+    def __init__(self, options: HttpOptions, setup: Setup) -> None:
+        """Raises UserError as `HttpServer` does, also where the supervisor's does, or began with another model."""
+        self._silent_limit_s = Limits.of(setup.rank_timeout_s).silent_s
+        self._server: HttpServer | None = None
+        if attempt := own_attempt():
+            link, self.address, self.tunnel = _connect_supervisor(options, setup, attempt.rendezvous.key)
+        else:
+            self._server = HttpServer(options)
+            self.address, self.tunnel = self._server.address, self._server.tunnel
+            link, theirs = socket.socketpair()
+            with theirs:
+                self._server.attach(setup, theirs.fileno())
+        super().__init__(link)
 
     def lost(self) -> str:
-        if self._end is None:
-            return ""
-        if not self._end.closed:
-            if self._end.silent_s < self._most_silent_s:
+        if not self.closed:
+            if self.silent_s < self._silent_limit_s:
                 return ""
-            return f"nothing comes from the process that speaks HTTP for {self._most_silent_s:g} s; ending the job"
-        how = self._http.how_it_ended()
-        if not how and self._end.silent_s > MARGIN_S:  # since it closed
-            how = "has closed its ears"
+            return f"nothing comes from the process that speaks HTTP for {self._silent_limit_s:g} s; ending the job"
+        if not self._server:
+            return "the process that speaks HTTP, or the supervisor, is lost; ending the job"
+        how = self._server.how_it_ended()
+        if not how and self.silent_s > MARGIN_S:  # since it closed
+            how = "has closed its connection"
         return f"the process that speaks HTTP {how}; ending the job" if how else ""
 
     def close(self, grace_s: float = 0.0) -> None:
-        if self._end:
-            self._end.tell(Closing(grace_s))
-            self._end.finish()
-        self._http.close()
-        self._http.end(grace_s + MARGIN_S)
+        self.tell(Closing(grace_s))
+        self.finish()
+        if self._server:
+            self._server.close(grace_s + MARGIN_S)
 
 
-class SupervisedFront(HttpFront):
-    """The `Front` where the port and the process are the supervisor's, which outlives the job."""
+def _way_in(address: str, host: str, port: int, is_local: bool, environ: Mapping[str, str]) -> str:
+    """The command that forwards a port of this host, under Slurm by way of the host where the job was submitted."""
+    scheme, node = address.partition(":")[0], environ.get("SLURMD_NODENAME") or socket.gethostname()
+    login = environ.get("SLURM_SUBMIT_HOST", node)
+    loopback = "[::1]" if ":" in host else "127.0.0.1"
+    place = f"[{host}]" if ":" in host else host
+    there = loopback if ip_address(host.partition("%")[0]).is_unspecified else place
+    then = f"then {scheme}://{there if is_local else '127.0.0.1'}:{port}"
+    if is_local:
+        return f"ssh {f'-J {login} ' if login != node else ''}-L {port}:{there}:{port} {node}, {then}"
+    if login != node:
+        return f"ssh -L {port}:{node if there == loopback else there}:{port} {login}, {then}"
+    return f"{scheme}://{node}:{port}, or ssh -L {port}:{there}:{port} {node}, {then}"
 
-    def __init__(self, options: HttpOptions, version: str, attempt: Attempt) -> None:
-        """Raises UserError as `HttpProcess` does, which is the supervisor's then, and where the service began with
-        another version."""
-        link = connect_supervisor(FRONT)
-        assert link, "nobody supervises this job"
-        self._link, self._key, self._most_silent_s = link, attempt.rendezvous.key, math.inf
-        self._end = None
+
+def _connect_supervisor(options: HttpOptions, setup: Setup, key: str) -> tuple[socket.socket, str, str]:
+    """The supervisor attaches this job to its server: (link to the HTTP process, address, tunnel). Raises UserError."""
+    link = connect_supervisor(FRONT)
+    assert link, "nobody supervises this job"
+    with link:
         try:
-            link.send_bytes(seal(pickle.dumps((options, version)), attempt.rendezvous.key))
-            said = json.loads(link.recv_bytes())
+            link.send_bytes(seal(pickle.dumps((options, setup)), key))
+            answer = json.loads(link.recv_bytes())
         except (OSError, EOFError):
             raise UserError("the supervisor of this job does not answer; start the job anew") from None
-        if "error" in said:
-            raise UserError(said["error"])
-        self._address: str = said["address"]
-        self._tunnel: str = said["tunnel"]
-
-    @property
-    def address(self) -> str:
-        return self._address
-
-    @property
-    def tunnel(self) -> str:
-        return self._tunnel
-
-    def start(self, setup: Setup) -> None:
-        self._most_silent_s = Limits.of(setup.run.rank_timeout_s).silent_s
-        with contextlib.suppress(OSError):
-            self._link.send_bytes(seal(pickle.dumps(setup), self._key))
-        self._end = HeadEnd(socket.socket(fileno=os.dup(self._link.fileno())))
-        self._link.close()
-
-    def lost(self) -> str:
-        if self._end and self._end.closed:
-            return "the process that speaks HTTP, or the supervisor, is lost; ending the job"
-        return super().lost()
-
-    def close(self, grace_s: float = 0.0) -> None:
-        if self._end:
-            self._end.tell(Closing(grace_s))
-            self._end.finish()
-
-
-def open_front(options: HttpOptions, version: str) -> HttpFront:
-    """The front of a service, on rank 0. Raises UserError as `HttpProcess` and `SupervisedFront` do."""
-    attempt = own_attempt()
-    return SupervisedFront(options, version, attempt) if attempt else HttpFront(options)
+        if "error" in answer:
+            raise UserError(answer["error"])
+        return socket.socket(fileno=os.dup(link.fileno())), answer["address"], answer["tunnel"]
 
 
 def _keys_of(path: Path | None) -> tuple[str, ...]:
@@ -258,23 +306,23 @@ def _check_certificate(options: HttpOptions) -> None:
 
 
 def _check_origins(origins: Sequence[str]) -> None:
-    """Raises UserError for what no browser says of a page. It says `null` of one from a file."""
+    """Raises UserError for what no browser sends as a page's origin. It sends `null` for a page from a file."""
     for origin in origins:
         if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
             raise UserError(f"--allow-origin {origin}: give SCHEME://HOST[:PORT], as in https://chat.example.org, or *")
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket at the address, where nobody answers yet. It listens: until then another server could have it too."""
+    """A socket at the address that listens, since until then another server could take it too; nothing answers yet."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        found = socket.socket(family, kind, protocol)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-        found.listen(BACKLOG)
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(BACKLOG)
     except OSError as error:
         raise UserError(f"--host {host} --port {port}: {error.strerror or error}; give others, --port 0 takes a free "
                         "one") from None  # fmt: skip
-    return found
+    return listener

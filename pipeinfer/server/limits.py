@@ -1,4 +1,4 @@
-"""What one connection may take: time to ask, time to read, room beside the others. Knows no requests."""
+"""Limits of connections: time to send a request, time to read, number. Knows no requests."""
 
 import asyncio
 import contextlib
@@ -8,16 +8,17 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from pipeinfer.server.options import most_of_one
+from pipeinfer.server.front import most_of_one
 
 HEAD_S = 30.0
-"""How long the first lines of a request may take at most: until then nobody knows what a client wants."""
+"""How long the head of a request may take at most."""
 
 WRITE = "pipeinfer.write"
-"""The extension of a request's scope, `Chunks`."""
+"""The name of `Chunks` among the extensions of a request's scope."""
 
 N_LINGERING, LINGER_S = 32, 1.0
-"""Connections above the limit that may say what they want for so long, while they hear that it is too much."""
+"""Refused connections that stay open for so long, and how long, as one that is closed with unread data may lose the
+answer."""
 
 N_OTHER_FILES = 64 + N_LINGERING
 FULL = (
@@ -28,22 +29,22 @@ FULL = (
 
 
 class Chunks:
-    """Parts of a body that is sent in chunks, without the many steps of `send`: a token is one."""
+    """Writes parts of a chunked body without the many steps of ASGI's `send`: each token is one."""
 
     def __init__(self, protocol: H11Protocol) -> None:
         self._transport, self._flow = protocol.transport, protocol.flow
 
     @property
     def flows(self) -> bool:
-        """Whether the connection takes more now."""
+        """Whether the connection accepts data now."""
         return not self._flow.write_paused and not self._transport.is_closing()
 
     def write(self, data: bytes) -> None:
-        """Where it `flows`."""
+        """Only where it `flows`."""
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     async def send(self, data: bytes) -> None:
-        """Once it flows."""
+        """Waits until it flows."""
         if self._flow.write_paused:
             await self._flow.drain()
         if not self._transport.is_closing():
@@ -51,19 +52,18 @@ class Chunks:
 
 
 def limited_protocol(n_connections: int, timeout_s: float) -> type[asyncio.Protocol]:
-    """uvicorn's protocol with these limits; as many connections as the system allows files, if that is less."""
+    """uvicorn's protocol with these limits, and no more connections than the system allows files."""
     n_most = min(n_connections, _n_files() - N_OTHER_FILES)
-    n_of = Counter[str]()  # connections of each address that are served
+    n_of = Counter[str]()  # open connections by address
 
     class LimitedProtocol(H11Protocol):
-        def __init__(self, *given: Any, **named: Any) -> None:
-            super().__init__(*given, **named)
-            app, self.app = self.app, self._with_writing
-            self._served = app
-            self._asking: asyncio.TimerHandle | None = None
-            self._reading: asyncio.TimerHandle | None = None
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self._served, self.app = self.app, self._with_chunks
+            self._head_timer: asyncio.TimerHandle | None = None
+            self._write_timer: asyncio.TimerHandle | None = None
 
-        async def _with_writing(self, scope: Any, receive: Any, send: Any) -> None:
+        async def _with_chunks(self, scope: Any, receive: Any, send: Any) -> None:
             await self._served({**scope, "extensions": {WRITE: Chunks(self)}}, receive, send)
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -77,7 +77,7 @@ def limited_protocol(n_connections: int, timeout_s: float) -> type[asyncio.Proto
                 self._await_request()
 
         def _refuse(self, transport: asyncio.Transport) -> None:
-            """What it sends meanwhile is read, as who is closed upon with something unread may not see the answer."""
+            """Send `FULL`, and read on for LINGER_S."""
             transport.write(FULL)
             if len(self.connections) > n_most + N_LINGERING or not transport.can_write_eof():
                 transport.close()
@@ -92,20 +92,20 @@ def limited_protocol(n_connections: int, timeout_s: float) -> type[asyncio.Proto
             self._await_request()
 
         def _await_request(self) -> None:
-            """Between two requests a client has begun to speak, or is new: it has so long to say what it wants."""
+            """Start the timer of a new connection or of a further request."""
             if self.cycle is not None and not self.cycle.response_complete:
-                _cancel(self._asking)
-                self._asking = None
-            elif self._asking is None:
-                self._asking = self.loop.call_later(min(HEAD_S, timeout_s), self.transport.abort)
+                _cancel(self._head_timer)
+                self._head_timer = None
+            elif self._head_timer is None:
+                self._head_timer = self.loop.call_later(min(HEAD_S, timeout_s), self.transport.abort)
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            self._reading = self.loop.call_later(timeout_s, self.transport.abort)
+            self._write_timer = self.loop.call_later(timeout_s, self.transport.abort)
 
         def resume_writing(self) -> None:
             super().resume_writing()
-            _cancel(self._reading)
+            _cancel(self._write_timer)
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
@@ -113,8 +113,8 @@ def limited_protocol(n_connections: int, timeout_s: float) -> type[asyncio.Proto
                 n_of[self._address] -= 1
                 if not n_of[self._address]:
                     del n_of[self._address]
-            _cancel(self._asking)
-            _cancel(self._reading)
+            _cancel(self._head_timer)
+            _cancel(self._write_timer)
 
     return LimitedProtocol
 
@@ -125,7 +125,7 @@ def _cancel(timer: asyncio.TimerHandle | None) -> None:
 
 
 def _n_files() -> int:
-    """Files that this process may have open; more than by default, where it may ask for them."""
+    """Files that this process may have open, after its limit was raised as far as it may be."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):

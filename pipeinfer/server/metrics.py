@@ -1,13 +1,15 @@
-"""What happens in the server, as Prometheus has it: by llama.cpp's names, and by vLLM's where it counts the same."""
+"""The server's metrics for Prometheus: by llama.cpp's names, and by vLLM's where it counts the same."""
 
 import math
 import time
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from pipeinfer.job.serve.front import Picture
+from pipeinfer.job.serve.channel import Picture
 from pipeinfer.server.choices import Choice
-from pipeinfer.server.head import Head
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
            40.0, 80.0, 160.0, 640.0)  # fmt: skip
@@ -16,93 +18,104 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics:
-    """`head`: whose state the gauges show. `n_ctx`: tokens of all open requests. `model`: the label of vLLM's names."""
+    """`n_ctx`: tokens of all open requests. `model`: the label of vLLM's names."""
 
     def __init__(self, model: str, n_ctx: int) -> None:
         self.n_ctx, self.registry = n_ctx, CollectorRegistry()
         self._labels = {"model_name": model}
         self._n_runs = 0
-        self._evaluated = self._counter("llamacpp:prompt_tokens", "Prompt tokens that were evaluated.")
-        self._prompt = self._labelled("vllm:prompt_tokens", "Prompt tokens of requests that have ended.")
-        self._predicted = self._counter("llamacpp:tokens_predicted", "Tokens generated.")
-        self._generation = self._labelled("vllm:generation_tokens", "Tokens generated.")
-        self._prompt_s = self._counter("llamacpp:prompt_seconds", "Seconds from the first run to the first token.")
-        self._predicted_s = self._counter("llamacpp:tokens_predicted_seconds", "Seconds from the first token on.")
-        self._decode = self._counter("llamacpp:n_decode", "Runs sent through the pipeline.")
-        self._drafted = self._labelled("vllm:spec_decode_num_draft_tokens", "Guesses that got a verdict.")
-        self._accepted = self._labelled("vllm:spec_decode_num_accepted_tokens", "Guesses that were right.")
-        self._kept_asked = self._labelled("vllm:prefix_cache_queries", "Prompt tokens.")
-        self._kept = self._labelled("vllm:prefix_cache_hits", "Prompt tokens that another text had evaluated.")
-        self._preempted = self._labelled("vllm:num_preemptions", "How often a text gave its cells to others.")
+        count = partial(self._add, Counter)
+        seconds, tokens = (partial(self._add, Histogram, buckets=each) for each in (SECONDS, TOKENS))
+        self._evaluated = count("llamacpp:prompt_tokens", "Prompt tokens that were evaluated.")
+        self._prompt = count("vllm:prompt_tokens", "Prompt tokens of requests that have ended.")
+        self._predicted = count("llamacpp:tokens_predicted", "Tokens generated.")
+        self._generation = count("vllm:generation_tokens", "Tokens generated.")
+        self._prompt_s = count("llamacpp:prompt_seconds", "Seconds from the first run to the first token.")
+        self._predicted_s = count("llamacpp:tokens_predicted_seconds", "Seconds from the first token on.")
+        self._decode = count("llamacpp:n_decode", "Runs sent through the pipeline.")
+        self._drafted = count("vllm:spec_decode_num_draft_tokens", "Guesses that got a verdict.")
+        self._accepted = count("vllm:spec_decode_num_accepted_tokens", "Guesses that were right.")
+        self._prefix_queries = count("vllm:prefix_cache_queries", "Prompt tokens.")
+        self._prefix_hits = count("vllm:prefix_cache_hits", "Prompt tokens that another text had evaluated.")
+        self._preempted = count("vllm:num_preemptions", "How often a text gave its cells to others.")
         self._success = Counter("vllm:request_success", "Requests that have ended.", ["model_name", "finished_reason"],
                                 registry=self.registry)  # fmt: skip
-        self._ttft = self._histogram("vllm:time_to_first_token_seconds", "From submission to the first token.", SECONDS)
-        self._itl = self._histogram("vllm:inter_token_latency_seconds", "Between two tokens of a text.", SECONDS)
-        self._e2e = self._histogram("vllm:e2e_request_latency_seconds", "From submission to the last token.", SECONDS)
-        self._queue = self._histogram("vllm:request_queue_time_seconds", "From submission to the first run.", SECONDS)
-        self._n_prompt = self._histogram("vllm:request_prompt_tokens", "Tokens of a prompt.", TOKENS)
-        self._n_text = self._histogram("vllm:request_generation_tokens", "Tokens of a text.", TOKENS)
-        self._recoveries = self._counter("pipeinfer:recoveries", "How often the job was lost and started again.")
-        self._recovery_s = self._counter("pipeinfer:recovery_seconds", "Seconds in which there was no job.")
+        self._ttft = seconds("vllm:time_to_first_token_seconds", "From submission to the first token.")
+        self._itl = seconds("vllm:inter_token_latency_seconds", "Between two tokens of a text.")
+        self._e2e = seconds("vllm:e2e_request_latency_seconds", "From submission to the last token.")
+        self._queue = seconds("vllm:request_queue_time_seconds", "From submission to the first run.")
+        self._n_prompt = tokens("vllm:request_prompt_tokens", "Tokens of a prompt.")
+        self._n_text = tokens("vllm:request_generation_tokens", "Tokens of a text.")
+        self._recoveries = count("pipeinfer:recoveries", "How often the job was lost and started again.")
+        self._recovery_s = count("pipeinfer:recovery_seconds", "Seconds in which there was no job.")
         self._share = Gauge("pipeinfer:rank_time_ratio", "How a rank spent its time when it was last looked at.",
                             ["rank", "use"], registry=self.registry)  # fmt: skip
 
-    def show(self, head: Head) -> None:
-        """Show its state as gauges."""
+    def _add(self, kind: Any, name: str, help: str, **options: Any) -> Any:
+        """A metric; vLLM's have the model as a label."""
+        labels = self._labels if name.startswith("vllm:") else {}
+        metric = kind(name, help, list(labels), registry=self.registry, **options)
+        return metric.labels(**labels) if labels else metric
+
+    def show(self, choices: Mapping[int, Choice]) -> None:
+        """Show these open choices as gauges."""
 
         def n_running() -> float:
-            return sum(choice.is_running for choice in head.choices.values())
+            return sum(choice.is_running for choice in choices.values())
 
         def used() -> float:
-            open = [choice for choice in head.choices.values() if choice.is_running]
-            # what texts share is counted for each
-            return min(1.0, sum(len(choice.asked.prompt) + choice.n_tokens for choice in open) / self.n_ctx)
+            running = [choice for choice in choices.values() if choice.is_running]
+            # a shared prefix counts for each text
+            return min(1.0, sum(choice.n_prompt + choice.n_tokens for choice in running) / self.n_ctx)
 
         def n_waiting() -> float:
-            return len(head.choices) - n_running()
+            return len(choices) - n_running()
 
-        for ours, theirs, help, find in (
-            ("llamacpp:requests_processing", "vllm:num_requests_running", "Texts that are being written.", n_running),
-            ("llamacpp:requests_deferred", "vllm:num_requests_waiting", "Texts that wait.", n_waiting),
-            ("", "vllm:kv_cache_usage_perc", "Share of the context that open requests use.", used),
+        for name, help, find in (
+            ("llamacpp:requests_processing", "Texts that are being written.", n_running),
+            ("vllm:num_requests_running", "Texts that are being written.", n_running),
+            ("llamacpp:requests_deferred", "Texts that wait.", n_waiting),
+            ("vllm:num_requests_waiting", "Texts that wait.", n_waiting),
+            ("vllm:kv_cache_usage_perc", "Share of the context that open requests use.", used),
         ):
-            if ours:
-                Gauge(ours, help, registry=self.registry).set_function(find)
-            Gauge(theirs, help, list(self._labels), registry=self.registry).labels(**self._labels).set_function(find)
+            self._add(Gauge, name, help).set_function(find)
 
-    # -- what the head says
+    # -- events
 
-    def begun(self, choice: Choice) -> None:
-        self._queue.observe(choice.begun_s - choice.asked_s)
+    def started(self, choice: Choice) -> None:
+        """For the first time."""
+        self._queue.observe(choice.started_s - choice.submitted_s)
 
-    def came(self, choice: Choice, n_tokens: int, before_s: float) -> None:
+    def generated(self, choice: Choice, n_tokens: int, before_s: float) -> None:
+        """`before_s`: the time of the tokens before these; NaN if there were none."""
         self._predicted.inc(n_tokens)
         self._generation.inc(n_tokens)
         is_first = math.isnan(before_s)
         if is_first:
-            self._ttft.observe(choice.came_s - choice.asked_s)
-        gap_s = 0.0 if is_first else (choice.came_s - before_s) / max(1, n_tokens)
+            self._ttft.observe(choice.verdict_s - choice.submitted_s)
+        gap_s = 0.0 if is_first else (choice.verdict_s - before_s) / max(1, n_tokens)
         for _ in range(n_tokens - is_first):
             self._itl.observe(gap_s)
 
     def ended(self, choice: Choice, n_runs: int) -> None:
+        """Also when it was given up or cancelled: then its `finish` is empty."""
         self._success.labels(**self._labels, finished_reason=choice.finish or "abort").inc()
         self._decode.inc(max(0, n_runs - self._n_runs))
         self._n_runs = max(self._n_runs, n_runs)
         if not choice.finish:
             return
-        timings, n_prompt = choice.timings, len(choice.asked.prompt)
+        timings, n_prompt = choice.timings, choice.n_prompt
         self._evaluated.inc(timings.get("prompt_n", 0))
         self._prompt.inc(n_prompt)
         self._n_prompt.observe(n_prompt)
         self._n_text.observe(choice.n_tokens)
-        self._e2e.observe(time.monotonic() - choice.asked_s)
+        self._e2e.observe(time.monotonic() - choice.submitted_s)
         self._prompt_s.inc((timings.get("prompt_ms") or 0) / 1e3)
         self._predicted_s.inc((timings.get("predicted_ms") or 0) / 1e3)
         self._drafted.inc(timings.get("draft_n", 0))
         self._accepted.inc(timings.get("draft_n_accepted", 0))
-        self._kept_asked.inc(n_prompt)
-        self._kept.inc(timings.get("cache_n", 0))
+        self._prefix_queries.inc(n_prompt)
+        self._prefix_hits.inc(timings.get("cache_n", 0))
         self._preempted.inc(timings.get("preempted_n", 0))
 
     def shown(self, picture: Picture) -> None:
@@ -111,19 +124,9 @@ class Metrics:
                 self._share.labels(rank["rank"], use).set(rank[use])
 
     def recovered(self, seconds: float) -> None:
+        """Another rank 0 is ready, so long after the one before was lost."""
         self._recoveries.inc()
         self._recovery_s.inc(seconds)
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
-
-    # -- names
-
-    def _counter(self, name: str, help: str) -> Counter:
-        return Counter(name, help, registry=self.registry)
-
-    def _labelled(self, name: str, help: str) -> Counter:
-        return Counter(name, help, ["model_name"], registry=self.registry).labels(**self._labels)
-
-    def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(name, help, ["model_name"], buckets=buckets, registry=self.registry).labels(**self._labels)

@@ -1,32 +1,125 @@
-"""Requests -> prompts in tokens, beside the loop that serves clients: chats that come together are rendered together.
+"""Requests of HTTP -> requests to the models: parsed, rendered and tokenised beside the loop that serves clients.
 
 Knows no HTTP.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Thread
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
+from pipeinfer.errors import UserError
+from pipeinfer.job.requests.answers import schemas_to_check
+from pipeinfer.job.requests.body import Body, Defaults, prompt_parts, read_body
 from pipeinfer.job.requests.body_prompts import BodyPrompts
+from pipeinfer.job.requests.fields import CHAT, LENGTHS, PassedOver, flag, is_list_of, is_whole, refuse, shown
 from pipeinfer.job.requests.request import GenerationRequest
-from pipeinfer.job.requests.request_body import Body
-from pipeinfer.models.text.grammar_check import check_grammar
-from pipeinfer.server.asked import Asked
+from pipeinfer.models.text.grammar import check_grammar
 
 T = TypeVar("T")
 
+MAX_CHOICES = 128
+"""Texts of one request, OpenAI's limit."""
+
+SEED_END = 2**32
+STREAM_FIELDS = ("timings_per_token", "return_progress")
+"""llama-server's."""
+
 N_TOGETHER = 64
-"""Chats at most that a process is started for."""
+"""Chats at most that one process renders."""
 
 N_THREADS = 2
-"""For each kind of work. One client has one of them at a time: who asks for much waits for it alone."""
+"""Threads for each kind of work. A client has one at a time."""
 
-Found = GenerationRequest | Exception
+Outcome = GenerationRequest | Exception
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRequest:
+    """One request of HTTP. `bodies`: of each text, `n` in a row with the same prompt. `usage`: a stream ends with
+    counts of tokens. `timed`, `progress`: llama-server's figures in streams. `keep`: cells stay in the cache. `fields`:
+    the members of llama-server's answer; empty: all. `passed_over`: what is ignored, with reasons. `schemas`: see
+    `schemas_to_check`."""
+
+    bodies: tuple[Body, ...]
+    n: int
+    is_chat: bool
+    stream: bool
+    usage: bool
+    timed: bool
+    progress: bool
+    keep: bool
+    fields: tuple[str, ...] = ()
+    passed_over: Mapping[str, str] = field(default_factory=dict)
+    schemas: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def prompts(self) -> tuple[Body, ...]:
+        """The first body of each prompt."""
+        return self.bodies[:: self.n]
+
+
+def parse_request(body: Mapping[str, Any], url: str, defaults: Defaults, passed: PassedOver) -> ParsedRequest:
+    """`url`: CHAT or COMPLETION. Raises UserError for wrong fields."""
+    is_chat, fields = url == CHAT, dict(body)
+    prompt, other = ("messages", "prompt") if is_chat else ("prompt", "messages")
+    if prompt not in fields or other in fields:
+        refuse(f"a body for {url} has {prompt}, and no {other}")
+    stream = flag(fields, "stream", False)
+    usage = _usage(fields, stream, passed)
+    timed, progress = (flag(fields, name, False) for name in STREAM_FIELDS)
+    keep = flag(fields, "cache_prompt", is_chat or 0 in (fields.get(name) for name in LENGTHS))
+    n, name = (fields["n_cmpl"], "n_cmpl") if "n_cmpl" in fields else (fields.get("n", 1), "n")
+    if not is_whole(n) or not 1 <= n <= MAX_CHOICES or fields.get("n", n) != n:
+        refuse(f"{name} is {shown(n)}; give a whole number from 1 to {MAX_CHOICES}, in one of n and n_cmpl")
+    members = fields.pop("response_fields", [])
+    if not is_list_of(str, members):
+        refuse(f"response_fields is {shown(members)}; give a list of names")
+    for name in ("stream", *STREAM_FIELDS, "cache_prompt", "n", "n_cmpl"):
+        fields.pop(name, None)
+    if fields.get("best_of") == n:
+        del fields["best_of"]
+    prompts = _prompts(fields[prompt], is_chat)
+    if len(prompts) * n > MAX_CHOICES:
+        refuse(f"{len(prompts)} prompts with n {n} are {len(prompts) * n} texts; a request has up to {MAX_CHOICES}")
+    first = read_body({**fields, prompt: prompts[0]}, defaults, False, passed)
+    bodies = [first, *(replace(first, prompt=prompt_parts(each)) for each in prompts[1:])]
+    schemas = schemas_to_check(first) if passed.reasons or defaults.sampling.grammar else {}
+    return ParsedRequest(
+        tuple(_choice_body(body, at) for body in bodies for at in range(n)), n, is_chat, stream, usage, timed, progress,
+        keep, tuple(filter(None, members)), passed.reasons, schemas,
+    )  # fmt: skip
+
+
+def _usage(fields: dict[str, Any], stream: bool, passed: PassedOver) -> bool:
+    options = fields.pop("stream_options", None)
+    if options is None:
+        return False
+    if not stream:
+        passed.add("stream_options", "stream_options are for streams; give stream true too, or leave them out")
+        return False
+    if not isinstance(options, dict):
+        refuse(f"stream_options is {shown(options)}; give an object, which may have include_usage")
+    return flag(options, "include_usage", False)
+
+
+def _prompts(value: Any, is_chat: bool) -> list[Any]:
+    """One prompt, or each of a list: token ids with texts between them are one."""
+    return value if not is_chat and value and is_list_of((str, list), value) else [value]
+
+
+def _choice_body(body: Body, at: int) -> Body:
+    """Further texts of a prompt have the next seeds."""
+    seed = body.sampling.seed
+    return replace(body, sampling=replace(body.sampling, seed=(seed + at) % SEED_END)) if seed >= 0 and at else body
+
+
+# -- prompts
 
 
 class Turns:
@@ -37,7 +130,7 @@ class Turns:
         self._locks = WeakValueDictionary[str, asyncio.Lock]()
 
     async def take(self, client: str, work: Callable[[], T]) -> T:
-        """What the work comes to, once that which was asked for this client before is done."""
+        """The result of `work`, which starts after this client's earlier work."""
         lock = self._locks.get(client) or asyncio.Lock()
         self._locks[client] = lock
         async with lock:
@@ -45,37 +138,37 @@ class Turns:
 
 
 class Prompting:
-    """Some threads tokenise, others have chats rendered, others have grammars checked, of which some take seconds."""
+    """Threads that tokenise, that render chats, and that check grammars, of which some take seconds."""
 
     def __init__(self, prompts: BodyPrompts) -> None:
         self.prompts = prompts
         self._tokenising, self._rendering, self._checking = Turns("tokenise"), Turns("render"), Turns("check")
-        self._chats: dict[str, list[tuple[Body, asyncio.Future[Found]]]] = {}  # by client, while it has some
+        self._chats: dict[str, list[tuple[Body, asyncio.Future[Outcome]]]] = {}  # by client, while it has some
         self._tasks = set[asyncio.Task[None]]()
         Thread(target=self._start_ahead, daemon=True).start()
 
     def _start_ahead(self) -> None:
-        self.prompts.format.template.process.start_ahead()
+        with suppress(UserError):  # chats are refused with it
+            self.prompts.format.template.process.start_ahead()
 
-    async def ask(self, asked: Asked, client: str) -> list[GenerationRequest]:
-        """One for each of its texts. Raises UserError for the first prompt that cannot be served."""
-        bodies = asked.prompts
+    async def ask(self, parsed: ParsedRequest, client: str) -> list[GenerationRequest]:
+        """A request for each text. Raises UserError for the first prompt that cannot be served."""
+        bodies = parsed.prompts
         await self._check({body.sampling.grammar for body in bodies if not body.ignore_eos}, client)
-        found: Sequence[Found]
-        if asked.is_chat:
-            found = await self._ask_chats(bodies, client)
+        outcomes: Sequence[Outcome]
+        if parsed.is_chat:
+            outcomes = await self._ask_chats(bodies, client)
         else:
-            found = await self.tokenise(client, partial(self.prompts.ask, bodies))
-        prompts = [_or_raise(each) for each in found]
-        await self._check({prompt.sampling.grammar for prompt in prompts}, client)
+            outcomes = await self.tokenise(client, partial(self.prompts.ask, bodies))
+        requests = [_or_raise(each) for each in outcomes]
+        await self._check({request.sampling.grammar for request in requests}, client)
         return [
-            replace(prompt, sampling=replace(prompt.sampling, seed=body.sampling.seed).settled, keep=asked.keep)
-            for at, body in enumerate(asked.bodies)
-            for prompt in [prompts[at // asked.n]]
+            replace(request, sampling=replace(request.sampling, seed=body.sampling.seed).settled, keep=parsed.keep)
+            for at, body in enumerate(parsed.bodies)
+            for request in [requests[at // parsed.n]]
         ]
 
     async def _check(self, grammars: set[str], client: str) -> None:
-        """What is found is remembered for whoever asks next."""
         for grammar in grammars - {""}:
             await self._checking.take(client, partial(check_grammar, self.prompts.tokenizer, grammar))
 
@@ -84,12 +177,12 @@ class Prompting:
         return (await self._rendering.take(client, lambda: self.prompts.rendered(body))).text
 
     async def tokenise(self, client: str, work: Callable[[], T]) -> T:
-        """Do something with the vocabulary, where nobody else waits for it."""
+        """The result of work with the vocabulary."""
         return await self._tokenising.take(client, work)
 
-    async def _ask_chats(self, bodies: Sequence[Body], client: str) -> list[Found]:
+    async def _ask_chats(self, bodies: Sequence[Body], client: str) -> list[Outcome]:
         loop = asyncio.get_running_loop()
-        futures: list[asyncio.Future[Found]] = [loop.create_future() for _ in bodies]
+        futures: list[asyncio.Future[Outcome]] = [loop.create_future() for _ in bodies]
         if client not in self._chats:
             self._chats[client] = []
             task = loop.create_task(self._render(client))
@@ -99,22 +192,22 @@ class Prompting:
         return list(await asyncio.gather(*futures))
 
     async def _render(self, client: str) -> None:
-        """Until no chat of the client waits: those that came while others were rendered go together."""
+        """Render the client's chats while there are any. Those that come meanwhile are rendered together."""
         while chats := self._chats[client]:
             group, self._chats[client] = chats[:N_TOGETHER], chats[N_TOGETHER:]
-            found: Sequence[Found]
+            outcomes: Sequence[Outcome]
             try:
-                found = await self._rendering.take(client, partial(self.prompts.ask, [body for body, _ in group]))
-            except Exception as error:  # also where no process can be started: nobody shall wait for ever
-                found = [error] * len(group)
-            for (_, future), each in zip(group, found, strict=True):
+                outcomes = await self._rendering.take(client, partial(self.prompts.ask, [body for body, _ in group]))
+            except Exception as error:  # also where no process can be started: each request gets it
+                outcomes = [error] * len(group)
+            for (_, future), each in zip(group, outcomes, strict=True):
                 if not future.done():
                     future.set_result(each)
         del self._chats[client]
         await asyncio.to_thread(self._start_ahead)
 
 
-def _or_raise(found: Found) -> GenerationRequest:
-    if isinstance(found, Exception):
-        raise found
-    return found
+def _or_raise(outcome: Outcome) -> GenerationRequest:
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome

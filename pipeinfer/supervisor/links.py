@@ -1,72 +1,97 @@
-"""Where rank 0 of each attempt finds the supervisor, and what it sends there."""
+"""The links over which rank 0 of each attempt sends its output and notes to the supervisor, and serves clients."""
 
 import contextlib
+import json
 import os
+import pickle
 import selectors
 import socket
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
-from pipeinfer.cluster.watch.limits import Limits
-from pipeinfer.cluster.watch.listener import Listener
-from pipeinfer.cluster.watch.protocol import MAX_HELLO_BYTES
-from pipeinfer.cluster.watch.rendezvous import Place, open_listener, own_place
-from pipeinfer.job.process.supervised import ERRORS, FRONT, INTERRUPT, NOTES, OTHER_MODEL, OUTPUT, SAME_MODEL
+from pipeinfer.cluster.watch.protocol import MAX_HELLO_BYTES, Limits
+from pipeinfer.cluster.watch.rendezvous import Listener, Location, open_listener, own_location
+from pipeinfer.errors import UserError
+from pipeinfer.job.process.supervised import (
+    ERRORS,
+    FRONT,
+    INTERRUPT,
+    NOTES,
+    OTHER_MODEL,
+    OTHER_MODEL_TEXT,
+    OUTPUT,
+    SAME_MODEL,
+    unseal,
+)
 from pipeinfer.job.requests.journal import Journal
-from pipeinfer.supervisor.attempt import Output
-from pipeinfer.supervisor.http import Http
+from pipeinfer.server.front import HttpServer
+from pipeinfer.supervisor.job import KeptOutput
 
 READ_BYTES = 1 << 16
 LOOK_S, ENDS_S = 0.1, 1.0
+LAST_WORDS_S = 5.0
+"""How long the HTTP process may take to tell its clients that no job follows."""
 
 
 class Links:
     """Listens as long as the process lives."""
 
-    def __init__(self, is_alone: bool, output: Output) -> None:
+    def __init__(self, is_alone: bool, output: KeptOutput) -> None:
         """`is_alone`: all ranks run on this host."""
-        here = own_place()
-        self.rendezvous, listening = open_listener([here, *([] if is_alone else [Place("", "")])])
+        here = own_location()
+        self.rendezvous, listening = open_listener([here, *([] if is_alone else [Location("", "")])])
         self._listener = Listener(listening, self.rendezvous.key, 1, Limits())
-        self.journal, self.http, self._output = Journal(), Http(self.rendezvous.key), output
-        self.has_news = False
-        """Whether the attempt has got on."""
+        self.has_progress = False
+        """Whether the attempt has got anywhere."""
+        self._output, self._journal = output, Journal()
+        self._server: HttpServer | None = None
         self._number = 0
         self._links: list[tuple[Connection, threading.Thread]] = []
         self._notes: Connection | None = None
-        self._model = b""  # of the first attempt
+        self._model = ""  # of the first attempt
         self._lock = threading.Lock()
         threading.Thread(target=self._listen, daemon=True).start()
 
     def begin(self, number: int) -> None:
-        """From now on rank 0 of this attempt is heard, and no other one."""
+        """Accept links from rank 0 of this attempt, and no other one."""
         with self._lock:
-            self._number, self.has_news = number, False
+            self._number, self.has_progress = number, False
 
     def end(self) -> None:
-        """What rank 0 has sent is taken, and no more."""
+        """Read what rank 0 has sent, and close its links."""
         with self._lock:
             self._number, links, self._links, self._notes = 0, self._links, [], None
         for link, reading in links:
             reading.join(timeout=ENDS_S)
             if not link.closed:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(link.fileno())) as other_end:
-                    other_end.shutdown(socket.SHUT_RDWR)  # where nobody gets to rank 0 it may still be there
+                    other_end.shutdown(socket.SHUT_RDWR)  # rank 0 may still run on a host that is cut off
                 reading.join(timeout=ENDS_S)
                 link.close()
 
-    @property
-    def numerics(self) -> str:
-        """The name of those of the first attempt; empty before it has said so."""
-        return self._model.decode().partition("-")[2] or self.http.numerics
+    def lose(self, why: str) -> None:
+        """Clients of a service wait for the next attempt."""
+        if self._server:
+            self._server.detach(why)
+
+    def close(self) -> None:
+        """No attempt follows; clients of a service are told."""
+        if self._server:
+            self._server.close(LAST_WORDS_S)
 
     @property
-    def is_heard(self) -> bool:
-        """Whether rank 0 of the attempt has come."""
+    def numerics(self) -> str:
+        """The name of the first attempt's numerics; empty if unknown."""
+        return self._model.partition("-")[2]
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether rank 0 of the attempt has connected."""
         return bool(self._links)
 
     def interrupt(self) -> bool:
-        """Rank 0 shall do as if Ctrl-C were pressed there. False where it cannot be told."""
+        """Tell rank 0 to act as on Ctrl-C. False if it cannot be told."""
         with contextlib.suppress(OSError):
             if self._notes:
                 self._notes.send_bytes(INTERRUPT)
@@ -96,25 +121,50 @@ class Links:
     def _read(self, link: Connection) -> None:
         with contextlib.suppress(OSError, EOFError, ValueError):
             while (kind := link.recv_bytes(MAX_HELLO_BYTES)) not in (FRONT, NOTES, OUTPUT, ERRORS):
-                pass  # its process id, as the watch wants it
+                pass  # its process id, which the watch wants
             if kind == FRONT:
-                self.http.take(link)
-                self.has_news = True
+                self._attach_server(link)
+                self.has_progress = True
             elif kind == OUTPUT:
-                take = self._output.begin()
-                while data := os.read(link.fileno(), READ_BYTES):
-                    take(data)
+                _forward(link, self._output.begin())
             elif kind == ERRORS:
-                while data := os.read(link.fileno(), READ_BYTES):
-                    os.write(2, data)
+                _forward(link, lambda data: os.write(2, data))
             else:
-                model = link.recv_bytes(MAX_HELLO_BYTES)
-                self._model = self._model or model
-                link.send_bytes(SAME_MODEL if model == self._model else OTHER_MODEL)
-                for note in self.journal.notes():
-                    link.send_bytes(note)
-                link.send_bytes(b"")
-                self._notes = link
-                while True:
-                    self.journal.take(link.recv_bytes())
-                    self.has_news = True
+                self._exchange_notes(link)
+
+    def _attach_server(self, link: Connection) -> None:
+        """A service: open its port, or give the link to the process that answers there. Raises ValueError for a
+        message of a stranger."""
+        options, setup = pickle.loads(unseal(link.recv_bytes(), self.rendezvous.key))
+        try:
+            if not self._is_same(setup.version):
+                raise UserError(OTHER_MODEL_TEXT)
+            self._server = self._server or HttpServer(options, is_followed=True)
+        except UserError as error:
+            link.send_bytes(json.dumps({"error": str(error)}).encode())
+            return
+        link.send_bytes(json.dumps({"address": self._server.address, "tunnel": self._server.tunnel}).encode())
+        self._server.attach(setup, link.fileno())
+        link.close()  # or rank 0 would not see the end of the process
+
+    def _exchange_notes(self, link: Connection) -> None:
+        """Send the notes of earlier attempts, then read new ones."""
+        is_same = self._is_same(link.recv_bytes(MAX_HELLO_BYTES).decode())
+        link.send_bytes(SAME_MODEL if is_same else OTHER_MODEL)
+        for note in self._journal.notes():
+            link.send_bytes(note)
+        link.send_bytes(b"")
+        self._notes = link
+        while True:
+            self._journal.take(link.recv_bytes())
+            self.has_progress = True
+
+    def _is_same(self, model: str) -> bool:
+        """Whether an attempt has the model and numerics of the first one."""
+        self._model = self._model or model
+        return model == self._model
+
+
+def _forward(link: Connection, write: Callable[[bytes], object]) -> None:
+    while data := os.read(link.fileno(), READ_BYTES):
+        write(data)

@@ -13,25 +13,22 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
-from pipeinfer.cluster.watch.attempts import VARIABLE, Attempt
 from pipeinfer.errors import UserError
-from pipeinfer.job.process.complain import complain
-from pipeinfer.job.process.raw_terminal import RawTerminal
 from pipeinfer.job.process.signals import on_signals
-from pipeinfer.job.process.streams import said_of_output
-from pipeinfer.job.serve.drain import ONE_PRESS_S
+from pipeinfer.job.process.stop import ONE_PRESS_S
+from pipeinfer.job.process.streams import RawTerminal, complain, report_lost_output
+from pipeinfer.job.process.supervised import VARIABLE, Attempt
 from pipeinfer.job.submit import is_open_mpi
-from pipeinfer.sizes import count_text
-from pipeinfer.supervisor.attempt import Job, Loss, Output
-from pipeinfer.supervisor.kept_input import KeptInput
+from pipeinfer.supervisor.job import Job, KeptInput, KeptOutput, Loss
 from pipeinfer.supervisor.launcher import Launcher
 from pipeinfer.supervisor.links import Links
+from pipeinfer.text import count_text
 
 WINDOW_S = 600.0
-"""Within so long there are `restarts` at most."""
+"""`restarts` and `N_DEATHS` are limits within this time."""
 
 N_DEATHS = 2
-"""A host on which ranks have died so often within the window is left out, while there are others."""
+"""A host on which ranks have died so often is left out, while there are others."""
 
 PROBE_S = 20.0
 """How long a launcher may take to start nothing on a host."""
@@ -42,10 +39,10 @@ SECOND_S = 5.0
 LONGEST_DELAY_S = 30.0
 LOOK_S = 0.05
 IN_ORDER = (0, 2)
-"""Exit codes of a job that has said all: what is wrong with its input stays wrong."""
+"""Exit codes of a job that is not started again: it is complete, or its input is wrong and stays wrong."""
 
-LEFT = 128 + signal.SIGINT
-"""That of a chat which its user has left with Ctrl-C."""
+INTERRUPTED = 128 + signal.SIGINT
+"""The exit code of a chat that its user has left with Ctrl-C."""
 
 
 class Supervisor:
@@ -53,17 +50,17 @@ class Supervisor:
 
     def __init__(self, launcher: Launcher, restarts: int, environ: Mapping[str, str]) -> None:
         self.launcher, self.restarts, self.environ = launcher, restarts, environ
-        # Open MPI gives ranks on other hosts no variables but those that it is told of
-        is_told = bool(launcher.words) and not launcher.is_srun and is_open_mpi(launcher.words[0])
-        self._hands_on = ["-x", VARIABLE] if is_told else []
+        # Open MPI passes only variables that it is given to ranks on other hosts
+        by_open_mpi = bool(launcher.words) and not launcher.is_srun and is_open_mpi(launcher.words[0])
+        self._pass_variable = ["-x", VARIABLE] if by_open_mpi else []
         self.lost: dict[str, str] = {}  # hosts that are left out, and why
         self._name = secrets.token_hex(8)
-        self._output = Output("--json" in launcher.command)
+        self._output = KeptOutput("--json" in launcher.command)
         self._links = Links(not launcher.hosts, self._output)
         self._keys: RawTerminal | None = None
         self._job: Job | None = None
-        self._stopped_by, self._stopped_s = 0, math.inf  # a signal, and when it came
-        self._ends_s = math.inf  # when a job that was told so twice is killed
+        self._stopped_by, self._stopped_s = 0, math.inf  # the first signal's time, the last one's number
+        self._kill_s = math.inf  # when a job that got two signals is killed
         self._kept_s = -math.inf  # when an interrupt ended no chat
         self._starts_s = deque[float]()  # of restarts
         self._deaths: dict[str, deque[float]] = {}  # by host
@@ -75,33 +72,39 @@ class Supervisor:
         with tempfile.TemporaryDirectory(prefix="pipeinfer-") as folder, contextlib.ExitStack() as files:
             stdin, number = None, 0
             if self.launcher.is_chat or "-" in self.launcher.command:
-                kept = files.enter_context(tempfile.TemporaryFile())
+                file = files.enter_context(tempfile.TemporaryFile())
                 self._keys = self._take_terminal(files)
-                stdin = KeptInput(kept, self._keys.act) if self._keys else KeptInput(kept)
+                stdin = KeptInput(file, self._keys.act) if self._keys else KeptInput(file)
             while True:
                 number += 1
                 code, loss = self._attempt(number, Path(folder) / "hosts", stdin)
-                in_order = (*IN_ORDER, LEFT) if self.launcher.is_chat else IN_ORDER
-                cut = stdin.error if stdin else ""
-                if self._stopped_by or self._output.error or cut or (code in in_order and not loss):
+                if self._is_last(code, loss, stdin):
                     self._output.end()
-                    self._links.http.close()
-                    if self._output.error:
-                        return said_of_output(self._output.error)
-                    if cut:
-                        complain(f"standard input cannot be kept in {tempfile.gettempdir()}: {cut}; set TMPDIR to a "
-                                 "folder with more room")  # fmt: skip
-                        return 2
-                    return 128 + self._stopped_by if self._stopped_by and (loss or code not in IN_ORDER) else code
+                    self._links.close()
+                    return self._exit_code(code, loss, stdin)
                 try:
-                    self._note(loss or Loss(f"the job ended with exit code {code}"))
+                    self._prepare_restart(loss or Loss(f"the job ended with exit code {code}"))
                 except UserError as error:
                     complain(str(error))
-                    self._links.http.close()
+                    self._links.close()
                     return 128 + self._stopped_by if self._stopped_by else code or 1
 
+    def _is_last(self, code: int, loss: Loss | None, stdin: KeptInput | None) -> bool:
+        in_order = code in IN_ORDER or (self.launcher.is_chat and code == INTERRUPTED)
+        return bool(self._stopped_by or self._output.error or (stdin and stdin.error) or (in_order and not loss))
+
+    def _exit_code(self, code: int, loss: Loss | None, stdin: KeptInput | None) -> int:
+        """The supervisor's, for the last attempt's; prints what went wrong with its streams."""
+        if self._output.error:
+            return report_lost_output(self._output.error)
+        if stdin and stdin.error:
+            complain(f"standard input cannot be kept in {tempfile.gettempdir()}: {stdin.error}; set TMPDIR to a folder "
+                     "with more room")  # fmt: skip
+            return 2
+        return 128 + self._stopped_by if self._stopped_by and (loss or code not in IN_ORDER) else code
+
     def _take_terminal(self, files: contextlib.ExitStack) -> RawTerminal | None:
-        """Of a chat's user: rank 0, which may be on another host, edits the lines. None where there is none."""
+        """The terminal of a chat's user: rank 0, which may be on another host, edits the lines. None without one."""
         if not (self.launcher.is_chat and os.isatty(0) and os.isatty(2)):
             return None
         size = os.get_terminal_size(0)
@@ -109,42 +112,42 @@ class Supervisor:
             self.environ = {**self.environ, "COLUMNS": str(size.columns), "LINES": str(size.lines)}
         try:
             return files.enter_context(contextlib.closing(RawTerminal(os.dup(0), os.getpid())))
-        except OSError:  # no process can be started: the launcher says so too
+        except OSError:  # no process can be started: the launcher reports it too
             return None
 
     def _attempt(self, number: int, hosts_file: Path, stdin: KeptInput | None) -> tuple[int, Loss | None]:
         self._links.begin(number)
         words = self.launcher.without(self.lost, hosts_file)
-        words[1:1] = self._hands_on
-        attempt = Attempt(
-            self._name, number, self._links.rendezvous, os.isatty(0), self._keys is not None, self._links.numerics
-        )
+        words[1:1] = self._pass_variable
+        sends_keys = self._keys is not None
+        attempt = Attempt(self._name, number, self._links.rendezvous, os.isatty(0), sends_keys, self._links.numerics)
         try:
             self._job = Job(attempt, words, self.environ, stdin)
         except OSError as error:
             raise UserError(f"{words[0]}: {error.strerror}; check PATH, or give its path") from None
-        code = self._job.wait(lambda: self._is_over(stdin))
+        code = self._job.wait(lambda: self._must_end(stdin))
         self._links.end()
         return code, self._job.loss
 
-    def _is_over(self, stdin: KeptInput | None) -> bool:
-        """Whether the job is to be ended now, in order or not."""
-        # nothing is there to be kept before rank 0 is heard, and a launcher that only starts may lose a signal
-        is_stopped = self._stopped_by and not self._links.is_heard
-        is_late = time.monotonic() > self._ends_s
-        return bool(self._output.error or (stdin and stdin.error) or is_stopped or is_late)
+    def _must_end(self, stdin: KeptInput | None) -> bool:
+        """Whether the running job must be ended, in order or not."""
+        # there is nothing to keep before rank 0 has connected, and a launcher that only starts may lose a signal
+        is_stopped = self._stopped_by and not self._links.is_connected
+        return bool(self._output.error or (stdin and stdin.error) or is_stopped or time.monotonic() > self._kill_s)
 
-    def _note(self, loss: Loss) -> None:
-        """Decide with which hosts and when the job starts again. Raises UserError where it shall not."""
-        self._links.http.lost(loss.why)
+    def _prepare_restart(self, loss: Loss) -> None:
+        """Decide with which hosts and when the job starts again. Raises UserError if it does not."""
+        self._links.lose(loss.why)
         now_s = time.monotonic()
-        self._forget(now_s)
+        for times in (self._starts_s, *self._deaths.values()):
+            while times and times[0] < now_s - WINDOW_S:
+                times.popleft()
         if len(self._starts_s) >= self.restarts:
-            times = count_text(self.restarts, "time")
-            raise UserError(f"{loss.why}; the job was started again {times} within {WINDOW_S:g} s (--restarts), and is "
-                            "not any more")  # fmt: skip
+            times_text = count_text(self.restarts, "time")
+            raise UserError(f"{loss.why}; the job was started again {times_text} within {WINDOW_S:g} s (--restarts), "
+                            "and is not any more")  # fmt: skip
         self._starts_s.append(now_s)
-        self._n_fruitless = 0 if self._links.has_news else self._n_fruitless + 1
+        self._n_fruitless = 0 if self._links.has_progress else self._n_fruitless + 1
         host = self.launcher.host_of(loss.rank, loss.host) if loss.rank >= 0 else ""
         if host:
             self._deaths.setdefault(host, deque()).append(now_s)
@@ -156,34 +159,27 @@ class Supervisor:
         without = f", without {', '.join(self.lost)}" if self.lost else ""
         later = f" in {delay_s:g} s" if delay_s else ""
         complain(f"{loss.why}; the job starts again{later}{without} (restart {len(self._starts_s)} of {self.restarts})")
-        deadline = now_s + delay_s
-        while time.monotonic() < deadline and not self._stopped_by:
+        while time.monotonic() < now_s + delay_s and not self._stopped_by:
             time.sleep(LOOK_S)
         if self._stopped_by:
             raise UserError("stopped before the job started again")
-
-    def _forget(self, now_s: float) -> None:
-        """What is older than the window."""
-        for times in (self._starts_s, *self._deaths.values()):
-            while times and times[0] < now_s - WINDOW_S:
-                times.popleft()
 
     def _leave_out(self, host: str, why: str) -> None:
         if len(self.lost) + 1 < len({each.name for each in self.launcher.hosts}):
             self.lost[host] = why
 
     def _probe(self) -> None:
-        """Leave out hosts on which the launcher starts nothing any more: a host that is down says nothing."""
-        found: dict[str, subprocess.Popen[bytes]] = {}
+        """Leave out hosts on which the launcher starts nothing any more: a host that is down reports nothing."""
+        processes: dict[str, subprocess.Popen[bytes]] = {}
         with tempfile.TemporaryDirectory(prefix="pipeinfer-") as folder, contextlib.ExitStack() as running:
             for number, host in enumerate({each.name for each in self.launcher.hosts} - self.lost.keys()):
                 words = self.launcher.trial(host, Path(folder) / str(number))
-                found[host] = running.enter_context(subprocess.Popen(
+                processes[host] = running.enter_context(subprocess.Popen(
                     words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
                     env=dict(self.environ),
                 ))  # fmt: skip
             deadline = time.monotonic() + PROBE_S
-            for host, process in found.items():
+            for host, process in processes.items():
                 try:
                     code = process.wait(max(0.0, deadline - time.monotonic()))
                 except subprocess.TimeoutExpired:
@@ -193,7 +189,7 @@ class Supervisor:
                     self._leave_out(host, "nothing can be started there")
 
     def _keeps_chat(self) -> bool:
-        """One that starts again cannot be told to stop its answer, and ends with the second of two."""
+        """Whether an interrupt is ignored: a chat that starts again has no answer to stop, and ends with the second."""
         now_s, before_s = time.monotonic(), self._kept_s
         if not self._starts_s or now_s < before_s + SECOND_S:
             return False
@@ -202,12 +198,12 @@ class Supervisor:
         return True
 
     def _on_signal(self, number: int) -> None:
-        """Handed on: the job ends in order, and is not started again. A chat's user may stop an answer with one."""
+        """Forward it: the job ends in order, and is not started again. In a chat Ctrl-C may stop an answer instead."""
         if number == signal.SIGINT and self.launcher.is_chat and (self._links.interrupt() or self._keeps_chat()):
             return
         now_s = time.monotonic()
         if now_s > self._stopped_s + ONE_PRESS_S:
-            self._ends_s = min(self._ends_s, now_s + SECOND_S)
+            self._kill_s = min(self._kill_s, now_s + SECOND_S)
         self._stopped_by, self._stopped_s = number, min(self._stopped_s, now_s)
         if self._job:
             self._job.signal(number)

@@ -1,20 +1,28 @@
-"""What target and draft would say, without computing it: synthetic choices. Knows no time.
+"""Tokens of a target and guesses of drafts without models: synthetic choices, and recorded ones of real models, in a
+JSON-lines file with a text in each line. Knows no time.
 
-A context is named by `start`, the position of the last token that is on the target's own path, and `branch`, the wrong
-tokens after it. The target is only asked on its own path: what descends from a wrong guess is dead before its verdict.
+A context is (`start`, `branch`): the position of the last token on the target's path, and the wrong tokens after it.
+The target needs no branch: nodes that descend from a wrong guess are dead before their verdict.
 """
 
+from __future__ import annotations
+
+import json
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import accumulate
 from operator import mul
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
 from pipeinfer.core.runs import Guess
+from pipeinfer.core.settings import MAX_WIDTH
 from pipeinfer.errors import UserError
-from pipeinfer.policies.limits import MAX_WIDTH
+from pipeinfer.outputs import write_file
 
 Branch = tuple[int, ...]
 
@@ -25,7 +33,7 @@ class Choices(Protocol):
 
     @property
     def n_tokens(self) -> int:
-        """How many tokens, the prompt's included, the target's path has."""
+        """Tokens of the target's path, with those of the prompt."""
         ...
 
     def target(self, position: int) -> int:
@@ -33,83 +41,78 @@ class Choices(Protocol):
         ...
 
     def guesses(self, start: int, branch: Branch, width: int, age: int = 0) -> list[Guess]:
-        """What the draft guesses after a context, likeliest first. `age`: tokens after the newest one that the target
-        has judged."""
+        """The draft's guesses after a context, likeliest first. `age`: tokens since the newest verdict."""
         ...
 
 
 def n_predicted(choices: Choices, n_predict: int) -> int:
-    """Tokens of a text that is to have `n_predict`, where the target's path does not end before."""
+    """Tokens of a text: `n_predict`, or fewer if the target's path ends before."""
     return min(n_predict, choices.n_tokens - len(choices.prompt))
 
 
 SPREAD = 2.0
-"""alpha + beta of the Beta distribution of the draft's confidence; 2.3 for the shipped pair of models, less for drafts
-that are surer of themselves."""
+"""alpha + beta of the Beta distribution of the draft's confidence; 2.3 for the shipped pair, less for surer drafts."""
 
 FURTHER = 0.5
-"""How often a further guess is right if those before it were wrong, as a share of how often the first one is. The
-shipped pair (0.66) has 0.35 for the second and 0.18 for the third guess; PipeDec's figure 3 a top 8 of nearly 1."""
+"""How often a further guess is right if those before it are wrong, as a share of the first guess's rate. The shipped
+pair (0.66) has 0.35 for the second and 0.18 for the third guess; in PipeDec's figure 3 the top 8 have nearly 1."""
 
 
 def ranks_text(by_rank: Sequence[float]) -> str:
-    """`0.7`, where further guesses are as usual; else all of them."""
+    """`0.7` if further guesses have their usual rates; else all rates."""
     usual = ranks_for(by_rank[0], len(by_rank))
     return f"{by_rank[0]:g}" if tuple(by_rank) == usual else ",".join(f"{share:g}" for share in by_rank)
 
 
 def ranks_for(acceptance: float, n_ranks: int = MAX_WIDTH) -> tuple[float, ...]:
-    """Shares of tokens that are the draft's first, second, … guess. Raises UserError if `acceptance` is no
-    probability."""
+    """Shares of tokens that are the first, second, … guess. Raises UserError if `acceptance` is no probability."""
     if not 0 <= acceptance <= 1:
         raise UserError(f"an acceptance of {acceptance:g} is no probability; give a number from 0 to 1")
-    again = FURTHER * acceptance
-    return (acceptance, *((1 - acceptance) * again * (1 - again) ** rank for rank in range(n_ranks - 1)))
+    further = FURTHER * acceptance
+    return (acceptance, *((1 - acceptance) * further * (1 - further) ** rank for rank in range(n_ranks - 1)))
 
 
 class SyntheticChoices:
     """A target and a draft that has the right token at rank r with probability `by_rank[r]`.
 
-    The draft is calibrated: the confidence of its best guess is drawn from a Beta distribution with mean `by_rank[0]`,
-    and the guess is right that often. Everything is a pure function of the seed and the context.
+    The draft is calibrated: the confidence of its best guess has a Beta distribution with mean `by_rank[0]`, and the
+    guess is right that often. All choices are a pure function of the seed and the context.
 
-    `beside`: another draft of the same target. The two find the same tokens easy: where one is surer the other is too,
-    and the better one is right wherever the other is.
+    `beside`: another draft of the same target. Both find the same tokens easy: they are surer at the same places, and
+    the better one is right wherever the other is.
 
-    `ageing`: of a draft that reads the target's features, as EAGLE's does. For each token of the context that the
-    target has not judged, since the draft goes on from features of its own there, all of `by_rank` is multiplied by one
-    of these: by the first for the first such token, and so on, by the last one for all further ones.
+    `ageing`: for drafts that read the target's features, as EAGLE's. For each token of the context without a verdict,
+    where the draft uses its own features, `by_rank` is multiplied by the next of these factors, the last one repeated.
     """
 
     N_WRONG = 1 << 12
+    n_tokens, n_vocab = 1 << 20, 32000
 
     def __init__(
         self,
         by_rank: Sequence[float],
         seed: int = 0,
         n_prompt: int = 128,
-        n_tokens: int = 1 << 20,
-        n_vocab: int = 32000,
-        beside: "SyntheticChoices | None" = None,
+        beside: SyntheticChoices | None = None,
         ageing: Sequence[float] = (),
     ) -> None:
-        """Raises UserError when `by_rank` are no probabilities that add up to 1 at most."""
+        """Raises UserError if `by_rank` are no probabilities with a sum of 1 at most."""
         if not by_rank or min(by_rank) < 0 or sum(by_rank) > 1 + 1e-9:
             raise UserError(
                 f"--ranks {','.join(f'{p:g}' for p in by_rank)}: give numbers from 0 to 1 whose sum is 1 at most"
             )
-        self.by_rank, self.seed, self.n_vocab, self.n_tokens = tuple(by_rank), seed, n_vocab, n_tokens
+        self.by_rank, self.seed = tuple(by_rank), seed
         self.beside, self._further = beside, ageing[-1] if ageing else 1.0
-        self._kept = list(accumulate(ageing, mul, initial=1.0))  # of `by_rank`, by age
+        self._factors = list(accumulate(ageing, mul, initial=1.0))  # of `by_rank`, by age
         missed = max(1 - by_rank[0], 1e-12)
         self._tail = list(accumulate(share / missed for share in by_rank[1:]))  # given that the first is wrong
         self._decay = [share / missed for share in (*by_rank[1:], *[1e-6] * MAX_WIDTH)][: MAX_WIDTH - 1]
         self._tokens: list[int] = []
         self._confidence: list[float] = []
         self._rank: list[int] = []  # of the right token; MAX_WIDTH: not among the guesses
-        self._endures: list[float] = []  # it stays there while more than this is kept
+        self._endures: list[float] = []  # it stays there while the factor is above this
         self._n_blocks = 0
-        # confidences after wrong tokens: nothing ever comes of them, only their distribution counts
+        # confidences after wrong tokens: no such guess is accepted, only their distribution counts
         self._wrong_confidence = self._confidences(np.random.default_rng([seed, 1]), self.N_WRONG).tolist()
         self.prompt = [self.target(position) for position in range(n_prompt)]
 
@@ -118,24 +121,23 @@ class SyntheticChoices:
         return np.clip(rng.beta(SPREAD * mean, SPREAD * (1 - mean), n), 1e-4, 1 - 1e-4)
 
     def _extend(self) -> None:
-        """The next block of positions."""
+        """Append a block of positions."""
         confidence, tokens, first, later, endures = (self.beside or self)._block(self._n_blocks)
         if self.beside:
-            own = self._confidences(np.random.default_rng([self.seed, 2, self._n_blocks]), len(confidence))
-            confidence[np.argsort(confidence)] = np.sort(own)
+            values = self._confidences(np.random.default_rng([self.seed, 2, self._n_blocks]), len(confidence))
+            confidence[np.argsort(confidence)] = np.sort(values)
         self._n_blocks += 1
         self._tokens += tokens.tolist()
         self._confidence += confidence.tolist()
         self._endures += endures.tolist()
-        # 0 and 1 are meant exactly
+        # rates of 0 and 1 are exact
         hits = first < (confidence if 0 < self.by_rank[0] < 1 else self.by_rank[0])
         self._rank += [
             0 if hit else self._later_rank(draw) for hit, draw in zip(hits.tolist(), later.tolist(), strict=True)
         ]
 
     def _block(self, index: int, n: int = 1024) -> tuple[np.ndarray, ...]:
-        """Of a block of positions: confidences, tokens, the draws for the first guess, for further ones, for their
-        ageing."""
+        """Confidences, tokens, and random draws for the first guess, for further ones and for ageing."""
         rng = np.random.default_rng([self.seed, 0, index])
         draws = (rng.random(n) for _ in range(3))
         return self._confidences(rng, n), rng.integers(0, self.n_vocab, n), *draws
@@ -149,33 +151,141 @@ class SyntheticChoices:
             self._extend()
         return self._tokens[position]
 
-    def _kept_at(self, age: int) -> float:
-        while len(self._kept) <= age:
-            self._kept.append(self._kept[-1] * self._further)
-        return self._kept[age]
+    def _factor(self, age: int) -> float:
+        while len(self._factors) <= age:
+            self._factors.append(self._factors[-1] * self._further)
+        return self._factors[age]
 
     def guesses(self, start: int, branch: Branch, width: int, age: int = 0) -> list[Guess]:
-        kept = self._kept_at(age)
+        factor = self._factor(age)
         if branch:
             h = hash((self.seed, start, *branch))  # integers hash alike in every process
-            return self._list(self._wrong_confidence[h % self.N_WRONG], h % self.n_vocab, MAX_WIDTH, width, kept)
+            return self._list(self._wrong_confidence[h % self.N_WRONG], h % self.n_vocab, MAX_WIDTH, width, factor)
         right = self.target(start + 1)
-        rank = self._rank[start] if self._endures[start] < kept else MAX_WIDTH
-        return self._list(self._confidence[start], right, rank, width, kept)
+        rank = self._rank[start] if self._endures[start] < factor else MAX_WIDTH
+        return self._list(self._confidence[start], right, rank, width, factor)
 
-    def _list(self, confidence: float, right: int, rank: int, width: int, kept: float) -> list[Guess]:
-        """`width` guesses, `right` at its rank; the others are its neighbours. `kept`: of their probabilities."""
+    def _list(self, confidence: float, right: int, rank: int, width: int, factor: float) -> list[Guess]:
+        """`width` guesses, `right` at its rank; the others are its neighbours. `factor`: of their probabilities."""
         missed = 1 - confidence
-        found = []
-        for index in range(min(width, MAX_WIDTH)):
-            token = right if index == rank else (right + 1 + index) % self.n_vocab
-            found.append(Guess(token, kept * (missed * self._decay[index - 1] if index else confidence)))
-        return found
+        return [
+            Guess(
+                right if index == rank else (right + 1 + index) % self.n_vocab,
+                factor * (missed * self._decay[index - 1] if index else confidence),
+            )
+            for index in range(min(width, MAX_WIDTH))
+        ]
 
 
 def synthetic_team(
     by_rank: Sequence[Sequence[float]], seed: int = 0, n_prompt: int = 128, ageing: Sequence[float] = ()
 ) -> list[SyntheticChoices]:
-    """One target and several drafts, one for each of `by_rank`. Raises UserError as SyntheticChoices does."""
+    """A target with a draft for each of `by_rank`. Raises UserError as SyntheticChoices does."""
     first = SyntheticChoices(by_rank[0], seed, n_prompt, ageing=ageing)
     return [first, *(SyntheticChoices(ranks, seed, n_prompt, beside=first, ageing=ageing) for ranks in by_rank[1:])]
+
+
+@dataclass(frozen=True, slots=True)
+class KnownText:
+    """A target's text after its prompt, without a draft: guesses can be looked up in it."""
+
+    prompt: Sequence[int]
+    tokens: Sequence[int]
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.prompt) + len(self.tokens)
+
+    def target(self, position: int) -> int:
+        index = position - len(self.prompt)
+        if index >= len(self.tokens):
+            return 0  # beyond the end of the text
+        return self.tokens[index] if index >= 0 else self.prompt[position]
+
+    def guesses(self, start: int, branch: Branch, width: int, age: int = 0) -> list[Guess]:
+        return []
+
+
+Guesses = Sequence[tuple[int, float]]
+"""A draft's guesses for a token: pairs of token and probability, likeliest first."""
+
+
+@dataclass(frozen=True)
+class RecordedChoices:
+    """A target's text after a prompt of `n_prompt` tokens, and the guesses of a draft.
+
+    known      for each token, and for the one after the text
+    off_path   for each token, if the best guess is wrong: after this guess, and after each best guess that follows
+
+    No guess on a wrong branch is accepted; how sure the draft is there decides what it sends. A branch that was not
+    recorded has the guesses of one that was, or of a right context in a record without any.
+    """
+
+    name: str
+    n_prompt: int
+    tokens: Sequence[int]
+    known: Sequence[Guesses]
+    off_path: Sequence[Sequence[Guesses]] = ()
+
+    @cached_property
+    def prompt(self) -> Sequence[int]:
+        """Random tokens, as those of the prompt are not recorded."""
+        return np.random.default_rng([self.n_prompt, *self.tokens]).integers(0, 1 << 15, self.n_prompt).tolist()
+
+    @property
+    def n_tokens(self) -> int:
+        return self.n_prompt + len(self.tokens)
+
+    @property
+    def acceptance(self) -> float:
+        """The share of tokens that are the draft's best guess."""
+        return sum(self.hits) / len(self.tokens)
+
+    @cached_property
+    def hits(self) -> list[bool]:
+        """For each token whether it is the draft's best guess."""
+        return [guesses[0][0] == token for guesses, token in zip(self.known, self.tokens, strict=False)]
+
+    def target(self, position: int) -> int:
+        index = position - self.n_prompt
+        if index >= len(self.tokens):
+            return 0  # beyond the end of the text
+        return self.tokens[index] if index >= 0 else self.prompt[position]
+
+    def guesses(self, start: int, branch: Branch, width: int, age: int = 0) -> list[Guess]:
+        index = start - self.n_prompt + 1
+        guesses = (
+            self._after_wrong(index, branch) if branch else self.known[index if 0 <= index < len(self.known) else 0]
+        )
+        return [Guess(token, probability) for token, probability in guesses[:width]]
+
+    def _after_wrong(self, index: int, branch: Branch) -> Guesses:
+        number = hash((index, branch))
+        if not self._branches:
+            return self.known[number % max(1, len(self.tokens))]
+        is_recorded = 0 <= index < len(self.off_path) and self.off_path[index] and self.known[index][0][0] == branch[0]
+        chain = self.off_path[index] if is_recorded else self._branches[number % len(self._branches)]
+        return chain[min(len(branch), len(chain)) - 1]
+
+    @cached_property
+    def _branches(self) -> Sequence[Sequence[Guesses]]:
+        return [chain for chain in self.off_path if chain]
+
+
+def write_choices(path: Path, texts: Iterable[RecordedChoices]) -> None:
+    """Raises UserError if the file cannot be written."""
+    lines = (json.dumps(asdict(text), separators=(",", ":")) + "\n" for text in texts)
+    write_file(path, "choices", "".join(lines).encode())
+
+
+def read_choices(path: Path) -> list[RecordedChoices]:
+    """Raises UserError for a file that cannot be read or holds no recorded texts."""
+    try:
+        texts = [RecordedChoices(**json.loads(line)) for line in path.read_text().splitlines()]
+        if texts and all(text.tokens and len(text.known) == len(text.tokens) + 1 and all(text.known) for text in texts):
+            return texts
+    except OSError as error:
+        raise UserError(f"--choices {path}: {error.strerror}; name a file that can be read") from None
+    except (ValueError, TypeError):
+        pass
+    raise UserError(f"--choices {path} holds no recorded texts, a JSON object a line; experiments/record.py makes them")

@@ -4,31 +4,30 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pipeinfer.cluster.timing.costs import Profile
 from pipeinfer.core.drafting import to_the_end
-from pipeinfer.core.in_flight import InFlightRun
-from pipeinfer.core.kv.sequences import SequencePool
-from pipeinfer.core.levels import Level
+from pipeinfer.core.levels import InFlightRun, Level
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess, GuessVerdict
+from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import Node, State, with_ancestors
 from pipeinfer.virtual.choices import Choices
+from pipeinfer.virtual.costs import Profile
 from pipeinfer.virtual.pipeline import SimPipeline, soonest_s
 
 N_CHUNK = 32
-"""Certain tokens that a larger draft's run carries."""
+"""Committed tokens in a run of a larger draft."""
 
 
 @dataclass(slots=True)
 class _Cache:
-    """What the draft's cache holds of one request: `end` committed tokens, and nodes."""
+    """The draft's cache of one request: `end` committed tokens, and nodes."""
 
     end: int = 0
     nodes: set[Node] = field(default_factory=set)
 
 
 class SimDrafter:
-    """A Drafter with guesses from `choices`, by request id, and times of the profile. `pipelines`: their verdicts
+    """A Drafter with the guesses of `choices`, by request id, and the times of the profile. Verdicts of `pipelines`
     interrupt it."""
 
     def __init__(
@@ -39,7 +38,7 @@ class SimDrafter:
         self.pipeline = pipelines[0]
         self.clock, self.settle_s = self.pipeline.clock, profile.head.draft_s
         self.timeout_s: Callable[[], float | None] = lambda: None
-        """The engine's: how long until it wants to send something."""
+        """The engine's: time until it will send something."""
         self.n_rows = 0
         self._n_rows_before = 0
         self._caches: dict[int, _Cache] = {}
@@ -71,7 +70,7 @@ class SimDrafter:
         }
 
     def _catch_up(self, request: Request, cache: _Cache, interrupted: Callable[[], bool]) -> bool:
-        """Evaluate the committed tokens below the root that the draft lacks. False when the root moved meanwhile."""
+        """Evaluate the committed tokens that the draft lacks. False if the root moves meanwhile."""
         root = request.tree.root
         while root not in cache.nodes and cache.end < root.position:
             n_rows = min(self.n_batch, root.position - cache.end)
@@ -82,25 +81,24 @@ class SimDrafter:
         return True
 
     def _compute(self, n_rows: int, context: int, interrupted: Callable[[], bool]) -> bool:
-        """Let the time of one evaluation pass, hearing verdicts and sending runs between layers. False when
-        interrupted."""
+        """Let the time of an evaluation pass; the engine may act between layers. False if interrupted."""
         self.n_rows += n_rows
         cost, clock = self.cost, self.clock
         self.pipeline.drafting = True
         slower = self.pipeline.crowding(n_rows)
-        layer_s = slower * cost.layer.at(n_rows, context)
+        layer_s = slower * cost.layer_s(n_rows, context)
         reshapes, self._n_rows_before = n_rows != self._n_rows_before, n_rows
-        begun_s = clock.now + slower * cost.before_layers_s(reshapes)
+        begin_s = clock.now + slower * cost.before_layers_s(reshapes)
         end_s = clock.now + slower * cost.seconds(n_rows, context, reshapes)
         while (next_s := self._next_s(end_s)) < end_s:
-            n_layers = max(1, math.ceil((next_s - begun_s) / layer_s)) if layer_s else cost.layers
-            clock.now = max(clock.now, min(begun_s + n_layers * layer_s, end_s))
-            asked_s = clock.now
+            n_layers = max(1, math.ceil((next_s - begin_s) / layer_s)) if layer_s else cost.layers
+            clock.now = max(clock.now, min(begin_s + n_layers * layer_s, end_s))
+            stop_s = clock.now
             if interrupted():
                 self.pipeline.drafting = False
                 return False
-            # settling and sending took the head some time, in which the draft stood still
-            begun_s, end_s = begun_s + clock.now - asked_s, end_s + clock.now - asked_s
+            # the draft stood still while the head settled and sent runs
+            begin_s, end_s = begin_s + clock.now - stop_s, end_s + clock.now - stop_s
         clock.now = end_s
         self.pipeline.drafting = False
         return True
@@ -129,7 +127,7 @@ class SimDrafter:
 
 
 class SimDraftLevel(Level):
-    """A larger draft whose guesses come from `choices`, by request id; its pipeline gives the time."""
+    """A larger draft with the guesses of `choices`, by request id, and the times of its pipeline."""
 
     def __init__(self, pipeline: SimPipeline, choices: Sequence[Choices], pool: SequencePool, n_rows: int) -> None:
         super().__init__(pipeline, pool, n_chunk=N_CHUNK, n_rows=n_rows)

@@ -1,7 +1,7 @@
 """A pipeline in virtual time: the same runs, order and cancellations, with modelled durations. Deterministic.
 
-As in `serve.serve`, a stage takes runs in their order and looks for a cancellation before a run and between layers; a
-cancelled run still travels, without activations. Nothing here sleeps, computes a model or imports MPI.
+As in `serve.serve`, a stage takes runs in order and checks for cancellation before a run and between layers; cancelled
+runs go on without activations. Nothing here sleeps, computes a model or imports MPI.
 """
 
 import math
@@ -11,20 +11,19 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
 from pipeinfer.cluster.idle import Idle
-from pipeinfer.cluster.messages.activations import activation_bytes
-from pipeinfer.cluster.messages.verdicts import verdict_bytes
-from pipeinfer.cluster.messages.wire import bytes_before_activations
-from pipeinfer.cluster.timing.costs import NOTHING, LinkCost, ModelCost, Profile
+from pipeinfer.cluster.verdicts import verdict_bytes
+from pipeinfer.cluster.wire import activation_bytes, bytes_before_activations
 from pipeinfer.core.runs import Run, Verdict
 from pipeinfer.core.types import NO_TOKEN
-from pipeinfer.observe.ledger import HeadLedger, StageLedger
+from pipeinfer.observe.trace import HeadLedger, StageLedger
 from pipeinfer.virtual.choices import Choices
+from pipeinfer.virtual.costs import LinkCost, ModelCost, Profile
 
 NEVER = math.inf
 
 
 class VirtualClock:
-    """Seconds since the start of the simulation; moves only when told to."""
+    """Seconds since the start of the simulation."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -48,23 +47,23 @@ class _Flight:
     full_bytes: int
     tokens: tuple[int, ...]
     begins: bool = False  # it carries the first blocks of a prompt
-    pruned: list[tuple[float, set[int]]] = field(default_factory=list)  # when the stages know which rows are dead
+    pruned: list[tuple[float, set[int]]] = field(default_factory=list)  # when stages hear of dead rows, and these
     slowest_s: float = 0.0  # of the stages that evaluated it
     cancelled: bool = False  # a stage has noticed
-    cancel_s: float = NEVER  # when the stages have the head's word
+    cancel_s: float = NEVER  # when the cancellation is at the stages
     answered_s: float = NEVER  # when its verdict is at the head
     known_s: float = 0.0  # when its rows came to the first stage
     n_dropped: int = 0
 
     def leave_out(self, now_s: float) -> None:
-        """A stage begins: it and all after it leave out the rows that are known to be dead."""
+        """Leave out dead rows in the stage that begins now and in those after it."""
         dead = {row for known_s, rows in self.pruned if known_s <= now_s for row in rows}
         self.n_rows, self.n_dropped = self.n_rows + self.n_dropped - len(dead), len(dead)
 
 
 @dataclass(slots=True)
 class _Hop:
-    """A link in one direction; messages leave one after the other."""
+    """A link in one direction; messages are sent one after the other."""
 
     cost: LinkCost
     free_s: float = 0.0
@@ -80,7 +79,7 @@ class _Hop:
 
 @dataclass(slots=True)
 class SimStage:
-    """A rank that evaluates: what it costs, what it has to do, what it did."""
+    """The state of a rank that evaluates."""
 
     cost: ModelCost
     out: _Hop
@@ -90,26 +89,26 @@ class SimStage:
     idle_since_s: float = 0.0
     n_rows_before: int = 0
     layers_s: float = 0.0  # when the layers of the current run begin
-    slower: float = 1.0  # the current run is, because other ranks compute beside it
-    held: _Flight | None = None  # the next stage is not ready to receive it, before which this one begins no other
-    receives: bool = False  # a run that was not expected is on its way
+    slower: float = 1.0  # slowdown of the current run by other ranks of the host
+    held: _Flight | None = None  # waits until the next stage is ready to receive it
+    receives: bool = False  # an unexpected run is being sent to it
     samplers_free_s: float = 0.0
     begun_s: float = 0.0  # when the evaluation of the current run began
-    evaluated_s: float = 0.0  # what evaluations of runs that count took, all together
-    version: int = 0  # of the end of the current run: a cancellation brings it forward
+    evaluated_s: float = 0.0  # sum of the evaluations of runs that count
+    version: int = 0  # of the end of the current run: a cancellation moves it
     ledger: StageLedger = field(default_factory=StageLedger)
     n_skipped: int = 0
     n_stopped: int = 0
 
 
 class SimWaiter:
-    """Moves the clock on to what happens next."""
+    """Moves the clock to the next event."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
 
     def wait(self, pipelines: "Sequence[SimPipeline]", timeout_s: float | None = None) -> None:
-        """Raises RuntimeError when nothing is in flight: the engine would wait for ever."""
+        """Raises RuntimeError if nothing is in flight: the engine would wait for ever."""
         target, now_s = pipelines[0], self.clock.now
         until_s = soonest_s(pipelines, NEVER if timeout_s is None else now_s + timeout_s)
         if until_s == NEVER:
@@ -121,14 +120,14 @@ class SimWaiter:
 
 
 def soonest_s(pipelines: "Sequence[SimPipeline]", end_s: float) -> float:
-    """When the next verdict is at the head, or `end_s` if that is earlier. The head must do nothing until then."""
+    """The time of the next verdict at the head, or `end_s` if that is earlier. The head must do nothing until then."""
     for pipeline in reversed(pipelines):
         end_s = pipeline.next_verdict_s(end_s)
     return end_s
 
 
 class SimPipeline:
-    """The Pipeline of a `Profile` on a virtual clock. Each request's choices come from `choices`, by its id."""
+    """The Pipeline of a `Profile` on a virtual clock. `choices`: by request id."""
 
     def __init__(self, profile: Profile, choices: Sequence[Choices], clock: VirtualClock) -> None:
         self.profile, self.choices, self.clock = profile, choices, clock
@@ -140,9 +139,9 @@ class SimPipeline:
         self.ledger = HeadLedger()
         self._idle = Idle() if profile.sleeps else None
         self.drafting = False  # the head computes
-        self.neighbours: tuple[SimPipeline, ...] = (self,)  # the target's, larger drafts': what may share a host
+        self.neighbours: tuple[SimPipeline, ...] = (self,)  # of the target and the larger drafts: they may share hosts
         self._flying: dict[int, _Flight] = {}
-        # (when, tie breaker, stage, run, version): without version it arrives there, else its evaluation ends
+        # (time, tie breaker, stage, run, version): without a version it arrives there, else its evaluation ends
         self._events: list[tuple[float, int, int, _Flight, int | None]] = []
         self._n_events = 0
         self._verdicts: deque[_Flight] = deque()
@@ -177,7 +176,7 @@ class SimPipeline:
     def cancel(self, run_ids: Sequence[int]) -> None:
         self.ledger.n_cancel_messages += self.profile.n_ranks - 1
         self.ledger.cancels.append((self.clock.now, len(run_ids)))
-        # all that was to happen before now has happened; what is under way is cut short
+        # events up to now come first; then current runs are cut short
         self._run_until(self.clock.now)
         known_s = self.clock.now + self.profile.link.latency_s
         for run_id in run_ids:
@@ -195,26 +194,26 @@ class SimPipeline:
             self._flying[run_id].pruned.append((known_s, set(dead)))
 
     def next_verdict_s(self, end_s: float) -> float:
-        """When the next verdict is or was at the head; `end_s` if none is by then."""
+        """The time of the oldest verdict at the head; `end_s` if there is none by then."""
         flight = self._next_verdict(end_s)
         return min(end_s, flight.answered_s) if flight else end_s
 
     def _next_verdict(self, end_s: float) -> _Flight | None:
-        """The oldest verdict that is at the head by `end_s`."""
+        """The oldest verdict at the head by `end_s`."""
         if not self._verdicts:
             self._run_until(end_s)
         return self._verdicts[0] if self._verdicts and self._verdicts[0].answered_s <= end_s else None
 
     def crowding(self, n_rows: int) -> float:
-        """By how much a run that begins now is slowed down by ranks that compute beside it on a shared host."""
+        """The slowdown of a run that begins now by other ranks that compute on its host."""
         return self.profile.crowding(sum(each.n_busy() for each in self.neighbours), n_rows)
 
     def n_busy(self) -> int:
-        """Ranks of it that compute now."""
+        """Ranks that compute now."""
         return int(self.drafting) + sum(stage.current is not None for stage in self.stages)
 
     def late_s(self, waited_s: float) -> float:
-        """How late a rank that sleeps between looks notices what it waits for: half a sleep on average."""
+        """The mean delay of a rank that sleeps between polls: half a sleep."""
         idle = self._idle
         if idle is None or waited_s < idle.spin_s:
             return 0.0
@@ -227,7 +226,7 @@ class SimPipeline:
         heappush(self._events, (when_s, self._n_events, stage, flight, version))
 
     def _run_until(self, end_s: float) -> None:
-        """Let everything happen up to `end_s`, or up to the next verdict if that comes first."""
+        """Process events up to `end_s`, or up to the next verdict if that comes first."""
         events = self._events
         while events and events[0][0] <= end_s and not self._verdicts:
             when_s, _, index, flight, version = heappop(events)
@@ -269,12 +268,11 @@ class SimPipeline:
             self._cut_short(index, stage, flight)
 
     def _cut_short(self, index: int, stage: SimStage, flight: _Flight) -> None:
-        """The stage leaves after the layer in which the head's word arrives, unless nothing is left to do then."""
+        """Stop the run after the layer in which the cancellation arrives, if work is left then."""
         cost = stage.cost
-        layer_s = stage.slower * cost.layer.at(flight.n_rows, flight.context)
+        layer_s = stage.slower * cost.layer_s(flight.n_rows, flight.context)
         n_layers = max(1, math.ceil((flight.cancel_s - stage.layers_s) / layer_s)) if layer_s else cost.layers
-        n_useful = cost.layers if cost.output is NOTHING else cost.layers + 1
-        if not flight.cancelled and n_layers < n_useful:
+        if not flight.cancelled and n_layers <= cost.n_stops:
             flight.cancelled = True
             stage.n_stopped += 1
             stage.version += 1
@@ -295,7 +293,7 @@ class SimPipeline:
         self._go_on(index, stage, now_s)
 
     def _pass_on(self, index: int, stage: SimStage, flight: _Flight, now_s: float) -> None:
-        """The run leaves for the next stage, or its verdict for the head."""
+        """Send the run to the next stage, or its verdict to the head."""
         if index + 1 == self.n_stages:
             n_bytes = verdict_bytes(0 if flight.cancelled else flight.n_rows)
         else:
@@ -303,28 +301,28 @@ class SimPipeline:
         self._schedule(stage.out.arrival(now_s, n_bytes), index + 1, flight, None)
 
     def _go_on(self, index: int, stage: SimStage, now_s: float) -> None:
-        """The stage is free."""
+        """Begin the next run, or receive the one that the stage before holds."""
         if stage.queue:
             self._start(index, stage, now_s)
         elif index and not self.profile.host.posted:
             self._meet(index - 1, now_s)
 
-    # -- what the stages' hosts do besides
+    # -- work of the hosts
 
     def _prepared_s(self, flight: _Flight, now_s: float) -> float:
-        """When a stage that is free can begin to evaluate. Ahead: all stages prepare a run's input once its rows are
+        """When a free stage can begin to evaluate. `ahead`: all stages prepare a run's input as soon as its rows are
         known, while they evaluate others (SiPipe, section 5.2)."""
         host = self.profile.host
         before_s = host.before_s(flight.n_rows)
         return max(now_s, flight.known_s + before_s) if host.ahead else now_s + before_s
 
     def _sampling_s(self, index: int, flight: _Flight) -> float:
-        """How long the last stage chooses tokens itself."""
+        """Seconds that the last stage samples itself."""
         host = self.profile.host
         return host.sample_s * flight.n_wanted if index + 1 == self.n_stages and not host.samplers else 0.0
 
     def _sampled_s(self, stage: SimStage, flight: _Flight, now_s: float) -> float:
-        """When the tokens are chosen; samplers share a run's rows."""
+        """The time when all tokens are sampled; samplers share a run's rows."""
         host = self.profile.host
         if not host.samplers or flight.cancelled:
             return now_s
@@ -333,8 +331,8 @@ class SimPipeline:
         return stage.samplers_free_s
 
     def _meet(self, index: int, now_s: float) -> None:
-        """A run that was not expected is sent once the next stage is ready to receive it. That one waits for it to
-        arrive, and this one goes on (SiPipe, sections 3.1 and 7.5)."""
+        """Send an unexpected run once the next stage is ready to receive it. That stage waits for its arrival, and this
+        one goes on (SiPipe, sections 3.1 and 7.5)."""
         stage, following = self.stages[index], self.stages[index + 1]
         if stage.held is None or following.current or following.held or following.receives:
             return

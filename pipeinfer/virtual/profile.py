@@ -1,4 +1,4 @@
-"""Clusters in TOML, by hardware or by measured times -> a `Profile`. The keys are in docs/reference/profiles.md."""
+"""Profiles of clusters in TOML, by hardware or by measured times. docs/reference/profiles.md has the keys."""
 
 import math
 import os
@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeinfer.cluster.spread import StageRoom, spread_layers
-from pipeinfer.cluster.timing.costs import (
+from pipeinfer.errors import UserError
+from pipeinfer.virtual.costs import (
     NOTHING,
     HeadCost,
     HostWork,
@@ -18,8 +19,7 @@ from pipeinfer.cluster.timing.costs import (
     Work,
     roofline,
 )
-from pipeinfer.errors import UserError
-from pipeinfer.virtual.toml_table import Table
+from pipeinfer.virtual.toml_text import TomlTable
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -27,13 +27,13 @@ else:
     import tomli as tomllib
 
 MAX_EMBD = 1 << 20
-MAX_LAYERS = 512  # more than any model has; splits are looked for among all that there are
+MAX_LAYERS = 512  # more than any model has: all splits are searched
 SHIPPED = Path(__file__).parent / "profiles"
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine: what inference reaches of its memory bandwidth and arithmetic; what a layer and a run cost on top."""
+    """A machine: memory bandwidth and arithmetic that inference reaches, and further costs of a layer and a run."""
 
     name: str
     bytes_per_s: float
@@ -51,7 +51,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What a model reads and computes: a layer, and the vocabulary at its end; `kv_bytes` a token and layer."""
+    """Sizes of a model: of a layer, and of the output; `kv_bytes` for each token and layer."""
 
     name: str
     layers: int
@@ -65,10 +65,10 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class ProfileFile:
-    """A file, read and ready to be laid out."""
+    """The content of a profile."""
 
     name: str
-    top: Table
+    top: TomlTable
 
     @property
     def by_hardware(self) -> bool:
@@ -85,15 +85,12 @@ class ProfileFile:
         return sum(group.count("count", 1) for group in self.top.list_of("cluster"))
 
     def lay_out(self, n_nodes: int = 0, pair: str = "", has_draft: bool = True) -> Profile:
-        """The costs of a model pair on the first `n_nodes` nodes (0: all). With drafts the first nodes are theirs, else
-        the target has all.
-
-        Raises UserError for whatever is wrong with the file or does not fit.
-        """
+        """The costs of a model pair on the first `n_nodes` nodes (0: all). The first nodes are those of the drafts, if
+        there are any. Raises UserError for a wrong file and for what does not fit."""
         if not self.by_hardware:
             return self._measured(n_nodes, pair, has_draft)
         most = self.n_nodes_max
-        target, drafts, acceptance = self._pair(pair)
+        target, drafts, acceptance = self.models_of(pair)
         n_drafts = len(drafts) if has_draft else 0
         if (n_nodes or most) > most:
             raise UserError(f"{self.name} has {most} nodes, {n_nodes} are asked for; give at most {most}")
@@ -102,6 +99,11 @@ class ProfileFile:
                             f"give {1 + n_drafts} at least, or --policy iterative")  # fmt: skip
         machines = list(self.machines())[: n_nodes or most]
         hosts = machines[n_drafts:]
+        if len(hosts) > target.layers:
+            raise UserError(
+                f"--nodes {len(machines)}: {target.name} has {target.layers} layers, too few for {len(hosts)} stages; "
+                f"give at most {target.layers + n_drafts}"
+            )
         counts = share_layers(hosts, target)
         stages = [
             host.slice_of(target, count, index + 1 == len(hosts))
@@ -149,8 +151,8 @@ class ProfileFile:
         )
 
     def _sizes(self, stages: Sequence[ModelCost]) -> list[float]:
-        """Of each layer, the output table in the last; by time where no sizes are known. Raises UserError for a wrong
-        number."""
+        """Sizes of the layers, the last with the output; their times if no sizes are known. Raises UserError for a
+        wrong number."""
         n_layers, last = sum(stage.layers for stage in stages), stages[-1]
         if "target" not in self.top.values:
             return [last.layer.at(1)] * (n_layers - 1) + [last.layer.at(1) + last.output.at(1)]
@@ -159,18 +161,20 @@ class ProfileFile:
         return [*sizes, size + target.number("output_bytes")]
 
     @property
-    def _refiners(self) -> list[Table]:
+    def _refiners(self) -> list[TomlTable]:
         return self.top.list_of("refiners") if "refiners" in self.top.values else []
 
     def machines(self) -> Iterator[Machine]:
-        """In pipeline order, of a profile by hardware."""
+        """The machines of a profile by hardware, in pipeline order."""
         kinds = self.top.tables("nodes")
         for group in self.top.list_of("cluster"):
             name = group.text("node", list(kinds))
             for _ in range(group.count("count", 1)):
                 yield _machine(name, kinds[name])
 
-    def _pair(self, name: str) -> tuple[Model, list[Model], tuple[float, ...]]:
+    def models_of(self, name: str) -> tuple[Model, list[Model], tuple[float, ...]]:
+        """The target, the drafts and how often their best guesses are right, of a pair; "": of the first. Raises
+        UserError."""
         pairs, models = self.top.tables("pairs"), self.top.tables("models")
         if not pairs:
             raise UserError(f"{self.name} lacks [pairs.NAME]")
@@ -179,8 +183,8 @@ class ProfileFile:
             raise UserError(f"--pair {name}: {self.name} has {', '.join(pairs)}")
         pair = pairs[name]
         target, drafts = pair.text("target", list(models)), pair.texts("draft", "drafts", list(models))
-        found = [_model(draft, models[draft]) for draft in drafts]
-        return _model(target, models[target]), found, pair.numbers("acceptance", len(found))
+        acceptance = pair.numbers("acceptance", len(drafts))
+        return _model(target, models[target]), [_model(draft, models[draft]) for draft in drafts], acceptance
 
     def link(self) -> LinkCost:
         link = self.top.table("link")
@@ -197,7 +201,7 @@ class ProfileFile:
         return HeadCost(*(1e-6 * head.number(key, 0.0) for key in ("run_us", "verdict_us", "draft_us")))
 
 
-def _machine(name: str, table: Table) -> Machine:
+def _machine(name: str, table: TomlTable) -> Machine:
     return Machine(
         name,
         1e9 * table.positive("gb_per_s"),
@@ -208,7 +212,7 @@ def _machine(name: str, table: Table) -> Machine:
     )
 
 
-def _model(name: str, table: Table) -> Model:
+def _model(name: str, table: TomlTable) -> Model:
     return Model(
         name,
         table.count("layers", most=MAX_LAYERS),
@@ -221,7 +225,7 @@ def _model(name: str, table: Table) -> Model:
     )
 
 
-def _measured_slice(table: Table) -> ModelCost:
+def _measured_slice(table: TomlTable) -> ModelCost:
     rows = table.numbers("rows")
     if list(rows) != sorted(set(rows)) or rows[0] < 1:
         raise UserError(f"{table.where}: rows = {list(rows)}; they must ascend from 1")
@@ -238,15 +242,15 @@ def _measured_slice(table: Table) -> ModelCost:
     return ModelCost(f"{layers} layers", layers, layer, output, run_s, reshape_s, rest_s, prompt_s)
 
 
-def _context_s(table: Table, n: int) -> tuple[float, ...]:
-    """Of each number of rows, or one for all."""
+def _context_s(table: TomlTable, n: int) -> tuple[float, ...]:
+    """Seconds of attention for each number of rows, or one for all."""
     if isinstance(table.values.get("context_ns"), list):
         return tuple(1e-9 * value for value in table.numbers("context_ns", n))
     return (1e-9 * table.number("context_ns", 0.0),)
 
 
 def share_layers(machines: Sequence[Machine], model: Model) -> list[int]:
-    """Layers for each machine, so that the slowest stage is as fast as it can be for single rows. Raises UserError."""
+    """Layers for each machine, so that the slowest stage takes least time for single rows. Raises UserError."""
     n_stages, n_layers = len(machines), model.layers
     slices = [machine.slice_of(model, 1, True) for machine in machines]
     rows = [(each.layer.at(1), each.layer.at(1) + each.output.at(1)) for each in slices]
@@ -254,22 +258,21 @@ def share_layers(machines: Sequence[Machine], model: Model) -> list[int]:
     room = StageRoom(
         needed=lambda _, first, last: (last - first) * model.layer_bytes + model.output_bytes * (last == n_layers),
         hosts=names,
-        left={name: machine.memory_bytes for name, machine in zip(names, machines, strict=True)},
-        own=(math.inf,) * n_stages,
+        free={name: machine.memory_bytes for name, machine in zip(names, machines, strict=True)},
+        limits=(math.inf,) * n_stages,
     )
-    fewer = n_stages > n_layers
-    counts = None if fewer else spread_layers([[layer_s] * (n_layers - 1) + [last_s] for layer_s, last_s in rows], room)
+    counts = spread_layers([[layer_s] * (n_layers - 1) + [last_s] for layer_s, last_s in rows], room)
     if not counts:
         n_room = sum(int(machine.memory_bytes // model.layer_bytes) for machine in machines)
         raise UserError(
             f"{model.name} has {n_layers} layers and an output table: {n_stages} stages have room for {n_room} layers; "
-            f"give {'fewer' if fewer else 'more'} nodes"
+            "give more nodes"
         )
     return counts
 
 
 def spread_over(stages: Sequence[ModelCost], n_ranks: int, sizes: Sequence[float]) -> tuple[ModelCost, ...]:
-    """The same layers on all `n_ranks` ranks, split by size as `run` does. A draft's rank is as fast as the first
+    """The same layers on all `n_ranks` ranks, split by size as in `run`. Ranks of drafts are as fast as the first
     stage."""
     n_layers = sum(stage.layers for stage in stages)
     if n_layers < n_ranks:
@@ -284,7 +287,7 @@ def spread_over(stages: Sequence[ModelCost], n_ranks: int, sizes: Sequence[float
 
 
 def load_profile(name: str) -> ProfileFile:
-    """A shipped profile by its name, or a file. Raises UserError when there is no such thing, naming those shipped."""
+    """A shipped profile by its name, or a file. Raises UserError if there is none, with the names of those shipped."""
     path = Path(name)
     if not path.suffix and not os.path.exists(path):  # False also for a name that no file can have
         path = SHIPPED / f"{name}.toml"
@@ -299,8 +302,8 @@ def load_profile(name: str) -> ProfileFile:
 
 
 def parse_profile(name: str, text: str, where: str) -> ProfileFile:
-    """`where`: what messages call it. Raises ValueError and RecursionError for what is no TOML."""
-    return ProfileFile(name, Table(where, tomllib.loads(text)))
+    """`where`: its name in errors. Raises ValueError and RecursionError for what is no TOML."""
+    return ProfileFile(name, TomlTable(where, tomllib.loads(text)))
 
 
 def shipped_profiles() -> list[str]:

@@ -1,33 +1,37 @@
-"""Questions about a cluster in virtual time, and the rows that answer them. Knows no file of a cluster."""
+"""What `simulate` measures: generations and loads on a cluster, their columns, policies side by side."""
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
-from pipeinfer.cluster.timing.costs import Profile
+from pipeinfer.cluster.wire import WireType
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
-from pipeinfer.observe.experiment import digest, variant_text
-from pipeinfer.observe.results import LOADS, Record, append_result, as_read, result_row
-from pipeinfer.observe.texts.json_text import json_text
-from pipeinfer.virtual.choices import Choices, n_predicted, ranks_for, ranks_text, synthetic_team
-from pipeinfer.virtual.outcome import make_result, simulated_columns, text_columns
-from pipeinfer.virtual.recorded import RecordedChoices
-from pipeinfer.virtual.simulation import Simulated, simulate
-from pipeinfer.virtual.traffic import Load, simulate_load, synthetic_texts
+from pipeinfer.observe.columns import SAMPLING, Record, digest, model_columns, settings_text, variant_text
+from pipeinfer.observe.figures import Result
+from pipeinfer.observe.table import LOADS, RESULTS
+from pipeinfer.text import json_text, markdown_table, number
+from pipeinfer.virtual.choices import Choices, RecordedChoices, n_predicted, ranks_for, ranks_text, synthetic_team
+from pipeinfer.virtual.costs import Profile
+from pipeinfer.virtual.simulation import Load, Simulated, simulate, simulate_load, synthetic_texts
 
 DEFAULT_ACCEPTANCE = 0.7
+COLUMNS = ("policy", "settings", "tokens/s", "over iterative", "of the limit", "TTFT ms", "ITL ms p50 / p95 / p99",
+           "rows a token", "hit rate", "busiest stage")  # fmt: skip
+LIMIT = "limit"
+Generation = tuple[Simulated, Result]
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
-    """What to simulate. `lay_out`: the costs with drafts, or without; raises UserError when there is no such cluster.
-    `by_rank`: how often each draft's first, second, … guess is right, the smallest draft first; empty: as published.
-    `ageing`: as SyntheticChoices has it. `texts`: recorded ones in place of synthetic ones, by the file `source`.
-    `target`: the costs without drafts, by which rows tell targets apart, whatever a draft leaves them; None: any."""
+class Study:
+    """Settings of simulations. `lay_out`: the costs with drafts, or without; raises UserError if there is no such
+    cluster. `by_rank`: for each draft, the smallest first, how often its first, second, … guess is right; empty: as
+    published. `ageing`: as in SyntheticChoices. `texts`: recorded ones of the file `source`, not synthetic ones.
+    `target`: costs without drafts, whose hash identifies the target in rows; None: those of the profile."""
 
     lay_out: Callable[[bool], Profile]
     predict: int
@@ -40,83 +44,146 @@ class Question:
     source: str = ""
     target: Profile | None = None
 
-    def answer(self, policy: Policy, seed: int = 0, repetition: int = 1) -> tuple[Simulated, dict[str, Any], Record]:
-        """One generation, its result object and row; `seed`: the number of a recorded text. Raises UserError when it
-        cannot be simulated."""
+    def generate(self, policy: Policy, seed: int = 0, repetition: int = 1) -> Generation:
+        """Simulate a generation. `seed`: or the number of a recorded text. Raises UserError if it is impossible."""
         profile = self.lay_out(policy.drafts)
         first, *larger = [self.texts[seed]] if self.texts else self._synthetic(profile, seed)
         simulated = simulate(
             profile, first, policy.begin(), n_predicted(first, self.predict), cancel=self.cancel,
             partitions=self.partitions, larger=larger if profile.drafts else [],
         )  # fmt: skip
-        name = self.texts[seed].name if self.texts else ""
-        asked = simulated_columns(profile, self.target, policy, self._choices_text(profile), seed, repetition) | {
+        request, prompt = simulated.request, tuple(simulated.request.prompt)
+        experiment = self._experiment(profile, policy, seed, repetition) | {
             "variant": variant_text(policy, self.cancel, self.partitions),
-            **text_columns(simulated.request, name),
+            "prompt": self.texts[seed].name if self.texts else f"pp{len(prompt)}",
+            "prompt_hash": digest(prompt),
+            "prompt_n": len(prompt),
+            "predicted_n": request.n_predict,
         }
-        result = make_result(simulated, asked)
-        return simulated, result, result_row(result, asked)
+        return simulated, simulated.result(experiment)
 
-    def carry(self, policy: Policy, load: Load, results: Path | None = None) -> dict[str, Any]:
-        """Figures of many requests, and the columns that say what was asked. Raises UserError when they cannot be
-        simulated."""
+    def run_load(self, policy: Policy, load: Load, results: Path | None = None) -> dict[str, Any]:
+        """Simulate a load: its columns, and its figures. Raises UserError if it is impossible."""
         profile = self.lay_out(policy.drafts)
         if len(profile.drafts) > 1:
             raise UserError(f"{profile.name} has {len(profile.drafts)} drafts; --requests takes pairs with one")
         if self.texts:
-            texts: Sequence[Choices] = [self.texts[number % len(self.texts)] for number in range(load.n_requests)]
+            texts: Sequence[Choices] = [self.texts[index % len(self.texts)] for index in range(load.n_requests)]
         else:
             texts = synthetic_texts(load, self._ranks(profile)[0], self.ageing)
-        asked: dict[str, Any] = simulated_columns(
-            profile, self.target, policy, self._choices_text(profile), load.seed, 1
-        ) | {
+        columns = self._experiment(profile, policy, load.seed, 1) | {
             "profile": profile.name,
             "prompt": self.source or f"pp{load.prompt_tokens}",
             "prompt_hash": digest([tuple(text.prompt) for text in texts]),
             **asdict(load),
         }
         for name in ("rate", "max_delay_s"):  # JSON has no infinity
-            asked[name] = None if math.isinf(asked[name]) else asked[name]
-        found = simulate_load(profile, policy, load, texts)
-        if "notice" in found:
-            print(f"pipeinfer: {found['notice']}", file=sys.stderr)
+            columns[name] = None if math.isinf(columns[name]) else columns[name]
+        columns |= simulate_load(profile, policy, load, texts)
+        if "notice" in columns:
+            print(f"pipeinfer: {columns['notice']}", file=sys.stderr)
         if results:
-            LOADS.append(results, asked | found)
-        return asked | found
+            LOADS.append(results, columns)
+        return columns
+
+    def generate_all(
+        self, policies: Sequence[Policy], seeds: Sequence[int], results: Path | None, as_json: bool
+    ) -> Iterator[Generation]:
+        """Simulate every policy with every seed, append rows to `results` and print JSON objects, if `as_json`."""
+        for repetition, seed in enumerate(seeds, start=1):
+            for policy in policies:
+                simulated, result = self.generate(policy, seed, 1 if self.texts else repetition)
+                if results:
+                    RESULTS.append(results, result.columns())
+                if as_json:
+                    print(json_text(result.data))
+                yield simulated, result
+
+    def _experiment(self, profile: Profile, policy: Policy, seed: int, repetition: int) -> Record:
+        """The columns known before, except those of prompt and text."""
+        choices, virtual = self._choices_text(profile), {"bytes": 0, "quantisation": "simulated"}
+        model = {"name": profile.name, "hash": digest(self.target or profile)} | virtual
+        draft = {"name": "+".join(["draft"] * len(profile.drafts)), "hash": digest(choices)} | virtual
+        return model_columns(model, draft if profile.drafts else None) | {
+            "policy": policy.name,
+            "settings": settings_text(policy),
+            "options": "" if profile.wire_type is WireType.F32 else f"wire-type {profile.wire_type}",
+            "ranks": profile.n_ranks,
+            "layers": [cost.layers for cost in profile.stages],
+            "threads": [1] * profile.n_ranks,
+            **dict.fromkeys(SAMPLING, ""),
+            "seed": seed,
+            "temp": 0.0,
+            "numerics": "virtual",
+            "pace": "",
+            "pace_hash": "",
+            "choices": choices,
+            "repetition": repetition,
+        }
 
     def _choices_text(self, profile: Profile) -> str:
-        """Of the column. Raises UserError when recorded texts are of fewer drafts than there are."""
+        """The column `choices`. Raises UserError if recorded texts have fewer drafts than the profile."""
         if self.texts and len(profile.drafts) > 1:
             raise UserError(f"{profile.name} has {len(profile.drafts)} drafts, recorded texts are of one; give --pair")
-        aged = f", ageing {','.join(f'{kept:g}' for kept in self.ageing)}" if self.ageing else ""
+        aged = f", ageing {','.join(f'{factor:g}' for factor in self.ageing)}" if self.ageing else ""
         return self.source or "; ".join(map(ranks_text, self._ranks(profile))) + aged
 
     def _synthetic(self, profile: Profile, seed: int) -> Sequence[Choices]:
-        """Of each draft. Raises UserError when there are not as many as drafts."""
+        """The choices of each draft. Raises UserError if their number is not that of the drafts."""
         n_drafts = len(profile.drafts)
-        found = synthetic_team(self._ranks(profile), seed, self.prompt_tokens, self.ageing)
-        if n_drafts and len(found) != n_drafts:
+        team = synthetic_team(self._ranks(profile), seed, self.prompt_tokens, self.ageing)
+        if n_drafts and len(team) != n_drafts:
             raise UserError(
                 f"{profile.name} has {n_drafts} draft{'s' * (n_drafts > 1)}, and --acceptance or --ranks is given for "
-                f"{len(found)}; give it once for each"
+                f"{len(team)}; give it once for each"
             )
-        return found
+        return team
 
     def _ranks(self, profile: Profile) -> Sequence[Sequence[float]]:
-        """How often each draft's first, second, … guess is right."""
+        """For each draft, how often its first, second, … guess is right."""
         published = profile.acceptance or (DEFAULT_ACCEPTANCE,) * max(1, len(profile.drafts))
         return self.by_rank or [ranks_for(share) for share in published]
 
 
-def ask(
-    question: Question, policies: Sequence[Policy], seeds: Sequence[int], results: Path | None, as_json: bool
-) -> Iterator[tuple[Simulated, dict[str, Any], Record]]:
-    """Simulate every policy with every seed: each generation, its result object, and its row as results.csv has it."""
-    for repetition, seed in enumerate(seeds, start=1):
-        for policy in policies:
-            simulated, result, row = question.answer(policy, seed, 1 if question.texts else repetition)
-            if results:
-                append_result(results, row)
-            if as_json:
-                print(json_text(result))
-            yield simulated, result, as_read(row)
+# -- policies side by side
+
+
+def side_by_side(generations: Sequence[Generation]) -> list[str]:
+    """A Markdown table: for each policy means, with the deviation of its speed between texts; last the limit by the
+    stages of the profile, with the draft in its place."""
+    return markdown_table(COLUMNS, list(_rows(generations)), right_aligned=COLUMNS[2:])
+
+
+def _rows(generations: Sequence[Generation]) -> Iterator[tuple[str, ...]]:
+    by_policy: dict[str, list[Generation]] = {}
+    for generation in generations:
+        by_policy.setdefault(generation[1].data["policy"], []).append(generation)
+    speeds = {policy: fmean(_timings(samples, "predicted_per_second")) for policy, samples in by_policy.items()}
+    plain = speeds.get("iterative", math.nan)
+    # with a draft there may be one stage less
+    limit = min(simulated.profile.limit_per_s(len(simulated.request.prompt)) for simulated, _ in generations)
+    for policy, samples in by_policy.items():
+        metrics = [simulated.metrics for simulated, _ in samples]
+        spread = f" ± {number(stdev(_timings(samples, 'predicted_per_second')))}" if len(samples) > 1 else ""
+        itl_s = (fmean(_timings(samples, f"itl_p{rank}_s")) for rank in (50, 95, 99))
+        yield (
+            policy, str(samples[0][1].data["settings"]), number(speeds[policy]) + spread,
+            number(speeds[policy] / plain), number(speeds[policy] / limit),
+            number(1e3 * fmean(_timings(samples, "ttft_s")), 1),
+            " / ".join(number(1e3 * mean_s, 1) for mean_s in itl_s),
+            number(fmean((each.n_root_runs + each.n_sent) / len(each.token_s) for each in metrics), 1),
+            number(fmean(result.data["speculation"]["hit_rate"] for _, result in samples)),
+            f"{100 * fmean(map(_busiest, samples)):.0f}%",
+        )  # fmt: skip
+    yield (LIMIT, "a token whenever the slowest stage has done a row", number(limit), number(limit / plain),
+           "1.00", *["-"] * 5)  # fmt: skip
+
+
+def _timings(samples: Sequence[Generation], name: str) -> Iterable[float]:
+    return (result.data["timings"][name] for _, result in samples)
+
+
+def _busiest(generation: Generation) -> float:
+    """The share of the time that the busiest stage worked on runs that counted."""
+    shares = [rank["busy_s"] / rank["wall_s"] for rank in generation[1].data["ranks"] if rank["layers"]]
+    return max(shares, default=math.nan)

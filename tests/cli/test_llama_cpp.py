@@ -6,13 +6,12 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from docs.generate.llama_cpp import own_options
+from docs.generate.commands import own_options
 from pipeinfer.cli.batch import batch_command
 from pipeinfer.cli.bench import bench
 from pipeinfer.cli.chat import chat_command
 from pipeinfer.cli.commands import cli
-from pipeinfer.cli.options.environment import arguments, ignored_variables
-from pipeinfer.cli.options.llama_flags import HARMLESS, INSTEAD, OF_RUN
+from pipeinfer.cli.options.llama_cpp import ARGUMENTS, HARMLESS, INSTEAD, OF_RUN, ignored_variables
 from pipeinfer.cli.run import run, run_options
 from pipeinfer.cli.serve import serve_command
 from pipeinfer.cli.simulate import simulate_command
@@ -22,7 +21,7 @@ from tests.support.jobs import finish, run_json
 
 def test_every_option_of_llama_cpp_is_answered() -> None:
     ours = own_options()
-    for _, flags in arguments():
+    for _, flags in ARGUMENTS:
         assert [flag for flag in flags if flag not in ours and flag not in INSTEAD and flag not in HARMLESS] == []
 
 
@@ -57,11 +56,11 @@ def test_variables_give_options_and_the_command_line_comes_first(monkeypatch: py
 
 def test_models_of_the_hub_are_named_as_in_llama_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     def asked(*words: str, **variables: str) -> tuple[str, list[str]]:
-        given = parsed(run, ["-p", "x", *words], monkeypatch, **variables).params
-        options = run_options(
-            {name: value for name, value in given.items() if name not in ("chat", "conversation", "single_turn")}
-        )
-        return str(options.model), list(map(str, options.drafts))
+        values = parsed(run, ["-p", "x", *words], monkeypatch, **variables).params
+        models = run_options(
+            {name: value for name, value in values.items() if name not in ("chat", "conversation", "single_turn")}
+        ).models
+        return str(models.target), list(map(str, models.drafts))
 
     assert asked("-hf", "u/m:Q8_0") == ("hf:u/m:Q8_0", [])
     assert asked("--hf-repo=u/m", "-hff", "a/b.gguf", "-hfd", "u/d") == ("hf:u/m:a/b.gguf", ["hf:u/d"])

@@ -7,8 +7,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +15,30 @@ import click
 import pytest
 
 from pipeinfer.cli.commands import cli
-from pipeinfer.cli.options.command import Command, Group
-from pipeinfer.cli.options.llama_flags import HARMLESS, INSTEAD
-from pipeinfer.cli.options.setting_options import policy_meant
+from pipeinfer.cli.options.command import Command, CommandGroup
+from pipeinfer.cli.options.llama_cpp import HARMLESS, INSTEAD
+from pipeinfer.cli.options.setting_options import select_policy
 from pipeinfer.cluster.hosts.cores import Host
-from pipeinfer.cluster.messages.activations import WireType
+from pipeinfer.cluster.wire import WireType
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
-from pipeinfer.job.loading.load import inexact_line
-from pipeinfer.job.options.backends import Backend
-from pipeinfer.job.options.options import RunOptions, unescape, without_effect
-from pipeinfer.job.options.values import TYPES, File, Listed, Number, Text, Whole
+from pipeinfer.job.options.limits import ALL_LAYERS
+from pipeinfer.job.options.options import unescape, without_effect
+from pipeinfer.job.options.values import TYPES, Backend, File, Listed, Number, TextType, Whole
+from pipeinfer.job.placement.checks import inexact_line
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
-from pipeinfer.policies import PipeInfer
-from pipeinfer.policies.registry import POLICIES
+from pipeinfer.policies import POLICIES, PipeInfer
 from tests.support.jobs import COMMAND, environment, finish, run_json
-from tests.support.planned import lay_out
+from tests.support.planned import lay_out, options_of
 
 ODD = (
     "nan", "inf", "-inf", "NaN", "-1", "0", "", " ", "\t", "1e400", "-1e400", "1e308", "9" * 30, "-" + "9" * 30, "1_0",
     "0x10", "1,", ",", "1,,2", "nan,1", "\u0661", "\u2603", "caf\u00e9", "\udcff", "--", "-x", "-", "1e-400", "+1",
     "1.5",
 )  # fmt: skip
-PLAIN = {Whole: "1", Number: "0.5", Listed: "1", File: "some.file", Text: "text"}
+PLAIN = {Whole: "1", Number: "0.5", Listed: "1", File: "some.file", TextType: "text"}
 
 
 def leaves(command: click.Command, ctx: click.Context, path: str = "") -> Iterator[tuple[str, click.Command]]:
@@ -78,7 +76,7 @@ def parse(name: str, words: list[str], given: click.Parameter | None = None) -> 
 def test_every_command_reads_its_words_the_same_way() -> None:
     assert {"run", "bench", "simulate", "measure", "models split"} <= set(COMMANDS)
     assert [name for name, command in COMMANDS.items() if not isinstance(command, Command)] == []
-    assert isinstance(cli, Group)
+    assert isinstance(cli, CommandGroup)
 
 
 @pytest.mark.parametrize(("name", "param"), PARAMETERS)
@@ -98,7 +96,8 @@ def test_odd_values_are_refused_in_one_line_or_legal(name: str, param: click.Par
             assert isinstance(param, click.Argument) or param.opts[0] in message, message
             assert "\n" not in message
         else:
-            check_legal(found[0] if param.multiple and isinstance(found, tuple) else found, param.type)
+            is_many = param.multiple or param.nargs == -1
+            check_legal(found[0] if isinstance(found, tuple) and is_many else found, param.type)
 
 
 def check_legal(value: object, kind: click.ParamType) -> None:
@@ -113,7 +112,7 @@ def check_legal(value: object, kind: click.ParamType) -> None:
         assert kind.min is not None and kind.max is not None and kind.min <= value <= kind.max
     if isinstance(value, (str, Path)):
         str(value).encode()  # UTF-8
-    if isinstance(kind, Text) and not kind.blank:
+    if isinstance(kind, TextType) and not kind.blank:
         assert str(value).strip()
 
 
@@ -242,17 +241,17 @@ def test_wrong_values_end_in_one_line(arguments: list[str], words: str) -> None:
 
 
 def test_what_is_about_guesses_is_without_effect_where_there_are_none() -> None:
-    asked = RunOptions(model=Path("m"), lookup=True, cancel=False, n_gpu_layers_draft=0)
+    asked = options_of(model=Path("m"), lookup=True, cancel=False, n_gpu_layers_draft=0)
     assert without_effect(asked, 1) == (
         "-ngld, --lookup, --no-cancel are without effect: policy iterative makes no guesses",
     )
-    assert not without_effect(replace(asked, policy=PipeInfer()), 1)
+    assert not without_effect(asked.changed(policy=PipeInfer()), 1)
 
 
 def test_a_wire_type_is_without_effect_where_nothing_is_sent() -> None:
-    options = RunOptions(model=Path("m"), numerics="fast", wire_type=WireType.BF16)
+    options = options_of(model=Path("m"), numerics="fast", wire_type=WireType.BF16)
     assert "--wire-type bf16 is without effect" in without_effect(options, 1)[0]
-    assert not without_effect(options, 2) and not without_effect(RunOptions(model=Path("m")), 1)
+    assert not without_effect(options, 2) and not without_effect(options_of(model=Path("m")), 1)
     done = finish(1, ["run", "-p", "x", "-n", "2", "--numerics", "fast", "--wire-type", "bf16"])
     assert done.returncode == 0 and "--wire-type bf16 is without effect" in done.stderr
 
@@ -396,7 +395,7 @@ def test_help_has_the_usual_options_first_and_the_others_under_headings(name: st
 
 
 def test_every_setting_of_a_job_is_an_option() -> None:
-    declared = {name for name, _, _ in settings_of(RunOptions)}
+    declared = {name for name, *_ in options_of().settings()}
     assert declared <= {param.name for name in ("run", "batch") for param in COMMANDS[name].params}
 
 
@@ -454,21 +453,40 @@ def test_the_completion_script_is_printed() -> None:
     ],
 )  # fmt: skip
 def test_an_option_of_pipeinfer_means_it(named: str | None, given: dict[str, int], meant: str) -> None:
-    assert policy_meant(named, True, given) == meant
-    assert policy_meant(None, False, given) == "iterative"
+    assert select_policy(named, True, given) == meant
+    assert select_policy(None, False, given) == "iterative"
 
 
-def plan_of(**options: Any) -> JobPlan:
+def plan_of(exact_rows: Sequence[tuple[tuple[int, str], ...]] = ((),) * 4, **options: Any) -> JobPlan:
     """On four ranks, all of which have layers of the target."""
-    hosts = [Host(name, frozenset({0}), 1) for name in "abcd"]
-    return lay_out(RunOptions(model=TARGET, **options), hosts, read_model_info(TARGET), [], 512, 32)
+    hosts = [Host(name, frozenset({0}), 1, exact_rows=each) for name, each in zip("abcd", exact_rows, strict=True)]
+    return lay_out(options_of(model=TARGET, **options), hosts, read_model_info(TARGET), [], 512, 32)
 
 
 def test_exact_numerics_on_gpus_of_llama_are_not_promised() -> None:
     exact, fast = plan_of(), plan_of(numerics="fast")
     line = inexact_line(exact, {0: "", 1: "a GPU", 2: "a GPU"})
-    assert "the layers of ranks 1, 2 are on GPUs of llama.cpp's" in line and "-ngl 0" in line
+    assert "does not hold for the layers of ranks 1, 2, on GPUs of llama.cpp's: rows have other bits" in line
+    assert "-ngl 0" in line
     assert inexact_line(exact, {0: "", 1: ""}) == inexact_line(fast, {1: "a GPU"}) == ""
+
+
+@pytest.mark.parametrize(
+    ("found", "at_once", "name", "said"),
+    [
+        ([((32, "abcdef"),), ((7, "abcdef"), (32, "abcdef"))], 7, "exact-gpu-abcd", ""),
+        ([((32, "abcdef"),), ((0, "abcdef"), (32, "abcdef"))], 0, "exact-gpu", "beside others on ranks 1, 3, so that"),
+        ([((32, "abcdef"),), ((7, "abcdef"), (32, "123456"))], 0, "exact-gpu", "devices of several kinds have other"),
+    ],
+)
+def test_exact_numerics_on_gpus_hold_where_all_devices_have_the_same_bits(
+    found: list[tuple[tuple[int, str], ...]], at_once: int, name: str, said: str
+) -> None:
+    plan = plan_of([*found, *found], n_gpu_layers=(ALL_LAYERS,))
+    assert (plan.numerics.at_once, plan.numerics.name) == (at_once, name)
+    line = inexact_line(plan, dict.fromkeys(range(4), "a GPU"))
+    assert (said in line) if said else line == ""
+    assert plan_of([*found, *found]).numerics.at_once == 0, "no layer is on a GPU"
 
 
 def test_exact_numerics_of_torch_want_devices_of_one_kind() -> None:

@@ -12,7 +12,7 @@ from pytest import MonkeyPatch
 
 from pipeinfer.cluster import spread as spread_module
 from pipeinfer.cluster.assignment import RoomFor, Sizes, assign, balance, parse_split, split_layers, stage_ranks
-from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
+from pipeinfer.cluster.hosts.cores import LayerSpeed
 from pipeinfer.cluster.spread import StageRoom, spread_layers
 from pipeinfer.errors import UserError
 
@@ -67,24 +67,24 @@ def random_case(rng: random.Random) -> tuple[list[list[int]], list[list[int]], S
     costs = [[speed * layer for layer in layers] for speed in speeds]
     needs = [[rng.randint(1, 5) for _ in layers] for _ in range(n_stages)]
     hosts = tuple(rng.choice("ab") for _ in range(n_stages))
-    left = {host: rng.randint(0, 4 * n_layers) for host in hosts}
-    own = tuple(rng.randint(2, 3 * n_layers) for _ in hosts)
+    free = {host: rng.randint(0, 4 * n_layers) for host in hosts}
+    limits = tuple(rng.randint(2, 3 * n_layers) for _ in hosts)
     gpus = tuple(rng.choice(["", f"GPU of {host}", "other GPU"]) for host in hosts) if rng.random() < 0.5 else ()
-    left |= {name: rng.randint(1, 4 * n_layers) for name in gpus if name}
+    free |= {name: rng.randint(1, 4 * n_layers) for name in gpus if name}
     return costs, needs, StageRoom(
-        lambda stage, first, last: sum(needs[stage][first:last]), hosts, left, own,
+        lambda stage, first, last: sum(needs[stage][first:last]), hosts, free, limits,
         lambda stage, first, last: (1 + stage % 2) * (last - first), gpus,
     )  # fmt: skip
 
 
 def fits(needs: list[list[int]], counts: Sequence[int], room: StageRoom) -> bool:
-    held, taken = stage_sums(needs, counts), dict.fromkeys(room.left, 0)
+    held, taken = stage_sums(needs, counts), dict.fromkeys(room.free, 0)
     for stage, host in enumerate(room.hosts):
         taken[host] += held[stage]
         if room.gpus and room.gpus[stage]:
             taken[room.gpus[stage]] += (1 + stage % 2) * counts[stage]
-    is_own = all(n <= own for n, own in zip(held, room.own, strict=True))
-    return is_own and all(taken[name] <= room.left[name] for name in taken)
+    is_within = all(n <= limit for n, limit in zip(held, room.limits, strict=True))
+    return is_within and all(taken[name] <= room.free[name] for name in taken)
 
 
 def test_no_split_that_fits_is_faster() -> None:
@@ -139,7 +139,7 @@ def test_a_small_host_gets_fewer_layers() -> None:
     assert [(stage.first, stage.last) for stage in plan.stages] == [(0, 5), (5, 7), (7, 12)]
     chosen = assign(4, [sizes([1])], layers, split=[4, 4, 4], room=lambda placed, ranks: room)
     assert [stage.last for stage in chosen.stages] == [4, 8, 12], "a split that was asked for is taken as it is"
-    short = StageRoom(room.needed, room.hosts, {"a": 40, "b": 25}, room.own)
+    short = StageRoom(room.needed, room.hosts, {"a": 40, "b": 25}, room.limits)
     tight = assign(4, [sizes([1])], layers, room=lambda placed, ranks: short)
     assert [stage.last for stage in tight.stages] == [4, 8, 12]
 
@@ -191,8 +191,8 @@ def test_larger_drafts_are_cut_by_size_too() -> None:
         "draft 1", "draft 2", "draft 3 stage 1, layers 4-7", "stage 0, layers 0-3",
     ]  # fmt: skip
     assert plan.computing == frozenset(range(8))
-    assert [own.rank for own in plan.pipeline_of(3)] == [2, 3, 4]
-    assert [own.rank for own in plan.pipeline_of(6)] == [5, 6, 7]
+    assert [plan.neighbours(rank) for rank in (2, 3, 4)] == [(0, 3), (2, 4), (3, None)]
+    assert [plan.neighbours(rank) for rank in (5, 6, 7)] == [(0, 6), (5, 7), (6, None)]
 
 
 def test_a_draft_is_cut_so_that_it_fits_into_what_memory_the_drafts_before_leave() -> None:

@@ -15,8 +15,11 @@ import numpy as np
 import pytest
 
 from pipeinfer.cluster import transport
-from pipeinfer.cluster.messages.verdicts import decode_verdict
-from pipeinfer.cluster.messages.wire import (
+from pipeinfer.cluster.stages.serve import Pipe, StageLoop
+from pipeinfer.cluster.stages.stage import StageWorker, room_for
+from pipeinfer.cluster.transport import Comm, Inbox, Tag
+from pipeinfer.cluster.verdicts import decode_verdict
+from pipeinfer.cluster.wire import (
     Kind,
     Transaction,
     encode,
@@ -24,15 +27,11 @@ from pipeinfer.cluster.messages.wire import (
     encode_order,
     encode_prunings,
 )
-from pipeinfer.cluster.stages.prunings import LocalPrunings
-from pipeinfer.cluster.stages.serve import Pipe, StageLoop
-from pipeinfer.cluster.stages.stage import StageWorker, room_for
-from pipeinfer.cluster.transport import Comm, Inbox, Tag
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp, Opening, Row, Run
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.types import FloatArray
-from pipeinfer.observe.ledger import StageLedger
+from pipeinfer.observe.trace import StageLedger
 
 N_EMBD, N_VOCAB = 4, 50
 
@@ -189,7 +188,7 @@ def serve_runs(
     coming = {Tag.PIPELINE: [*map(arrived, runs), *orders], Tag.CANCEL: prunings}
     comm, ledgers = AllHere(coming, n_late), list[StageLedger]()
     model.sent = comm.sent
-    worker = StageWorker(model, LocalPrunings(), time.monotonic, is_first=False, n_layers=3)
+    worker = StageWorker(model, time.monotonic, is_first=False, n_layers=3)
     following = None if model.is_last else 2
     pipe = Pipe(0, following, 16, N_EMBD, **switches)
     StageLoop(cast(Comm, comm), pipe, worker, lambda outbox, ledger: ledgers.append(ledger)).run()

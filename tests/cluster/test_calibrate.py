@@ -14,7 +14,7 @@ import pytest
 
 from pipeinfer import __version__
 from pipeinfer.cluster.hosts.cores import Host
-from pipeinfer.cluster.timing.calibrate import (
+from pipeinfer.cluster.timed_runs import (
     CONTEXTS,
     ROWS,
     largest_question,
@@ -27,13 +27,12 @@ from pipeinfer.cluster.timing.calibrate import (
 from pipeinfer.core.interfaces import Batch, LoadedModel
 from pipeinfer.core.types import FloatArray
 from pipeinfer.disk_cache import DiskCache
-from pipeinfer.job.loading.run_costs import time_stage
-from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.loading.stages import time_stage
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
-from pipeinfer.models.llama.build import describe_build
+from pipeinfer.models.llama.ggml import describe_build
 from pipeinfer.policies import Iterative
-from tests.support.planned import lay_out
+from tests.support.planned import lay_out, options_of
 from tests.support.toy import ToyStage
 
 
@@ -221,10 +220,10 @@ def test_costs_at_loading_are_kept_under_all_that_they_depend_on(
 ) -> None:
     """The build of llama.cpp and the threads of ranks beside it too, and again after the same start."""
     stage = attentive()
-    monkeypatch.setattr("pipeinfer.job.loading.run_costs.CLOCK", lambda: stage.elapsed_s)
+    monkeypatch.setattr("pipeinfer.job.loading.stages.time", SimpleNamespace(monotonic=lambda: stage.elapsed_s))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     hosts = [Host("a", frozenset(range(4)), 4, processor="x")] * 2
-    options = RunOptions(model=TARGET, drafts=(), policy=Iterative(), threads=(1, 3))
+    options = options_of(model=TARGET, drafts=(), policy=Iterative(), threads=(1, 3))
     plan = lay_out(options, hosts, read_model_info(TARGET), [], 512, 32)
     context: Any = SimpleNamespace(rank=0)
     found = time_stage(context, plan, cast(LoadedModel, stage))

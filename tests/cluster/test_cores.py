@@ -12,8 +12,15 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.cluster.assignment import Sizes, assign
-from pipeinfer.cluster.hosts.cores import Host, _quota, crowded_hosts, other_clocks, share_cores, this_host
-from pipeinfer.job.placement.lay_out import threads_of_ranks
+from pipeinfer.cluster.hosts.cores import (
+    Host,
+    _quota,
+    crowded_hosts,
+    other_clocks,
+    share_cores,
+    this_host,
+    threads_of_ranks,
+)
 from tests.support.jobs import environment, finish, launcher
 
 
@@ -73,7 +80,7 @@ def test_ranks_of_one_boot_read_one_clock() -> None:
 
 SKEWED = """
 import time
-from pipeinfer.cluster.timing.link_times import clock_offset_s
+from pipeinfer.cluster.link_times import clock_offset_s
 from pipeinfer.cluster.transport import Link
 link = Link()
 offset_s = clock_offset_s(link, lambda: time.perf_counter() - 5.0 * link.rank, [2])
@@ -91,12 +98,13 @@ def test_another_hosts_clock_is_compared_with_rank_0s() -> None:
 
 
 def test_a_container_may_be_allowed_less(tmp_path: Path) -> None:
-    own, root = tmp_path / "own", tmp_path / "cgroup"
+    proc, root = tmp_path / "proc", tmp_path / "cgroup"
     (root / "job" / "step").mkdir(parents=True)
-    own.write_text("1:cpu:/old\n0::/job/step\n")
-    assert _quota(root, own) == math.inf
+    (proc / "self").mkdir(parents=True)
+    (proc / "self" / "cgroup").write_text("1:cpu:/old\n0::/job/step\n")
+    assert _quota(proc, root) == math.inf
     (root / "job" / "step" / "cpu.max").write_text("max 100000\n")
     (root / "job" / "cpu.max").write_text("250000 100000\n")
-    assert _quota(root, own) == 2.5
+    assert _quota(proc, root) == 2.5
     (root / "cpu.max").write_text("junk\n")
-    assert _quota(root, own) == 2.5 and _quota(root, tmp_path / "none") == math.inf
+    assert _quota(proc, root) == 2.5 and _quota(tmp_path / "none", root) == math.inf

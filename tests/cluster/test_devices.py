@@ -11,37 +11,36 @@ import pytest
 
 from pipeinfer.cli.run import run
 from pipeinfer.cluster.hosts.cores import Host, gpus_given
-from pipeinfer.cluster.shares import share_of
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.limits import ALL_LAYERS, NO_DEVICE
-from pipeinfer.job.options.options import DEFAULT, RunOptions
-from pipeinfer.job.placement.devices import check_devices, plan_devices
-from pipeinfer.job.placement.gpus import check_present
-from pipeinfer.job.planning.plan_table import plan_rows
-from pipeinfer.job.profiling.hosts import describe_own
-from pipeinfer.job.requests.experiment import ExperimentSettings
+from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.options.sections import PlacementOptions
+from pipeinfer.job.options.values import Backend
+from pipeinfer.job.placement.devices import plan_devices, rank_options, share_of
+from pipeinfer.job.planning.plan_table import plan_cells, plan_rows
+from pipeinfer.job.planning.prepare import describe_host
+from pipeinfer.job.profiling.hosts import check_present
+from pipeinfer.job.session.result import ExperimentSettings
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.slice import open_slice
-from pipeinfer.models.llama.devices import Device, llama_devices
+from pipeinfer.models.llama.ggml import Device, llama_devices
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
-from pipeinfer.observe.texts.plan_text import plan_cells
 from pipeinfer.virtual.nodes import Node
 from tests.support.jobs import finish
-from tests.support.planned import lay_out
+from tests.support.planned import lay_out, options_of
 
 FOUR = [Device(f"CUDA{number}", f"H200 {number}", "GPU", 0, 0) for number in range(4)]
 
 
-def given(text: str) -> Any:
-    return run.make_context("x", ["-p", "x", "--device", text]).params["device"]
+def given(text: str, option: str = "device") -> Any:
+    return run.make_context("x", ["-p", "x", f"--{option}", text]).params[option]
 
 
 def asked(text: str, **others: Any) -> RunOptions:
-    return RunOptions(**{"model": TARGET, "n_gpu_layers": (ALL_LAYERS,), "device": given(text)} | others)
+    return options_of(**{"model": TARGET, "n_gpu_layers": (ALL_LAYERS,), "device": given(text)} | others)
 
 
 def hosts(names: str, n_gpus: int = 0) -> list[Host]:
@@ -50,11 +49,11 @@ def hosts(names: str, n_gpus: int = 0) -> list[Host]:
 
 
 def devices_of(options: RunOptions, places: list[Host]) -> list[tuple[str, ...] | None]:
-    return [own.target.devices for own in plan_devices(options, places)]
+    return [own.target.devices for own in plan_devices(options.placement, places)]
 
 
 def test_devices_are_given_once_or_once_a_rank() -> None:
-    assert given("auto") == DEFAULT.device == ((),) and given("none") == (NO_DEVICE,)
+    assert given("auto") == PlacementOptions.device == ((),) and given("none") == (NO_DEVICE,)
     assert given("CUDA0,CUDA1+CUDA2,none,auto") == (("CUDA0",), ("CUDA1", "CUDA2"), NO_DEVICE, ())
     assert given("RPC[10.0.0.1:50052],Vulkan0") == (("RPC[10.0.0.1:50052]",), ("Vulkan0",))
     for wrong in ("", "CUDA0,,CUDA1", "CUDA0+", "auto+CUDA0", "0", "CUDA 0", "x" * 70):
@@ -75,7 +74,32 @@ def test_devices_are_given_once_or_once_a_rank() -> None:
 )
 def test_what_does_not_go_together_is_refused(text: str, others: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        check_devices(asked(text, **others), 3)
+        rank_options(asked(text, **others).placement, 3)
+
+
+def test_rpc_servers_are_given_once_or_once_a_rank() -> None:
+    assert given("none", "rpc") == PlacementOptions.rpc == ((),)
+    two = given("a.b:1,10.0.0.1:50052+c:65535", "rpc")
+    assert two == (("a.b:1",), ("10.0.0.1:50052", "c:65535"))
+    for wrong in ("a", "a:", ":1", "a:65536", "a:1+", "none+a:1", "a:b", "-:1 ", "[::1]:1"):
+        with pytest.raises(click.BadParameter):
+            given(wrong, "rpc")
+    options = asked("auto", rpc=two)
+    assert [each.servers for each in rank_options(options.placement, 2)] == list(two)
+    assert rank_options(options.placement, 1)[0].servers == (*two[0], *two[1]), "a lone rank has all"
+    assert ExperimentSettings.of(options).options.startswith("rpc a.b:1,10.0.0.1:50052+c:65535, ")
+    with pytest.raises(UserError, match=r"--rpc a.b:1,10.0.0.1:50052.c:65535 has 2 values, and the number of ranks is"):
+        rank_options(options.placement, 3)
+    with pytest.raises(UserError, match=r"--rpc a.b:1: rank 0 has no layers for it, as -ngl is 0 there"):
+        rank_options(asked("auto", rpc=two, n_gpu_layers=(0, ALL_LAYERS)).placement, 2)
+
+
+def test_a_server_that_cannot_be_used_is_refused_with_its_rank() -> None:
+    described = asked("auto", rpc=((), ("127.0.0.1:1",)), n_gpu_layers=(0, ALL_LAYERS))
+    with pytest.raises(
+        UserError, match=r"^rank 1 \(host b\): --rpc 127.0.0.1:1 (cannot be reached: |needs a llama-cpp)"
+    ):
+        describe_host(described, hosts("ab"), 1)
 
 
 @pytest.mark.parametrize("n_layers", ["1,2", "all,auto"])
@@ -88,9 +112,14 @@ def test_a_wrong_number_of_values_is_refused_before_devices_are_looked_for(n_lay
 
 def test_no_device_is_no_layer_on_one_and_a_lone_rank_takes_commas() -> None:
     options = asked("none,CUDA0,auto")
-    check_devices(options, 3)
-    assert [own.target.n_gpu_layers for own in plan_devices(options, hosts("abc"))] == [0, ALL_LAYERS, ALL_LAYERS]
-    check_devices(alone := asked("CUDA0,CUDA1"), 1)
+    rank_options(options.placement, 3)
+    assert [own.target.n_gpu_layers for own in plan_devices(options.placement, hosts("abc"))] == [
+        0,
+        ALL_LAYERS,
+        ALL_LAYERS,
+    ]
+    alone = asked("CUDA0,CUDA1")
+    rank_options(alone.placement, 1)
     assert devices_of(alone, hosts("a", 4)) == [("CUDA0", "CUDA1")]
 
 
@@ -128,12 +157,12 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are() -> None:
     with pytest.raises(UserError, match="libllama sees no GPU there"):
         check_present(["CPU"], [])
     places = hosts("ab")
-    describe_own(asked("auto"), places, 0)
-    describe_own(asked("none,CUDA1"), places, 0)
+    describe_host(asked("auto"), places, 0)
+    describe_host(asked("none,CUDA1"), places, 0)
     with pytest.raises(UserError, match="3 values, and the number of ranks is 2"):
-        describe_own(asked("x,y,z"), places, 0)
+        describe_host(asked("x,y,z"), places, 0)
     with pytest.raises(UserError, match=r"^rank 1 \(host b\): --device CUDA1 is not there"):
-        describe_own(asked("none,CUDA1"), places, 1)
+        describe_host(asked("none,CUDA1"), places, 1)
 
 
 def test_the_plan_shows_devices_where_some_are_asked_for() -> None:

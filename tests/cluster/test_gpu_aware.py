@@ -11,18 +11,18 @@ import pytest
 
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.errors import ModelFault, UserError
-from pipeinfer.job.loading.device_messages import sends_from_device
-from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.limits import AUTO, OFF, ON
 from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.options.values import Backend, Pace
 from pipeinfer.job.placement.devices import DevicePlan, plan_devices
-from pipeinfer.job.profiling.hosts import describe_own
+from pipeinfer.job.planning.prepare import describe_host
+from pipeinfer.job.profiling.hosts import sends_from_device
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
-from pipeinfer.models.torch.library import torch_version
-from pipeinfer.policies.registry import POLICIES
+from pipeinfer.models.torch.params import torch_version
+from pipeinfer.policies import POLICIES
 from tests.support.jobs import finish, run_json
-from tests.support.planned import lay_out
+from tests.support.planned import lay_out, options_of
 
 needs_torch = pytest.mark.skipif(not torch_version(), reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
 HOSTS = [Host("node", frozenset(range(8)), 8) for _ in range(4)]
@@ -38,7 +38,7 @@ def words(
 ) -> list[bool]:
     """What each rank, on what it has of GPUs, comes to. Raises UserError."""
 
-    devices = plan_devices(options, HOSTS)
+    devices = plan_devices(options.placement, HOSTS)
 
     def word(rank: int) -> bool:
         def gpu_of(device: DevicePlan) -> str:
@@ -47,13 +47,13 @@ def words(
                 raise UserError("no such device")
             return gpus[rank]
 
-        monkeypatch.setattr("pipeinfer.job.loading.device_messages.gpu_of", gpu_of)
-        return sends_from_device(options.gpu_aware, devices, HOSTS[rank], rank, lambda: is_aware)
+        monkeypatch.setattr("pipeinfer.job.profiling.hosts.gpu_of", gpu_of)
+        return sends_from_device(options.numerics.gpu_aware, devices, HOSTS[rank], rank, lambda: is_aware)
 
     return [word(rank) for rank in range(4)]
 
 
-MIXED = RunOptions(model=TARGET, backend=(TORCH, TORCH, LLAMA, TORCH))
+MIXED = options_of(model=TARGET, backend=(TORCH, TORCH, LLAMA, TORCH))
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ MIXED = RunOptions(model=TARGET, backend=(TORCH, TORCH, LLAMA, TORCH))
 def test_ranks_on_gpus_do_where_mpi_says_that_it_can_and_others_where_asked(
     asked: str, is_aware: bool | None, expected: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = replace(MIXED, gpu_aware=asked)
+    options = MIXED.changed(gpu_aware=asked)
     with monkeypatch.context() as patch:
         assert words(options, is_aware, ["an H200", "", "", "an H200"], patch) == expected
 
@@ -77,28 +77,28 @@ def test_ranks_on_gpus_do_where_mpi_says_that_it_can_and_others_where_asked(
 def test_a_gpu_that_mpi_cannot_read_is_refused_and_one_that_is_not_there_is_left_to_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options = replace(MIXED, gpu_aware=ON)
+    options = MIXED.changed(gpu_aware=ON)
     with pytest.raises(UserError, match=r"^--gpu-aware on: rank 3 \(host node\) is on a GPU.*GPU-aware MPI"):
         words(options, False, ["", "", "", "an H200"], monkeypatch)
     assert words(options, True, ["lost", "", "", "lost"], monkeypatch) == [False, True, False, False]
 
 
 @pytest.mark.parametrize(
-    "options", [replace(MIXED, gpu_aware=OFF), replace(MIXED, gpu_aware=ON, pace="pipespec"),
-                RunOptions(model=TARGET, gpu_aware=ON)],
+    "options", [MIXED.changed(gpu_aware=OFF), MIXED.changed(gpu_aware=ON, pace=Pace.parse("pipespec")),
+                options_of(model=TARGET, gpu_aware=ON)],
 )  # fmt: skip
 def test_who_has_no_use_for_it_is_not_asked(options: RunOptions) -> None:
     def never() -> bool:
         raise AssertionError
 
-    assert not any(describe_own(options, HOSTS, rank, never).device_messages for rank in range(4))
+    assert not any(describe_host(options, HOSTS, rank, never).device_messages for rank in range(4))
 
 
 def test_only_neighbours_that_both_do_and_have_layers_of_the_target() -> None:
-    options = RunOptions(model=TARGET, drafts=(DRAFT,), backend=(TORCH,), gpu_aware=ON)
+    options = options_of(model=TARGET, drafts=(DRAFT,), backend=(TORCH,), gpu_aware=ON)
     hosts = [replace(host, device_messages=rank != 2) for rank, host in enumerate(HOSTS)]
     info, draft = read_model_info(TARGET), read_model_info(DRAFT)
-    with_draft = lay_out(replace(options, policy=POLICIES["pipeinfer"]()), hosts, info, [draft], 512, 100)
+    with_draft = lay_out(options.changed(policy=POLICIES["pipeinfer"]()), hosts, info, [draft], 512, 100)
     assert [with_draft.hop_is_out_of_band(*hop) for hop in ((0, 1), (1, 2), (2, 3), (3, None))] == [False] * 4
     assert any("--gpu-aware on is without effect: no two stages" in line for line in with_draft.unused)
     alone = lay_out(options, hosts, info, [], 512, 100)
@@ -109,7 +109,7 @@ def test_only_neighbours_that_both_do_and_have_layers_of_the_target() -> None:
         False,
     ]
     assert not alone.unused
-    assert lay_out(replace(options, gpu_aware=AUTO), HOSTS, info, [], 512, 100).unused == ()
+    assert lay_out(options.changed(gpu_aware=AUTO), HOSTS, info, [], 512, 100).unused == ()
 
 
 # --- what is found there ----------------------------------------------------------------------------------------------
@@ -119,42 +119,40 @@ def test_only_neighbours_that_both_do_and_have_layers_of_the_target() -> None:
 def test_rows_that_are_no_numbers_are_found_on_the_device() -> None:
     import torch
 
-    from pipeinfer.models.llama.check_result import check_result
-    from pipeinfer.models.torch.device_queue import DeviceQueue
-    from pipeinfer.models.torch.results import OnDevice
+    from pipeinfer.models.llama.rows import check_result
+    from pipeinfer.models.torch.device import DeviceFuture, DeviceQueue
 
     def check(rows: np.ndarray) -> None:
         check_result(rows, are_logits=False, where="layers 2-3 of model.gguf")
 
     for bad, dtype in product((np.nan, np.inf, None), (torch.float32, torch.bfloat16)):
-        result = OnDevice(DeviceQueue(torch.device("cpu")), dtype)
+        result = DeviceFuture(DeviceQueue(torch.device("cpu")), check, dtype)
         values = torch.ones((3, 4))
         if bad is not None:
             values[1, 2] = bad
         result.take(values)
         if bad is None:
-            assert result.get(check).values.dtype is dtype
+            assert result.result().values.dtype is dtype
         else:
             with pytest.raises(ModelFault, match=r"layers 2-3 of model\.gguf .* a value that is no number .* row 1 of"):
-                result.get(check)
+                result.result()
 
 
 @needs_torch
 def test_bf16_on_the_device_is_what_the_host_makes_of_it() -> None:
     import torch
 
-    from pipeinfer.cluster.messages.activations import WireType, read_activations, write_activations
-    from pipeinfer.models.torch.device_queue import DeviceQueue
-    from pipeinfer.models.torch.results import OnDevice
+    from pipeinfer.cluster.wire import WireType, read_activations, write_activations
+    from pipeinfer.models.torch.device import DeviceFuture, DeviceQueue
 
     bits = np.random.default_rng(3).integers(0, 2**32, (500, 64), dtype=np.uint32)
     values = np.where(np.isfinite(bits.view(np.float32)), bits.view(np.float32), 1.0).astype(np.float32)
-    result = OnDevice(DeviceQueue(torch.device("cpu")), torch.bfloat16)
+    result = DeviceFuture(DeviceQueue(torch.device("cpu")), lambda rows: None, torch.bfloat16)
     result.take(torch.from_numpy(values))
     room = np.empty(2 * values.size, np.uint8)
     write_activations(values, room, WireType.BF16)
     with np.errstate(over="ignore"):
-        rows = result.get(lambda rows: None)
+        rows = result.result()
     assert np.array_equal(read_activations(room, 64, WireType.BF16), rows.values.float().numpy())
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.cluster.hosts.launch import check_size, rank_from_environment, size_from_environment
+from pipeinfer.cluster.hosts.launcher_words import hosts_by_rank
 from pipeinfer.errors import UserError
-from tests.support.jobs import COMMAND, ROOT, environment, launcher
+from tests.support.jobs import COMMAND, environment, installed_script, launcher
 
 # one write: the launcher may mix the ranks' output at any byte
 PRINT_BOTH = """
@@ -83,9 +84,9 @@ def test_a_failing_job_says_only_what_rank_0_says(start: str) -> None:
 def test_files_in_the_current_folder_are_not_imported(tmp_path: Path) -> None:
     for name in ("json", "random", "numpy", "click"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('shadowed')")
-    for command in (COMMAND, ["sh", str(ROOT / "scripts" / "pipeinfer")]):
-        environ = environment() | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-        done = subprocess.run([*command, "--version"], capture_output=True, text=True, cwd=tmp_path, env=environ)
+    script = installed_script(tmp_path)
+    for command in (COMMAND, ["sh", str(script)]):
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, cwd=tmp_path, env=environment())
         assert done.returncode == 0 and done.stdout.startswith("pipeinfer "), done.stderr
 
 
@@ -110,3 +111,19 @@ def test_a_llama_cpp_that_cannot_be_loaded_is_one_line(tmp_path: Path, words: li
     assert done.returncode == 2 and not done.stdout
     (line,) = done.stderr.splitlines()
     assert line.startswith("pipeinfer: llama.cpp cannot be loaded (Failed to load shared library")
+
+
+def test_the_host_of_each_rank_follows_from_the_launchers_words(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("# ours\na:2\nb slots=1\n")
+    run = ["python3", "-m", "pipeinfer", "run", "-f", "prompt.txt", "-hosts", "none"]
+
+    def placed(words: list[str], size: int, environ: dict[str, str] | None = None) -> str:
+        return "".join(hosts_by_rank([*words, *run] if words else [], tmp_path, size, environ or {}))
+
+    assert placed(["mpirun", "-f", "hosts"], 5) == "aabaa", "a path from where it runs; slots are filled again"
+    assert placed(["prterun", "--host", "c:1,d"], 2) == "cd"
+    as_parted = ["mpirun", "-hosts", "c", "2", "d", "-np", "3"]
+    assert placed(as_parted, 3) == "ccd", "hydra overwrites the signs between its hosts"
+    assert placed(["mpirun", "-np", "2"], 2) == placed(["mpirun", "-f", "gone"], 2) == placed([], 2) == ""
+    step = {"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_NODELIST": "n[1-2],x", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}
+    assert placed([], 5, step) == "n1n1n2n2x" and placed([], 4, step) == ""

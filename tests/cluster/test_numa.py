@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import COMMAND, ROOT, environment
+from tests.support.jobs import COMMAND, ROOT, environment, until
 
 CORES = sorted(os.sched_getaffinity(0))
 RUN = ["run", "-p", "def read_lines(path):\n", "-n", "4000", "-c", "5000", "--ignore-eos", "-md", "none"]
@@ -37,13 +35,6 @@ def affinities(pid: int) -> list[frozenset[int]]:
     return found
 
 
-def wait_until(done: Callable[[], bool], timeout_s: float = 20) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def can_mount() -> bool:
     try:
         return subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode == 0
@@ -61,6 +52,6 @@ def test_threads_use_the_nodes_that_libggml_gives_them(strategy: str, tmp_path: 
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), cwd=ROOT,
     )  # fmt: skip
     assert job.stdout and job.stdout.read(1)
-    wait_until(lambda: any(len(own) == 1 for own in affinities(job.pid)))
+    until(lambda: any(len(own) == 1 for own in affinities(job.pid)))
     job.terminate()
     job.communicate(timeout=30)

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import csv
+import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 
 from experiments.record import Prompt, record_pair
-from pipeinfer.cluster.messages.activations import WireType
-from pipeinfer.cluster.messages.wire import encode
-from pipeinfer.cluster.stages.pace import Courier, PacedStage
-from pipeinfer.cluster.timing.costs import LinkCost, ModelCost, Work
+from pipeinfer.cluster.stages.pace import Courier, JobClock, PacedStage
+from pipeinfer.cluster.wire import WireType, encode
+from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import Batch
-from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.runs import KvOp, OpKind, Row, Run
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import UserError
-from pipeinfer.job.placement.pace_profile import pace_profile
-from pipeinfer.job.session.session import missed_pace
+from pipeinfer.job.options.values import Pace
+from pipeinfer.job.planning.deploy import pace_profile
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.observe.metrics import timings
-from pipeinfer.policies.registry import make_policy
+from pipeinfer.observe.figures import missed_pace, timings
+from pipeinfer.policies import make_policy
+from pipeinfer.virtual.costs import LinkCost, ModelCost, Work
 from pipeinfer.virtual.simulation import simulate
 from tests.support.jobs import finish, run_json
 
@@ -56,6 +59,8 @@ layer_ms = [1.5]
 
 class Time:
     """A clock that sleeping moves."""
+
+    dilation = 1.0
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -103,7 +108,7 @@ def a_stage(own_s: float = 0.0, output_s: float = 0.0) -> tuple[PacedStage, Time
     model = SlowModel(time, own_s)
     work = Work((1.0, 2.0), (LAYER_S, 2 * LAYER_S))
     cost = ModelCost("toy", N_LAYERS, work, Work((1.0,), (output_s,)), run_s=0.001)
-    return PacedStage(model, cost, time, time.sleep), time, model
+    return PacedStage(model, cost, cast(JobClock, time)), time, model
 
 
 @pytest.mark.parametrize("own_s", [0.0, 0.004, 0.03])
@@ -119,7 +124,8 @@ def test_a_run_takes_what_the_profile_says_once_the_models_own_time_is_known(own
 
 def test_the_first_of_a_prompts_blocks_takes_longer_by_what_its_context_costs() -> None:
     stage, time, _ = a_stage(own_s=0.004)
-    stage.cost = replace(stage.cost, prompt_s=0.05)
+    assert isinstance(stage.cost, ModelCost)
+    stage.cost = cost = replace(stage.cost, prompt_s=0.05)
     took_s = []
     for first in (0, 64, 128, 0, 64):
         batch, start_s = a_batch(64), time.now
@@ -127,7 +133,7 @@ def test_the_first_of_a_prompts_blocks_takes_longer_by_what_its_context_costs() 
         batch.span = Span(0, 192)
         stage.evaluate(batch, lambda: False)
         took_s.append(time.now - start_s)
-    alone_s = stage.cost.layers * stage.cost.layer.at(64)
+    alone_s = cost.layers * cost.layer.at(64)
     assert took_s[2:] == pytest.approx([alone_s, alone_s + 0.05, alone_s])
 
 
@@ -139,9 +145,9 @@ def test_a_model_slower_than_the_profile_takes_its_own_time() -> None:
     assert time.now - start_s == pytest.approx(0.2)
     late_s = 0.2 - N_LAYERS * LAYER_S  # not of the first run, whose own time nobody knew
     assert stage.take_late_s() == pytest.approx(late_s) and stage.take_late_s() == 0
-    missed = missed_pace({0: {"late_s": 0.04}, 2: {"late_s": 0.5}}, 1.0)
+    missed = missed_pace({0: 0.01, 2: 0.5}, 1.0)
     assert "rank 2 for 50% of the time" in missed and "rank 0" not in missed
-    assert not missed_pace({0: {"late_s": 0.0}}, 1.0)
+    assert not missed_pace({0: 0.0}, 1.0)
 
 
 @pytest.mark.parametrize("after_s", [0.0, 0.004, 0.012, 0.033])
@@ -183,16 +189,16 @@ def test_messages_are_due_after_latency_and_transfer_one_after_the_other() -> No
 def test_a_profile_must_fit_the_ranks(tmp_path: Path) -> None:
     path = tmp_path / "pace.toml"
     path.write_text(PACE)
-    assert pace_profile(str(path), 3, 1).n_stages == 2
-    assert pace_profile("pipeinfer-c:goliath-xwin7", 9, 1).n_stages == 8
-    assert len(pace_profile("pipespec:llama-70b-8b-1b", 4, 2).drafts) == 2
+    assert pace_profile(Pace.parse(str(path)), 3, 1).n_stages == 2
+    assert pace_profile(Pace.parse("pipeinfer-c:goliath-xwin7"), 9, 1).n_stages == 8
+    assert len(pace_profile(Pace.parse("pipespec:llama-70b-8b-1b"), 4, 2).drafts) == 2
     with pytest.raises(UserError, match="measured on 3 ranks"):
-        pace_profile(str(path), 4, 1)
-    assert [stage.layers for stage in pace_profile(str(path), 3, 0).stages] == [3, 3, 2], (
+        pace_profile(Pace.parse(str(path)), 4, 1)
+    assert [stage.layers for stage in pace_profile(Pace.parse(str(path)), 3, 0).stages] == [3, 3, 2], (
         "the head's rank has layers too"
     )
     with pytest.raises(UserError, match="1 drafts, here are 2"):
-        pace_profile(str(path), 3, 2)
+        pace_profile(Pace.parse(str(path)), 3, 2)
 
 
 @pytest.mark.parametrize("policy", ["speculative", "pipeinfer"])
@@ -204,7 +210,7 @@ def test_simulate_foretells_a_paced_job(tmp_path: Path, policy: str) -> None:
     paced = run_json(3, [*words, "--pace", str(pace), "-t", "1"])
     prompt = Prompt("f", Tokenizer(TARGET).encode("def f(x):"))
     choices = record_pair(TARGET, DRAFT, prompt, n_predict, n_threads=1)
-    profile = pace_profile(str(pace), 3, 1)
+    profile = pace_profile(Pace.parse(str(pace)), 3, 1)
     simulated = simulate(profile, choices, make_policy(policy).begin(), n_predict)
     assert simulated.request.tokens[len(choices.prompt) :] == paced["tokens"]
     ratio = timings(simulated.metrics)["predicted_per_second"] / paced["timings"]["predicted_per_second"]
@@ -214,3 +220,41 @@ def test_simulate_foretells_a_paced_job(tmp_path: Path, policy: str) -> None:
 def test_a_wrong_pace_is_one_line(tmp_path: Path) -> None:
     done = finish(3, ["run", "-p", "x", "--pace", "nowhere"])
     assert done.returncode == 2 and "pipeinfer-c" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_a_dilated_job_has_the_profiles_times_and_says_so(tmp_path: Path) -> None:
+    """Every real second is a fifth: waiting ranks, links and policies see the profile's."""
+    pace = tmp_path / "pace.toml"
+    pace.write_text(PACE)
+    words = ["-p", "def main(", "-n", "24", "--temp", "0", "--ignore-eos", "-t", "1", "--policy", "iterative"]
+    real = run_json(3, [*words, "--pace", str(pace)])
+    table = tmp_path / "results.csv"
+    done = finish(3, ["run", "--json", *words, "--pace", f"{pace}*5", "--results", str(table)])
+    assert done.returncode == 0 and "5 real seconds are one" in done.stderr, done.stderr
+    (row,), dilated = csv.DictReader(table.open()), json.loads(done.stdout)
+    assert row["pace"] == f"{pace}*5" and not row["joules_per_token"], "energy is that of real seconds"
+    assert real["tokens"] == dilated["tokens"]
+    ratio = dilated["timings"]["predicted_per_second"] / real["timings"]["predicted_per_second"]
+    assert 0.9 < ratio < 3, f"a dilated job's speed is {ratio:.2f} of the real one's: factor 5 is not divided out"
+    ms = 1000 / dilated["timings"]["predicted_per_second"]
+    assert 34 <= ms < 45, f"a token takes 8 layers of 4 ms, an output of 1 ms and two messages, and not {ms:.1f} ms"
+
+
+def test_a_batch_of_ranks_that_miss_their_times_says_so(tmp_path: Path) -> None:
+    (pace := tmp_path / "pace.toml").write_text(PACE.replace("[4.0, 4.5, 9.0]", "[0.001, 0.001, 0.001]"))
+    (asked := tmp_path / "in.jsonl").write_text('{"prompt": "def main(", "max_tokens": 24, "ignore_eos": true}\n' * 2)
+    words = ["batch", str(asked), "-t", "1", "-md", "none", "--policy", "iterative"]
+    late = finish(3, [*words, "-o", str(tmp_path / "late.jsonl"), "--pace", str(pace)])
+    assert late.returncode == 0 and re.search(r"slower than --pace says: .*rank 2 for \d+% of", late.stderr), (
+        late.stderr
+    )
+    pace.write_text(PACE)
+    done = finish(3, [*words, "-o", str(tmp_path / "out.jsonl"), "--pace", f"{pace}*5"])
+    assert done.returncode == 0 and "slower than" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("factor", ["0.5", "x", "nan", "1e9", ""])
+def test_a_dilation_that_is_no_number_from_1_on_is_refused(factor: str) -> None:
+    with pytest.raises(UserError, match="from 1 to 10000"):
+        Pace.parse(f"pipeinfer-c*{factor}")
+    assert Pace.parse(text := "pipeinfer-c:pair*4") == Pace(text, "pipeinfer-c", "pair", 4.0)

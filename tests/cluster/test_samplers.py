@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeinfer.cluster.messages.logprobs import ScoredToken
-from pipeinfer.cluster.messages.wire import encode
-from pipeinfer.cluster.stages.prunings import LocalPrunings
-from pipeinfer.cluster.stages.samplers import N_BUFFERS, Samplers
+from pipeinfer.cluster.stages.runs import N_BUFFERS, LocalPrunings, Samplers
 from pipeinfer.cluster.stages.stage import StageWorker, room_for
+from pipeinfer.cluster.verdicts import ScoredToken
+from pipeinfer.cluster.wire import encode
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp, Opening, Row, Run, Verdict
 from pipeinfer.core.sampling import SamplingParams
@@ -50,7 +49,7 @@ class OneBuffer:
 
 
 def worker_of(model: Any) -> StageWorker:
-    return StageWorker(model, LocalPrunings(), time.monotonic, is_first=True)
+    return StageWorker(model, time.monotonic, is_first=True)
 
 
 def runs(params: SamplingParams, n_runs: int = 12, n_rows: int = 5) -> list[Run]:
@@ -63,8 +62,8 @@ def runs(params: SamplingParams, n_runs: int = 12, n_rows: int = 5) -> list[Run]
     return found
 
 
-def verdict_of(worker: StageWorker, run: Run) -> Any:
-    return worker.process(room_for(encode(run), 4))
+def verdict_of(worker: StageWorker, run: Run, samplers: Samplers | None = None) -> Any:
+    return worker.process(room_for(encode(run), 4), LocalPrunings(), samplers)
 
 
 def scores_of(verdict: Verdict) -> list[Any]:
@@ -85,13 +84,13 @@ def test_the_same_verdicts_in_the_same_order(params: SamplingParams, n_threads: 
     alone = worker_of(OneBuffer())
     expected = [verdict_of(alone, run) for run in runs(params)]
     worker, found = worker_of(OneBuffer()), list[Verdict]()
-    worker.samplers = Samplers(n_threads, lambda: True)
+    samplers = Samplers(n_threads, lambda: True)
     for run in runs(params):
-        assert verdict_of(worker, run) is None
-        while (verdict := worker.samplers.ready()) is not None:
+        assert verdict_of(worker, run, samplers) is None
+        while (verdict := samplers.ready()) is not None:
             found.append(verdict)
-    worker.samplers.close()
-    while (verdict := worker.samplers.ready()) is not None:
+    samplers.close()
+    while (verdict := samplers.ready()) is not None:
         found.append(verdict)
     assert [(verdict.run_id, verdict.tokens) for verdict in found] == [
         (verdict.run_id, verdict.tokens) for verdict in expected
@@ -104,8 +103,8 @@ def test_the_same_verdicts_in_the_same_order(params: SamplingParams, n_threads: 
 
 def test_who_has_nothing_to_do_answers_at_once() -> None:
     worker = worker_of(OneBuffer())
-    worker.samplers = Samplers(1, lambda: False)
-    assert [verdict_of(worker, run).run_id for run in runs(SamplingParams(seed=5), 3)] == [1, 2, 3]
+    samplers = Samplers(1, lambda: False)
+    assert [verdict_of(worker, run, samplers).run_id for run in runs(SamplingParams(seed=5), 3)] == [1, 2, 3]
     assert worker.stats.n_left == 0
 
 

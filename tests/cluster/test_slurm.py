@@ -14,11 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.observe.results import read_results
-from tests.support.jobs import COMMAND, ROOT, finish, launcher
+from pipeinfer.observe.table import RESULTS
+from tests.support.jobs import BY_MPICH, COMMAND, ROOT, finish
 from tests.support.slurm import PROGRAMS, Slurm, missing_programs, private_slurm
 
-BY_MPICH = "--oversubscribe" not in launcher(2)
 pytestmark = [
     pytest.mark.skipif(bool(missing_programs()), reason=f"not installed: {', '.join(missing_programs())}"),
     pytest.mark.skipif(not BY_MPICH, reason="Open MPI needs Slurm's PMIx, which Debian's does not load"),
@@ -157,7 +156,7 @@ def test_experiments_take_their_ranks_from_the_allocation(slurm: Slurm, tmp_path
     }
     state = submit(slurm, tmp_path / "log", ["-n", "2", "-c", "2", "experiments.sh"], settings)
     assert state == "COMPLETED", (tmp_path / "log").read_text()
-    rows = read_results(tmp_path / "results.csv")
+    rows = RESULTS.read(tmp_path / "results.csv")
     assert {row["ranks"] for row in rows} == {2} and len(rows) == 3 * 3, "three prompts under three policies"
     assert list((tmp_path / "figures").iterdir())
 

@@ -10,12 +10,11 @@ from typing import Any, cast
 import numpy as np
 
 from pipeinfer.cluster.head_pipeline import HeadPipeline
-from pipeinfer.cluster.idle import Idle
-from pipeinfer.cluster.messages.verdicts import decode_verdict, encode_verdict, verdict_bytes
-from pipeinfer.cluster.stages.progress import LARGE_BYTES, NO_PROGRESS, Progress
-from pipeinfer.cluster.stages.prunings import LocalPrunings
+from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.idle import LARGE_BYTES, NO_PROGRESS, Idle, Progress
 from pipeinfer.cluster.stages.stage import StageWorker
 from pipeinfer.cluster.transport import N_LOOKS, REST_S, Comm, Inbox, Tag, progress_between
+from pipeinfer.cluster.verdicts import decode_verdict, encode_verdict, verdict_bytes
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp, Row, Run, Verdict
 from pipeinfer.core.types import FloatArray
@@ -87,9 +86,7 @@ class ThreeLayers:
 def test_a_head_that_computes_a_stage_hears_verdicts_meanwhile() -> None:
     heard: list[bool] = []
     content = bytes(encode_verdict(Verdict(1, (7,))))
-    worker = StageWorker(
-        ThreeLayers(lambda: heard.append(bool(pipeline.ledger.verdicts))), LocalPrunings(), lambda: 0.0, True
-    )
+    worker = StageWorker(ThreeLayers(lambda: heard.append(bool(pipeline.ledger.verdicts))), lambda: 0.0, True)
     comm = slow_comm(N_LOOKS + 3, content)  # 16 looks before the run, the last ones between its layers
     pipeline = HeadPipeline(comm, [0, 1], worker, verdict_bytes(1), decode_verdict)
     pipeline.submit(Run(1, [Row(0, 5, 0, (0,))]))
@@ -112,4 +109,4 @@ def test_messages_move_beside_large_runs_alone() -> None:
 
 
 def test_ranks_of_one_host_need_no_thread_for_progress() -> None:
-    assert progress_between(cast(Comm, None), ["a", "a"]) is NO_PROGRESS
+    assert progress_between(cast(Comm, None), [Host("a", frozenset(), 1)] * 2) is NO_PROGRESS

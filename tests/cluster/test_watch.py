@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import selectors
 import shutil
 import signal
 import socket
@@ -21,21 +22,20 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.cluster.watch.deaths import Process, first_to_die
-from pipeinfer.cluster.watch.flow import Flow, Flows
-from pipeinfer.cluster.watch.heartbeats import HeartbeatMonitor
-from pipeinfer.cluster.watch.limits import LEAST_S, MOST_S, Limits
-from pipeinfer.cluster.watch.listener import Listener
-from pipeinfer.cluster.watch.protocol import authenticate_sentinel
-from pipeinfer.cluster.watch.rendezvous import Rendezvous, _own_addresses, connect, own_place
+from pipeinfer.cluster.watch.heartbeats import Flow, FlowMonitor, HeartbeatMonitor
+from pipeinfer.cluster.watch.inquiry import MAX_HOSTS, Inquiry
+from pipeinfer.cluster.watch.protocol import LEAST_S, MOST_S, Limits, authenticate_sentinel
+from pipeinfer.cluster.watch.rendezvous import Listener, Rendezvous, _own_addresses, connect, own_location
 from pipeinfer.cluster.watch.watch import Watch
+from tests.support.jobs import until
 
 LIMITS = Limits()
 PROGRAM = """
 import json, os, sys, time
 from dataclasses import astuple
 from pathlib import Path
-from pipeinfer.cluster.watch.rendezvous import Rendezvous, own_place
-from pipeinfer.cluster.watch.limits import Limits
+from pipeinfer.cluster.watch.rendezvous import Rendezvous, own_location
+from pipeinfer.cluster.watch.protocol import Limits
 from pipeinfer.cluster.watch.watch import Watch
 
 rank, size, place, what = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
@@ -56,12 +56,12 @@ def on_stop(reason):
     os.write(2, f"asked to stop: {reason}\\n".encode())
     (place / "stopping").touch()
 
-with Watch(rank, size, os._exit, on_stop, limits).open() as watch:
+with Watch(rank, size, os._exit, limits).open(on_stop) as watch:
     if what == "absent" and rank == 2:
         os._exit(2)
     if what == "before MPI":
         time.sleep(60)
-    watch.join([own_place()] * size, broadcast)
+    watch.join([own_location()] * size, broadcast)
     assert watch._link, "the sentinel can be reached"
     watch.describe(f"stage {rank}, layers {8 * rank}-{8 * rank + 7}")
     (place / f"ready{rank}").touch()
@@ -95,7 +95,7 @@ class Job:
         ]
 
     def wait_ready(self) -> None:
-        wait_until(lambda: all((self.place / f"ready{rank}").exists() for rank in range(len(self.ranks))))
+        until(lambda: all((self.place / f"ready{rank}").exists() for rank in range(len(self.ranks))))
         time.sleep(0.1)  # for the descriptions to arrive
 
     def errors(self, within_s: float) -> list[str]:
@@ -104,13 +104,6 @@ class Job:
         lines = [line for rank in self.ranks for line in rank.communicate(timeout=20)[1].splitlines()]
         assert time.monotonic() - started < within_s
         return [line for line in lines if line]
-
-
-def wait_until(done: Callable[[], bool], timeout_s: float = 20) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -199,13 +192,13 @@ def test_who_is_silent_is_known_from_times_alone() -> None:
 
 
 def test_a_message_that_does_not_come_is_told_from_counts_alone() -> None:
-    flows = Flows(n_beats=3)
+    monitor = FlowMonitor(n_beats=3)
 
     def beat(taken: int, passed: int, waits: tuple[bool, bool] = (True, True)) -> tuple[int, int] | None:
         """Of rank 2, after rank 1's: how many messages it has taken of those that rank 1 passed on."""
-        assert flows.hear(0, Flow()) is None, "the head is in no pipeline"
-        assert flows.hear(1, Flow(0, 2, passed, passed, waits[0])) is None
-        return flows.hear(2, Flow(1, -1, taken, 0, waits[1]))
+        assert monitor.hear(0, Flow()) is None, "the head is in no pipeline"
+        assert monitor.hear(1, Flow(0, 2, passed, passed, waits[0])) is None
+        return monitor.hear(2, Flow(1, -1, taken, 0, waits[1]))
 
     assert [beat(7, 7) for _ in range(9)] == [None] * 9, "nothing to do"
     assert [beat(7, 8) for _ in range(3)] == [None, None, (1, 2)], "after three beats that show no change"
@@ -213,8 +206,8 @@ def test_a_message_that_does_not_come_is_told_from_counts_alone() -> None:
         assert beat(taken, 9, waits) is None, "it took one in, or one of them computes"
         assert [beat(taken, 9) for _ in range(3)][:2] == [None, None], "it is counted anew"
     mine = Flow(1, -1, 7, 0, True)
-    flows = Flows(1)
-    assert flows.hear(2, mine) is None and flows.hear(2, mine) is None, "rank 1 has said nothing"
+    monitor = FlowMonitor(1)
+    assert monitor.hear(2, mine) is None and monitor.hear(2, mine) is None, "rank 1 has said nothing"
 
 
 def test_limits_are_what_kernels_take() -> None:
@@ -253,8 +246,8 @@ def test_a_request_to_stop_reaches_rank_0_and_goodbyes_are_no_deaths(start: Call
 
 
 def test_the_sentinel_ignores_signals_and_leaves_with_rank_0(tmp_path: Path) -> None:
-    watch = Watch(0, 1, os._exit, print).open()
-    watch.join([own_place()], lambda rendezvous: rendezvous or pytest.fail("no rendezvous"))
+    watch = Watch(0, 1, os._exit).open(print)
+    watch.join([own_location()], lambda rendezvous: rendezvous or pytest.fail("no rendezvous"))
     sentinel = watch._sentinel
     assert sentinel is not None
     time.sleep(0.5)
@@ -301,13 +294,50 @@ def test_a_rank_that_never_comes_is_named(start: Callable[[str], Job], monkeypat
     assert job.ranks[0].returncode and job.ranks[1].returncode
 
 
+def test_a_rank_that_is_late_is_named_after_three_seconds(
+    start: Callable[[str], Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIPEINFER_JOIN_TIMEOUT", "5")
+    job, begun_s = start("absent"), time.monotonic()
+    assert job.ranks[0].stderr
+    late = f"rank 2 (host {HOST})"
+    notice = f"pipeinfer: waiting for {late}, 5 s at most (PIPEINFER_JOIN_TIMEOUT)"
+    assert job.ranks[0].stderr.readline() == f"{notice}\n"
+    assert 2.5 < time.monotonic() - begun_s < 4.9
+    assert job.errors(within_s=30) == [f"pipeinfer: {late} did not join within 5 s; ending the job"]
+
+
+def test_what_an_inquiry_prints_is_said_and_kept(capfd: pytest.CaptureFixture[str]) -> None:
+    with selectors.DefaultSelector() as selector:
+        inquiry = Inquiry(["sh", "-c", 'printf "%s\\n" "$@"; exec sleep 60', "sh"], selector)
+        inquiry.start(20, "a", [f"b{number}" for number in range(20)])
+        while len(inquiry.lines) < MAX_HOSTS + 2:
+            ((key, _),) = selector.select(10)
+            assert key.data is inquiry
+            key.data.hear()
+        inquiry.end()
+        assert not selector.get_map()
+    assert inquiry.lines == ["20", "a", *(f"b{number}" for number in range(MAX_HOSTS))]
+    assert capfd.readouterr().err == "".join(f"pipeinfer: {line}\n" for line in inquiry.lines)
+
+
+def test_an_inquiry_that_ends_or_does_not_start_is_left_alone() -> None:
+    with selectors.DefaultSelector() as selector:
+        for command in ([], ["/no/such/program"], ["true"]):
+            inquiry = Inquiry(command, selector)
+            inquiry.start(2, "a", ["b"])
+            for key, _ in selector.select(10 if command == ["true"] else 0):
+                key.data.hear()
+            assert not selector.get_map() and not inquiry.lines, command
+
+
 @pytest.mark.parametrize(("what", "missing"), [("before MPI", "rank 1, rank 2"), ("absent", f"rank 2 (host {HOST})")])
 def test_a_death_before_all_have_joined_names_who_is_missing(
     start: Callable[[str], Job], what: str, missing: str
 ) -> None:
     """The launcher may have killed rank 0 because a rank on another host ended first."""
     job = start(what)
-    wait_until(lambda: bool(sentinels_of(job.ranks[0].pid)) and (what != "absent" or (job.place / "ready1").exists()))
+    until(lambda: bool(sentinels_of(job.ranks[0].pid)) and (what != "absent" or (job.place / "ready1").exists()))
     time.sleep(0.5)
     job.ranks[0].kill()
     errors = job.ranks[0].communicate(timeout=20)[1]
@@ -326,8 +356,8 @@ def head_alone(n_ranks: int) -> tuple[Watch, Rendezvous]:
         invitations.append(rendezvous)
         return rendezvous
 
-    watch = Watch(0, n_ranks, os._exit, print).open()
-    watch.join([own_place()] * n_ranks, broadcast)
+    watch = Watch(0, n_ranks, os._exit).open(print)
+    watch.join([own_location()] * n_ranks, broadcast)
     return watch, invitations[0]
 
 
@@ -380,7 +410,7 @@ def test_a_connection_that_says_nothing_is_closed_after_its_time(monkeypatch: py
         stranger.settimeout(0.2)
         with pytest.raises(TimeoutError):
             is_turned_away(stranger)
-        monkeypatch.setattr("pipeinfer.cluster.watch.listener.PENDING_S", 0.0)
+        monkeypatch.setattr("pipeinfer.cluster.watch.rendezvous.PENDING_S", 0.0)
         listener.reject_late()
         assert is_turned_away(stranger)
     assert listener.admitted.empty()
@@ -450,12 +480,12 @@ MPI_PROGRAM = """
 import ctypes, os, sys, time
 from pathlib import Path
 from mpi4py import MPI
-from pipeinfer.cluster.watch.rendezvous import own_place
+from pipeinfer.cluster.watch.rendezvous import own_location
 from pipeinfer.cluster.watch.watch import Watch
 
 comm, place, kind = MPI.COMM_WORLD, Path(sys.argv[1]), sys.argv[2]
-watch = Watch(comm.rank, comm.size, comm.Abort, print).open()
-watch.join([own_place()] * comm.size, comm.bcast)
+watch = Watch(comm.rank, comm.size, comm.Abort).open(print)
+watch.join([own_location()] * comm.size, comm.bcast)
 watch.describe(f"stage {comm.rank}")
 comm.Barrier()
 (place / f"pid{comm.rank}").write_text(str(os.getpid()))
@@ -492,7 +522,7 @@ def start_mpi(place: Path, kind: str) -> subprocess.Popen[str]:
 def test_under_mpirun_a_killed_rank_is_named(tmp_path: Path, kind: str, victim: int) -> None:
     job = start_mpi(tmp_path, kind)
     pids = [tmp_path / f"pid{rank}" for rank in range(3)]
-    wait_until(lambda: all(path.exists() and path.read_text() for path in pids))
+    until(lambda: all(path.exists() and path.read_text() for path in pids))
     time.sleep(0.3)
     os.kill(int(pids[victim].read_text()), signal.SIGKILL)
     killed = time.monotonic()

@@ -7,14 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeinfer.cluster.messages.activations import WireType
-from pipeinfer.cluster.messages.logprobs import MAX_TOP, Likely, ScoredToken
-from pipeinfer.cluster.messages.verdicts import decode_guess_verdict, decode_verdict, encode_verdict, verdict_bytes
-from pipeinfer.cluster.messages.wire import (
+from pipeinfer.cluster.stages.stage import room_for
+from pipeinfer.cluster.verdicts import (
+    MAX_TOP,
+    Likely,
+    ScoredToken,
+    decode_guess_verdict,
+    decode_verdict,
+    encode_verdict,
+    verdict_bytes,
+)
+from pipeinfer.cluster.wire import (
     ALL_ROWS,
     N_PRUNINGS_BYTES,
     Kind,
     Transaction,
+    WireType,
     bytes_before_activations,
     decode_prunings,
     encode,
@@ -23,8 +31,7 @@ from pipeinfer.cluster.messages.wire import (
     encode_prunings,
     text_bytes,
 )
-from pipeinfer.cluster.stages.stage import room_for
-from pipeinfer.core.kv.blocks import Span
+from pipeinfer.core.blocks import Span
 from pipeinfer.core.runs import Guess, GuessVerdict, KvOp, Opening, OpKind, Row, Run, Verdict
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.types import POSITION_END

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from pipeinfer.core.kv.blocks import BLOCK, LARGEST, Span, rows_in_blocks
+from pipeinfer.core.blocks import BLOCK, LARGEST, Span, rows_in_blocks
 
 
 def test_blocks_follow_from_the_length_and_none_is_too_small() -> None:

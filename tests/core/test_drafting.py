@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from pipeinfer.core.drafting import coupled, likeliest
-from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.sampling import SamplingParams, choose
-from pipeinfer.models.drafter import ModelDrafter, newest_tokens
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.models.drafts.model_drafter import ModelDrafter, newest_tokens
 from tests.support.toy import ToyStage
 
 

@@ -13,18 +13,18 @@ import pytest
 
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import Batch, Drafter
-from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy
-from pipeinfer.core.requests import Finish, Request
+from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.types import FloatArray
-from pipeinfer.models.drafter import ModelDrafter
-from pipeinfer.models.lookup import LookupDrafter
+from pipeinfer.models.drafts.lookup import LookupDrafter
+from pipeinfer.models.drafts.model_drafter import ModelDrafter
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import Auto, FlowSpec, Iterative, PipeDec, PipeInfer, PipeSpec, Speculative
-from tests.support.audit import audit_engine, audit_pool
+from tests.support.audit import audit_engine, audit_pool, emitted
 from tests.support.toy import (
     N_LAYERS,
     N_VOCAB,
@@ -116,16 +116,18 @@ def run_case(seed: int, n_predict: int = 40) -> int:
         prompt = [rng.randrange(N_VOCAB) for _ in range(rng.choice([1, 2, 30]))]
         request = Request(request_id, prompt, n_predict, params, n_ctx)
         engine.add(request, random_policy(rng))
-        emitted: list[int] = []
+        output: list[int] = []
+        emissions: list[Emission] = []
+        engine.on_tokens = emissions.extend
         while engine.busy:
-            emission = engine.step()
+            engine.step()
             audit_engine(engine)
-            if emission:
-                n_trees += 1
-                emitted += emission.tokens
+            output += [token for emission in emissions for token in emission.tokens]
+            n_trees += len(emissions)
+            emissions.clear()
         n_expected = min(n_predict, n_ctx - len(prompt))
-        assert emitted == reference.generate(prompt, n_expected, params), f"seed {seed}"
-        assert request.tokens == [*prompt, *emitted]
+        assert output == reference.generate(prompt, n_expected, params), f"seed {seed}"
+        assert request.tokens == [*prompt, *output]
         assert request.finish is (Finish.LENGTH if n_predict <= n_ctx - len(prompt) else Finish.CONTEXT)
     assert not any(pipeline.queues), "a run was forgotten"
     assert pool.n_free == n_seq
@@ -180,7 +182,7 @@ def test_a_long_generation_leaks_nothing(parked: bool) -> None:
     request = Request(0, [5], 20_000, params, 2_001)
     engine.add(request, PipeInfer(microbatch=2))
     n_nodes = 0
-    for _ in engine.generate():
+    for _ in emitted(engine):
         n_nodes = max(n_nodes, len(request.tree.nodes))
     assert request.finish is Finish.CONTEXT and request.n_generated == 2_000
     assert request.tokens[-50:] == reference.generate([5], 2_000, params)[-50:]
@@ -307,7 +309,7 @@ def test_ten_thousand_tokens_end_with_the_context_and_leak_nothing(parked: bool,
     metrics = RequestMetrics()
     engine.add(request, PipeInfer(microbatch=2, width=3), metrics)
     n_nodes = 0
-    for index, _ in enumerate(engine.generate()):
+    for index, _ in enumerate(emitted(engine)):
         n_nodes = max(n_nodes, len(request.tree.nodes))
         if index % 100 == 0:
             audit_engine(engine)
@@ -343,7 +345,7 @@ def test_the_root_may_move_while_the_draft_catches_up() -> None:
         engine = toy_engine(pipeline, SequencePool(16, 500), drafter, [level])
         request = Request(0, [5], 60, SamplingParams(temp=0.0), 200)
         engine.add(request, PipeInfer(microbatch=rng.choice([1, 4]), width=4))
-        for _ in engine.generate():
+        for _ in emitted(engine):
             audit_engine(engine)
         assert request.tokens == [5, *plain_toy(5, 60)]
 
@@ -360,7 +362,7 @@ def test_concurrent_requests_do_not_mix() -> None:
             prompt = [rng.randrange(N_VOCAB) for _ in range(rng.randint(1, 20))]
             requests.append(Request(request_id, prompt, 30, params, 200))
             engine.add(requests[-1], random_policy(rng))
-        for _ in engine.generate():
+        for _ in emitted(engine):
             audit_engine(engine)
         for request in requests:
             expected = reference.generate(request.prompt, 30, request.sampling)
@@ -377,8 +379,7 @@ def test_end_token_ends_the_request() -> None:
         engine = toy_engine(toy_pipeline(rng, 3, 500, False), SequencePool(16, 500), OracleDrafter(reference, 0.8))
         request = Request(0, [1, 2], 60, params, 200, frozenset({end}))
         engine.add(request, random_policy(rng))
-        for _ in engine.generate():
-            pass
+        engine.complete()
         assert request.finish is Finish.END
         assert request.tokens[2:] == text[: text.index(end) + 1]
 
@@ -395,9 +396,8 @@ def test_stopping_keeps_what_was_emitted_and_drains() -> None:
         engine.add(request, random_policy(rng))
         for _ in range(rng.randint(0, 60)):
             engine.step()
-            list(engine.rest())
         engine.stop(request)
-        for _ in engine.generate():
+        for _ in emitted(engine):
             raise AssertionError("a stopped request emitted")
         assert request.tokens[1:] == reference.generate([3], 60, params)[: request.n_generated]
         assert pool.n_free == 16
@@ -410,8 +410,7 @@ def test_good_guesses_are_sent_and_judged_once() -> None:
     engine = toy_engine(pipeline, SequencePool(16, 500), OracleDrafter(reference, 1.0))
     metrics = RequestMetrics()
     engine.add(Request(0, [1], 100, SamplingParams(temp=0.0), 200), PipeInfer(width=1), metrics)
-    for _ in engine.generate():
-        pass
+    engine.complete()
     assert metrics.n_matched >= 50
     assert metrics.n_rows <= 101 + 5
     assert pipeline.n_messages == 3 * metrics.n_runs, "one message a run and hop"

@@ -9,11 +9,11 @@ import pytest
 
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import Drafter
-from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.models.lookup import LookupDrafter
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.models.drafts.lookup import LookupDrafter
 from tests.core.test_engine import random_policy
 from tests.support.audit import audit_engine
 from tests.support.toy import (

@@ -7,30 +7,28 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from pipeinfer.core.admission import Prefixes
+from pipeinfer.core.blocks import Span, common, spans_of, spans_to_continue
 from pipeinfer.core.engine import Engine
-from pipeinfer.core.in_flight import InFlightRun
 from pipeinfer.core.interfaces import Batch, Drafter
-from pipeinfer.core.kv.blocks import Span, spans_of
-from pipeinfer.core.kv.sequences import SequencePool
-from pipeinfer.core.levels import Level
+from pipeinfer.core.levels import InFlightRun, Level
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.scheduling.prefixes import Prefixes, common, spans_to_continue
+from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.types import FloatArray
-from pipeinfer.job.options.options import RunOptions
-from pipeinfer.models.drafter import ModelDrafter
-from pipeinfer.models.lookup import LookupDrafter
+from pipeinfer.job.options.options import Speculation
+from pipeinfer.models.drafts.lookup import LookupDrafter
+from pipeinfer.models.drafts.model_drafter import ModelDrafter
 from pipeinfer.policies import Iterative, PipeInfer, Speculative
 from tests.core.test_engine import QuickStage, random_policy, toy_engine
 from tests.core.test_levels import draft_levels
-from tests.support.audit import audit_engine
+from tests.support.audit import audit_engine, emitted
 from tests.support.counted import Counted
 from tests.support.toy import N_LAYERS, N_VOCAB, OracleDrafter, Reference, ToyPipeline, ToyStage
 
@@ -151,8 +149,9 @@ def check_answers(level: Level) -> None:
 
 def state_pool(stages: Sequence[BlockStage], n_open: int, n_cells: int, parked: bool) -> SequencePool:
     """What a job has for `n_open` requests of a model whose layers keep states, which these stages become."""
-    options = RunOptions(model=Path(), policy=Speculative(), parallel=n_open)
-    pool = SequencePool(options.n_target_seq(False), n_cells, parked, False, options.n_target_guesses(False))
+    speculation = Speculation(policy=Speculative())
+    n_seq, n_guesses = speculation.n_target_seq(n_open, False), speculation.n_target_guesses(n_open, False)
+    pool = SequencePool(n_seq, n_cells, parked, False, n_guesses)
     for stage in stages:
         stage.rewinds, stage.n_states = False, pool.n_seq
     return pool
@@ -233,7 +232,7 @@ def chat_of(engine: Engine, policy: Iterative | PipeInfer | Speculative, blocks:
         request = Request(turn, prompt, 7, SamplingParams(temp=0.0), 500, frozenset(), spans, keep=True)
         counted = Counted()
         engine.add(request, policy, counted)
-        for _ in engine.generate():
+        for _ in emitted(engine):
             audit_engine(engine)
         # the root, and the newest token of the turn before, which the target had no need to see
         assert counted.n_context == (5 if said else 99), f"turn {turn}"
@@ -360,7 +359,7 @@ def test_what_is_kept_gives_way_to_who_needs_the_room() -> None:
         for number in range(4):
             request = Request(number, [number, 5, 6], 40, SamplingParams(temp=0.0), 50, keep=True)
             engine.add(request, Iterative())
-            for _ in engine.generate():
+            for _ in emitted(engine):
                 audit_engine(engine)
             assert request.tokens[3:] == reference.generate([number, 5, 6], 40, SamplingParams(temp=0.0))
             assert pool.n_committed == 42

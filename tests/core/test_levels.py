@@ -8,20 +8,19 @@ from itertools import pairwise
 
 import pytest
 
-from pipeinfer.cluster.messages.verdicts import decode_guess_verdict, encode_verdict
-from pipeinfer.core.in_flight import RequestSlice
+from pipeinfer.cluster.verdicts import decode_guess_verdict, encode_verdict
 from pipeinfer.core.interfaces import Drafter
-from pipeinfer.core.kv.sequences import SequencePool
-from pipeinfer.core.levels import Level
+from pipeinfer.core.levels import Level, RequestSlice
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Finish, Request
 from pipeinfer.core.runs import Guess, GuessVerdict
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import Node, TokenTree
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import PipeInfer, PipeSpec, Speculative
 from tests.core.test_engine import N_LAYERS, random_drafter, random_policy, toy_engine, toy_pipeline
-from tests.support.audit import audit_engine, audit_tree
+from tests.support.audit import audit_engine, audit_tree, emitted
 from tests.support.toy import N_VOCAB, NoisyStage, OracleDrafter, Reference, ToyDraftPipeline
 
 
@@ -99,8 +98,7 @@ def generate(policy: Policy, small: float, large: Sequence[float], seed: int = 1
     request = Request(0, [1, 2, 3], 300, SamplingParams(temp=0.0), 400)
     metrics = RequestMetrics()
     engine.add(request, policy, metrics)
-    for _ in engine.generate():
-        pass
+    engine.complete()
     assert request.tokens[3:] == reference.generate([1, 2, 3], 300, request.sampling)
     return request, 300 / metrics.n_root_runs
 
@@ -126,7 +124,7 @@ def test_a_draft_without_room_does_not_stop_the_others() -> None:
     engine = toy_engine(pipeline, SequencePool(16, 500), OracleDrafter(reference, 0.5), drafts)
     request = Request(0, [4], 100, SamplingParams(temp=0.0), 400)
     engine.add(request, Speculative(n_draft=8, width=4))
-    for _ in engine.generate():
+    for _ in emitted(engine):
         audit_engine(engine)
     assert request.finish is Finish.LENGTH
 
@@ -141,8 +139,7 @@ def test_a_stopped_request_leaves_no_question_open() -> None:
     while not level.busy:
         engine.step()
     engine.stop(request)
-    for _ in engine.generate():
-        pass
+    engine.complete()
     assert not level.busy and level.pool.n_free == level.pool.n_seq
 
 
@@ -209,8 +206,8 @@ def test_no_room_is_not_taken_for_a_draft_that_knows_nothing() -> None:
     tree = request.tree
     one, other = tree.grow(tree.root, [Guess(1, 0.5), Guess(2, 0.25)], [-0.7, -1.4])
     (below,) = tree.grow(other, [Guess(3, 0.5)], [-0.7])
-    for version in range(40):
-        engine.speculator.ask(version)
+    for _ in range(40):
+        engine.speculator.ask()
         engine.speculator.hear()
     assert one.refined == tree.root.refined == 1 and metrics.n_refined >= 2
     assert (other.refined, below.guessed_by, below.log_prob) == (0, 0, -0.7)
@@ -244,7 +241,7 @@ def test_what_a_draft_on_another_rank_guesses_is_used(policy: type[PipeInfer] | 
         engine = toy_engine(pipeline, SequencePool(16, 500), draft)
         request, metrics = Request(0, [1, 2, 3], 300, SamplingParams(temp=0.0), 400), RequestMetrics()
         engine.add(request, policy(), metrics)
-        for _ in engine.generate():
+        for _ in emitted(engine):
             audit_engine(engine)
         assert request.tokens[3:] == reference.generate([1, 2, 3], 300, request.sampling)
         return 300 / metrics.n_root_runs

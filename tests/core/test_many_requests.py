@@ -11,27 +11,26 @@ from typing import NamedTuple
 
 import pytest
 
-from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile, Work
+from pipeinfer.core.batch_planner import BatchBudget, choose
 from pipeinfer.core.engine import Engine
-from pipeinfer.core.in_flight import RequestSlice
 from pipeinfer.core.interfaces import Drafter
-from pipeinfer.core.kv.sequences import SequencePool
-from pipeinfer.core.levels import Level
+from pipeinfer.core.levels import Level, RequestSlice
 from pipeinfer.core.policy import NOTHING, Answer, PolicyView
 from pipeinfer.core.requests import Emission, Finish, Request
+from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.scheduling.run_cost import RunCost
-from pipeinfer.core.scheduling.scheduler import BatchBudget, choose
-from pipeinfer.models.drafter import ModelDrafter
-from pipeinfer.observe.ledger import stage_time
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.models.drafts.model_drafter import ModelDrafter
 from pipeinfer.observe.metrics import RequestMetrics
+from pipeinfer.observe.trace import stage_time
 from pipeinfer.policies import Iterative, PipeInfer
 from pipeinfer.virtual.choices import SyntheticChoices
+from pipeinfer.virtual.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
 from pipeinfer.virtual.simulation import row_costs, simulate
 from tests.core.test_engine import QuickStage, plain_toy, random_policy, toy_engine, toy_pipeline
 from tests.core.test_levels import draft_levels
-from tests.support.audit import audit_engine
+from tests.support.audit import audit_engine, emitted
 from tests.support.toy import N_LAYERS, N_VOCAB, OracleDrafter, Reference, ToyPipeline, ToyWaiter
 
 
@@ -115,16 +114,16 @@ def run_case(seed: int) -> Counts:
     if seed % 4 > 1:
         to_come = with_common_prefixes(random.Random(-seed), to_come, n_ctx)
     requests, metrics = list(to_come), [RequestMetrics() for _ in to_come]
-    heard, takers_rng = [list(request.prompt) for request in requests], random.Random(17 * seed)
+    heard, stops_rng = [list(request.prompt) for request in requests], random.Random(17 * seed)
 
     def take(emissions: Sequence[Emission]) -> None:
         for emission in emissions:
             heard[emission.request.id] += emission.tokens
-            if takers_rng.random() < 0.01:
+            if stops_rng.random() < 0.01:
                 stopped.add(emission.request.id)
                 engine.stop(emission.request)
 
-    engine.taker = take if seed % 3 else None
+    engine.on_tokens = take
     while engine.busy or to_come:
         while to_come and (not engine.busy or rng.random() < 0.05):
             request = to_come.pop(0)
@@ -133,8 +132,8 @@ def run_case(seed: int) -> Counts:
             stopped.add(victim := rng.randrange(len(requests) - len(to_come)))
             engine.stop(requests[victim])
         n_before = sum(map(len, heard))
-        if engine.busy and (emission := engine.step()):
-            take([emission])
+        if engine.busy:
+            engine.step()
         n_trees += sum(map(len, heard)) > n_before
         if rng.random() < 0.2:
             audit_engine(engine)
@@ -191,7 +190,7 @@ def test_the_end_of_a_prompt_for_whose_root_there_is_no_cell_is_made_room_for() 
     engine.admission.ahead = -2  # it is let in all the same
     engine.add(second, Iterative(), metrics)
     engine.admission.ahead = 0
-    for _ in engine.generate():
+    for _ in emitted(engine):
         audit_engine(engine)
     assert metrics.n_preempted == 1
     check([first, second], set(), Reference(N_LAYERS))
@@ -207,8 +206,7 @@ def test_parked_cells_are_won_back_while_other_requests_are_open() -> None:
     requests = [Request(number, [number + 3], 400, SamplingParams(temp=0.0), 500) for number in range(2)]
     for request in requests:
         engine.add(request, PipeInfer(microbatch=4))
-    for _ in engine.generate():
-        pass
+    engine.complete()
     assert all(request.tokens == [request.prompt[0], *plain_toy(request.prompt[0], 400)] for request in requests)
     assert stages[0].n_packed > 1
 
@@ -225,7 +223,7 @@ def test_requests_after_one_another_begin_in_a_packed_cache() -> None:
         request = Request(number, [number + 3], 60, SamplingParams(temp=0.0), 100)
         engine.add(request, PipeInfer(microbatch=4))
         assert pool.n_free_cells == n_cells
-        for _ in engine.generate():
+        for _ in emitted(engine):
             audit_engine(engine)
         assert request.tokens == [request.prompt[0], *plain_toy(request.prompt[0], 60)]
     assert stages[0].n_packed == stages[1].n_packed == 4
@@ -240,8 +238,7 @@ def test_what_is_kept_of_a_request_ends_with_it() -> None:
     engine = toy_engine(pipeline, SequencePool(8, 500), OracleDrafter(Reference(N_LAYERS), 0.5))
     for request_id in range(50):
         engine.add(Request(request_id, [1], 3, SamplingParams(temp=0.0), 20), PipeInfer())
-        for _ in engine.generate():
-            pass
+        engine.complete()
     assert all(len(worker._opened) <= 1 for worker in pipeline.workers), "sampling of requests that have ended"
     assert len(engine._active) == len(engine._senders) == len(engine.target._of_request) == 0
 
@@ -252,8 +249,7 @@ def test_run_ids_go_beyond_32_bits() -> None:
     engine.target._next_run_id = (1 << 31) - 5
     request = Request(0, [5], 40, SamplingParams(temp=0.0), 100)
     engine.add(request, PipeInfer())
-    for _ in engine.generate():
-        pass
+    engine.complete()
     assert request.tokens == [5, *plain_toy(5, 40)]
 
 
@@ -266,8 +262,7 @@ def test_dead_rows_leave_runs_in_flight() -> None:
     engine = toy_engine(pipeline, SequencePool(31, 500), OracleDrafter(Reference(N_LAYERS), 0.9))
     request = Request(0, [5], 150, SamplingParams(temp=0.0), 200)
     engine.add(request, PipeInfer(microbatch=4))
-    for _ in engine.generate():
-        pass
+    engine.complete()
     assert request.tokens == [5, *plain_toy(5, 150)]
     n_pruned = [worker.stats.n_rows_pruned for worker in pipeline.workers]
     assert n_pruned[-1] > 20 and n_pruned == sorted(n_pruned), "what is pruned at one stage is pruned at all later ones"
@@ -280,7 +275,7 @@ def test_a_request_that_has_to_wait_can_be_stopped() -> None:
     engine.add(second, Iterative())
     engine.stop(second)
     assert second.finish is Finish.STOPPED
-    for emission in engine.generate():
+    for emission in emitted(engine):
         assert emission.request is first
     assert first.finish is Finish.LENGTH and not second.n_generated
 
@@ -308,8 +303,7 @@ def test_many_requests_keep_every_stage_busy() -> None:
     metrics = [RequestMetrics() for _ in requests]
     for request, observer in zip(requests, metrics, strict=True):
         engine.add(request, Iterative(), observer)
-    for _ in engine.generate():
-        pass
+    engine.complete()
     assert all(
         request.tokens == [choice.target(position) for position in range(60)]
         for request, choice in zip(requests, choices, strict=True)

@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from pipeinfer.core.in_flight import InFlightRun
-from pipeinfer.core.scheduling.pacer import LOOKAHEAD, MARGIN_S, Pacer
-from pipeinfer.core.scheduling.run_cost import RunCost
+from pipeinfer.core.levels import InFlightRun
+from pipeinfer.core.run_cost import LOOKAHEAD, MARGIN_S, Pacer, RunCost
 
 
 class Clock:

@@ -10,22 +10,22 @@ from itertools import pairwise
 import pytest
 
 from pipeinfer.core import levels
-from pipeinfer.core.active_request import ActiveRequest
+from pipeinfer.core.admission import ahead_of
+from pipeinfer.core.blocks import spans_to_continue
 from pipeinfer.core.engine import Engine
-from pipeinfer.core.kv.sequences import SequencePool
+from pipeinfer.core.policy import ActiveRequest
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Run
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.scheduling.admission import ahead_of
-from pipeinfer.core.scheduling.prefixes import spans_to_continue
-from pipeinfer.models.drafter import ModelDrafter
-from pipeinfer.models.lookup import LookupDrafter
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.models.drafts.lookup import LookupDrafter
+from pipeinfer.models.drafts.model_drafter import ModelDrafter
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import Iterative
 from tests.core.test_engine import random_policy, toy_engine, toy_pipeline
 from tests.core.test_kept_prefixes import BlockStage, check_answers, expected, some_drafter, state_pool
 from tests.core.test_levels import draft_levels
-from tests.support.audit import audit_engine
+from tests.support.audit import audit_engine, emitted
 from tests.support.toy import N_LAYERS, N_VOCAB, Reference, ToyPipeline
 
 
@@ -88,7 +88,7 @@ def begun(rng: random.Random, request: Request, text: list[int]) -> Request:
         request.priority,
         text[: rng.choice([0, 1, rng.randrange(len(text))])],
     )
-    return found if len(found.begun) < len(text) else request
+    return found if len(found.resumed) < len(text) else request
 
 
 class Progress(RequestMetrics):
@@ -122,7 +122,7 @@ def run_case(seed: int, counts: Counts, rewinds: bool = True) -> None:
     requests = some_requests(rng, n_ctx, blocks, with_priorities=seed % 2 == 1)
     if seed % 3 == 2:
         requests = [begun(rng, each, expected(reference, each, blocks)) for each in requests]
-        counts.n_begun += sum(bool(each.begun) for each in requests)
+        counts.n_begun += sum(bool(each.resumed) for each in requests)
     metrics, to_come, stopped = {each.id: Progress(each) for each in requests}, list(requests), set[int]()
     while engine.busy or to_come:
         while to_come and (not engine.busy or rng.random() < 0.1):
@@ -145,7 +145,7 @@ def run_case(seed: int, counts: Counts, rewinds: bool = True) -> None:
     for request in requests:
         text, said = expected(reference, request, blocks), request.tokens[len(request.prompt) :]
         assert said == (text[: len(said)] if request.id in stopped else text), f"request {request.id}"
-        assert len(metrics[request.id].token_s) + len(request.begun) == len(said), "what was emitted is emitted again"
+        assert len(metrics[request.id].token_s) + len(request.resumed) == len(said), "what was emitted is emitted again"
     engine.forget()
     audit_engine(engine)
     model = drafter.model if isinstance(drafter, LookupDrafter) else drafter
@@ -206,7 +206,7 @@ def test_who_waits_begins_by_priority_then_as_it_came() -> None:
         request = Request(number, [number + 1] * 60, 130, SamplingParams(temp=0.0), 190, priority=priority)
         engine.add(request, Iterative())
         engine.admission.ahead = 140  # one at a time
-    for emission in engine.generate():
+    for emission in emitted(engine):
         if emission.request.id not in first:
             first.append(emission.request.id)
     assert first == [0, 3, 5, 2, 1, 4]
@@ -251,6 +251,6 @@ def test_the_lowest_priority_is_preempted_then_the_youngest(priorities: tuple[in
     for number, priority in enumerate(priorities):
         request = Request(number, [number + 1] * 9, 60, SamplingParams(temp=0.0), 160, priority=priority)
         engine.add(request, Iterative(), RequestMetrics())
-    for _ in engine.generate():
+    for _ in emitted(engine):
         audit_engine(engine)
     assert set(counts.by_request) == preempted

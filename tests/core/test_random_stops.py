@@ -10,16 +10,16 @@ from dataclasses import replace
 
 import pytest
 
-from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.core.engine import Engine
-from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.sequences import SequencePool
 from pipeinfer.observe.metrics import RequestMetrics
-from pipeinfer.policies.registry import POLICIES
+from pipeinfer.policies import POLICIES
 from pipeinfer.virtual.choices import SyntheticChoices
+from pipeinfer.virtual.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.virtual.drafts import SimDrafter, SimDraftLevel
 from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
 from pipeinfer.virtual.simulation import run_cost

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pipeinfer.core.scheduling.run_cost import RunCost
+from pipeinfer.core.run_cost import RunCost
 
 TIMED = {1: 1.0, 2: 1.05, 4: 1.15, 8: 1.4, 16: 2.0}
 

@@ -8,9 +8,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipeinfer.core.logit_bias import MAX_TOKENS, bias_text, read_one
-from pipeinfer.core.noise import gumbel, gumbel_bound, random_words
-from pipeinfer.core.sampling import SamplingParams, candidates, choose, largest, perturbed
+from pipeinfer.core.sampling import (
+    MAX_BIASES,
+    SamplingParams,
+    bias_text,
+    candidates,
+    choose,
+    gumbel,
+    gumbel_bound,
+    largest,
+    perturbed,
+    random_words,
+    read_bias,
+)
 
 
 def logits_of(probabilities: list[float]) -> np.ndarray:
@@ -195,15 +205,15 @@ def test_a_bias_moves_shares_as_its_size_says() -> None:
 )
 def test_what_is_no_bias_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"TOKEN_ID\(\+/-\)BIAS"):
-        read_one(text)
+        read_bias(text)
 
 
 def test_biases_are_the_same_text_however_they_are_written() -> None:
     assert (
-        bias_text(map(read_one, ["22-inf", "7+.5", "7+1e0"]))
+        bias_text(map(read_bias, ["22-inf", "7+.5", "7+1e0"]))
         == bias_text([(7, 1.5), (22, -math.inf)])
         == "7+1.5 22-inf"
     )
     with pytest.raises(ValueError, match="2048 are possible"):
-        bias_text((token, 1.0) for token in range(MAX_TOKENS + 1))
-    assert len(bias_text((2**31 - 1 - token, -1.2345678e-9) for token in range(MAX_TOKENS))) < 1 << 16
+        bias_text((token, 1.0) for token in range(MAX_BIASES + 1))
+    assert len(bias_text((2**31 - 1 - token, -1.2345678e-9) for token in range(MAX_BIASES))) < 1 << 16

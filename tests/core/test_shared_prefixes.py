@@ -8,21 +8,20 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from pipeinfer.core.blocks import Span
+from pipeinfer.core.cells import Cells, fork, give_up, n_held
 from pipeinfer.core.engine import Engine
-from pipeinfer.core.in_flight import RequestSlice
 from pipeinfer.core.interfaces import Batch
-from pipeinfer.core.kv.blocks import Span
-from pipeinfer.core.kv.cells import Cells, fork, give_up, n_held
-from pipeinfer.core.kv.sequences import SequencePool
-from pipeinfer.core.levels import Level
+from pipeinfer.core.levels import Level, RequestSlice
 from pipeinfer.core.requests import Prefix, Request
+from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.runs import OpKind
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.scheduling.run_cost import RunCost
+from pipeinfer.core.sequences import SequencePool
 from pipeinfer.policies import Iterative, PipeInfer
 from tests.core.test_engine import QuickStage, toy_engine, toy_pipeline
 from tests.core.test_kept_prefixes import Counted
-from tests.support.audit import audit_engine
+from tests.support.audit import audit_engine, emitted
 from tests.support.toy import N_LAYERS, OracleDrafter, Reference, ToyPipeline, ToyStage
 
 SYSTEM = [at % 11 for at in range(100)]
@@ -61,7 +60,7 @@ def test_texts_of_one_prompt_evaluate_it_once(n_stages: int, drafts: bool) -> No
         engine.step()
     assert counted[0].is_running
     most = 0
-    for _ in engine.generate():
+    for _ in emitted(engine):
         most = max(most, len(engine._active))
         audit_engine(engine)
     assert most == 8, "they wait for its prompt alone"
@@ -79,7 +78,7 @@ def test_a_system_prompt_is_evaluated_once_and_kept_for_others() -> None:
             some_request(at, [*SYSTEM, at % 7, *range(at % 5)], keep=True) for at in range(8 * group, 8 * group + 8)
         ]
         counted = add_all(engine, requests)
-        for _ in engine.generate():
+        for _ in emitted(engine):
             audit_engine(engine)
         check(requests)
         n_own = sum(len(request.prompt) - 1 - len(SYSTEM) for request in requests)
@@ -92,7 +91,7 @@ def test_shared_cells_are_reserved_once() -> None:
     engine, requests = engine_of(31, n_cells), [some_request(at, [*SYSTEM, at % 3], 10) for at in range(40)]
     add_all(engine, requests)
     most = 0
-    for _ in engine.generate():
+    for _ in emitted(engine):
         most = max(most, len(engine._active))
         audit_engine(engine)
     check(requests)
@@ -140,7 +139,7 @@ def test_who_waits_goes_on_when_the_first_is_given_up(n_steps: int) -> None:
     for _ in range(n_steps):
         engine.step()
     engine.stop(requests[0])
-    for _ in engine.generate():
+    for _ in emitted(engine):
         audit_engine(engine)
     check(requests[1:])
     assert sum(each.n_context for each in counted[1:]) <= 99, "more than one has begun again"
@@ -170,7 +169,7 @@ def test_a_prefix_that_is_not_all_wanted_stays_where_there_is_room() -> None:
         first, second = some_request(0, [*SYSTEM, 1, 2, 3], keep=True), some_request(1, [*SYSTEM, 4], keep=True)
         for request, n_there in ((first, 0), (second, 100)):
             (counted,) = add_all(engine, [request])
-            for _ in engine.generate():
+            for _ in emitted(engine):
                 audit_engine(engine)
             assert counted.n_kept == n_there
         check([first, second])
@@ -209,7 +208,7 @@ def test_layers_with_states_share_a_prompt_where_it_ends(n_cells: int, n_stages:
     engine, requests = states_of(n_cells, n_stages), [some_request(number, SYSTEM) for number in range(6)]
     requests += [some_request(6, [*SYSTEM, 1, 2]), some_request(7, SYSTEM[:50])]
     counted = add_all(engine, requests)
-    for _ in engine.generate():
+    for _ in emitted(engine):
         audit_engine(engine)
     check(requests)
     if n_cells == 2000:
@@ -225,7 +224,7 @@ def test_a_prompt_with_states_that_is_given_up_is_read_by_one_of_the_others(n_st
     for _ in range(n_steps):
         engine.step()
     engine.stop(requests[0])
-    for _ in engine.generate():
+    for _ in emitted(engine):
         audit_engine(engine)
     check(requests[1:])
     assert sum(each.n_context for each in counted[1:]) <= 99

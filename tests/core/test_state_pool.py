@@ -5,16 +5,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 
-from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Prefix, Request
 from pipeinfer.core.runs import Guess, KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import Node
-from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.options.options import Speculation
 from pipeinfer.policies import Speculative
 from tests.support.audit import audit_pool
 
@@ -54,10 +53,10 @@ class Case:
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(seed)
-        options = RunOptions(model=Path(), policy=Speculative(), parallel=rng.choice([1, 2, 3, 4, 9]))
-        n_seq, n_guesses = options.n_target_seq(False), options.n_target_guesses(False)
+        speculation, n_open = Speculation(policy=Speculative()), rng.choice([1, 2, 3, 4, 9])
+        n_seq, n_guesses = speculation.n_target_seq(n_open, False), speculation.n_target_guesses(n_open, False)
         self.pool = SequencePool(n_seq, N_CELLS, rng.random() < 0.5, False, n_guesses)
-        self.stage, self.n_open, self.n_known = States(n_seq), options.parallel, 0
+        self.stage, self.n_open, self.n_known = States(n_seq), n_open, 0
         self.open: dict[int, Request] = {}
         self.left: dict[int, Request] = {}
         self.most_guesses = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -10,12 +11,11 @@ import pytest
 from click.testing import CliRunner
 
 from pipeinfer.cli.submit import submit_command
-from pipeinfer.cluster.sbatch import JobState
-from pipeinfer.cluster.slurm import Group, parse_group
+from pipeinfer.cluster.slurm import Group, JobState, parse_group
 from pipeinfer.errors import UserError
-from pipeinfer.job.submit import follow, is_open_mpi, own_program
-from pipeinfer.observe.results import read_results
-from tests.support.jobs import COMMAND, ROOT, finish, launcher
+from pipeinfer.job.submit import follow, is_open_mpi, own_program, split_lines
+from pipeinfer.observe.table import RESULTS
+from tests.support.jobs import COMMAND, ROOT, finish, launcher, until
 from tests.support.slurm import Slurm, slurm
 
 __all__ = ["slurm"]
@@ -30,6 +30,8 @@ SCRIPTS = {
     "groups": ["--group", "ntasks=1,cpus-per-task=8,mem=32G", "-t", 30,
                "--group", "nodes=3,cpus-per-task=36,gpus-per-task=1,partition=big", "run", *MODELS, "-p", "x"],
     "mpirun": ["-n", 3, "--launcher", "mpirun", "plan", *MODELS],
+    "requeue": ["-n", 2, "--requeue", "--", "run", *MODELS, "-p", "x"],
+    "array": ["-n", 2, "--requeue", "--array", 3, "batch", "in.jsonl", "-o", "out/o.jsonl", *MODELS],
     "restarts": ["-N", 4, "--restarts", 5, "batch", "in.jsonl", "-o", "out.jsonl", *MODELS],
 }  # fmt: skip
 
@@ -98,6 +100,36 @@ def test_files_that_are_not_here_are_named() -> None:
     assert not complaints("batch", __file__, "-o", "out.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-n", 2, "run", "-ngl", "99"], "the job gets none; give --gpus-per-task 1"),
+        (["-n", 2, "run", "--backend", "torch:cuda"], "the job gets none"),
+        (["-n", 2, "--gpus-per-task", 1, "run"], "give -ngl all"),
+        (["-n", 2, "--sbatch=--gres=gpu:2", "run"], "give -ngl all"),
+        (["-n", 2, "-c", 4, "run", "-t", 36], "-t 36 is more than the 4 cores"),
+        (["-N", 4, "-n", 2, "run"], "give -n 4"),
+        (["-n", 2, "--requeue", "--sbatch=--no-requeue", "run"], "contradict"),
+        (["-n", 2, "--gpus-per-task", 1, "-c", 4, "run", "-ngl", "all", "-t", 4], ""),
+        (["-n", 2, "run", "-ngl", "auto", "--device", "none"], ""),
+    ],
+)
+def test_options_that_contradict_each_other_are_remarked_on(words: list[object], said: str) -> None:
+    result = CliRunner().invoke(submit_command, ["--dry-run", *map(str, words), "-p", "x"], standalone_mode=False)
+    assert result.exit_code == 0 and result.stdout.startswith("#!")
+    assert said in result.stderr and result.stderr.count("\n") == bool(said)
+
+
+def test_an_array_shares_out_all_requests(tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(b"1\n\n2\n3\n4\n5")
+    parts = split_lines(tmp_path / "in", 3)
+    assert [len(part.split()) for part in parts] == [1, 2, 2] and b"".join(parts) == b"1\n2\n3\n4\n5\n"
+    with pytest.raises(UserError, match="has 5 requests; give at most so many"):
+        split_lines(tmp_path / "in", 6)
+    with pytest.raises(UserError, match="must be readable"):
+        split_lines(tmp_path / "none", 2)
+
+
 def test_the_mpi_that_is_installed_is_recognised() -> None:
     assert is_open_mpi() == ("--oversubscribe" in launcher(2))
 
@@ -119,6 +151,9 @@ def test_the_mpi_that_is_installed_is_recognised() -> None:
         (["-n", 2, "-A", "a\n#SBATCH b", "run", "-p", "x"], "cannot stand in a line"),
         (["-n", 2, "-J", "../up", "run", "-p", "x"], "leave / out"),
         (["-n", 2, "--group", "ntasks=1", "run", "-p", "x"], "--ntasks and --group"),
+        (["-n", 2, "--array", 2, "run", "-p", "x"], "--array shares out the requests of a `batch`"),
+        (["-n", 2, "--array", 2, "--wait", "batch", "i", "-o", "o"], "--wait follows one job"),
+        (["-n", 2, "--array", 0, "batch", "i", "-o", "o"], "--array"),
         (["--group", "tasks=1", "run", "-p", "x"], "the keys are nodes, ntasks"),
         (["--group", "ntasks=0", "run", "-p", "x"], "whole number"),
         (["--group", "ntasks=1", "--group", "mem=1G", "run", "-p", "x"], "give --ntasks"),
@@ -222,7 +257,7 @@ def test_a_job_gives_the_text_that_mpirun_gives(slurm: Slurm, text: str, tmp_pat
     (folder,) = tmp_path.iterdir()
     assert {path.name for path in folder.iterdir()} == {"id", "job.sh", "log", "results.csv", "text", "trace.json"}
     assert (folder / "text").read_text() == text
-    (row,) = read_results(folder / "results.csv")
+    (row,) = RESULTS.read(folder / "results.csv")
     assert row["ranks"] == 3
 
 
@@ -240,3 +275,43 @@ def test_a_job_is_left_to_itself_and_what_slurm_refuses_is_told(slurm: Slurm, tm
     refused = submitted(slurm, tmp_path, "-n", "1", "-p", "nowhere", *SHORT)
     assert refused.returncode == 2 and "nowhere" not in refused.stdout and len(refused.stderr.splitlines()) == 1
     assert "sbatch: " in refused.stderr and len(list(tmp_path.iterdir())) == 1, "no folder stays of it"
+
+
+def ended(slurm: Slurm, number: str, timeout_s: float = 90) -> None:
+    until(lambda: number not in slurm.output("squeue", "--noheader", "--format=%F"), timeout_s)
+
+
+def test_a_job_that_is_requeued_goes_on(slurm: Slurm, tmp_path: Path) -> None:
+    words = ["run", "-p", "def read_lines(path):\n", "-n", "600", "--ignore-eos", "-t", "1", "--temp", "0"]
+    number, place = submitted(slurm, tmp_path, "-n", "2", "--requeue", *words).stdout.split()
+    folder = Path(place)
+    until(lambda: (folder / "text").exists() and len((folder / "text").read_bytes()) > 200)
+    assert slurm.finish("scontrol", "requeue", number).returncode == 0
+    until(lambda: "BeginTime" in slurm.output("squeue", "--noheader", "--format=%r"), timeout_s=60)
+    assert slurm.finish("scontrol", "update", f"JobId={number}", "StartTime=now").returncode == 0, "not in two minutes"
+    ended(slurm, number, timeout_s=300)
+    assert (folder / "text").read_text() == finish(2, words).stdout
+    assert "terminated; the text" in (folder / "log").read_text(), "what the first one said is kept"
+
+
+def test_an_array_of_prompts(slurm: Slurm, tmp_path: Path) -> None:
+    lines = [f'{{"prompt": "def f{number}(", "max_tokens": 4, "custom_id": "{number}"}}\n' for number in range(5)]
+    (tmp_path / "in.jsonl").write_text("".join(lines))
+    job = submitted(slurm, tmp_path, "-n", "2", "--array", "2", "batch", "in.jsonl", "-o", "out.jsonl", "-t", "1")
+    assert job.returncode == 0, job.stderr
+    number, place = job.stdout.split()
+    ended(slurm, number)
+    results = [(tmp_path / f"out-{index}.jsonl").read_text().splitlines() for index in range(2)]
+    assert [len(each) for each in results] == [2, 3], (Path(place) / "log-0").read_text()
+    assert {path.name for path in Path(place).iterdir()} == {
+        "id", "job.sh", *(f"{name}-{index}" for name in ("log", "text") for index in range(2)),
+        *(f"requests-{index}.jsonl" for index in range(2)),
+    }  # fmt: skip
+
+
+def test_a_server_says_how_to_reach_it(slurm: Slurm, tmp_path: Path) -> None:
+    number, place = submitted(slurm, tmp_path, "-n", "2", "serve", "--port", "0", "-t", "1").stdout.split()
+    log = Path(place) / "log"
+    until(lambda: log.exists() and "listening on" in log.read_text(), timeout_s=60)
+    slurm.finish("scancel", number)
+    assert re.search(r"from another machine: ssh -J \S+ -L (\d+):127.0.0.1:\1 node\d, then http://127", log.read_text())

@@ -7,13 +7,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pipeinfer.core.engine import Engine
-from pipeinfer.core.kv.sequences import SequencePool
-from pipeinfer.core.observer import Observer
 from pipeinfer.core.policy import Policy
-from pipeinfer.core.requests import Request
+from pipeinfer.core.requests import Observer, Request
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.sequences import SequencePool
 from pipeinfer.observe.metrics import RequestMetrics
-from pipeinfer.policies.registry import POLICIES, make_policy
+from pipeinfer.policies import POLICIES, make_policy
 from tests.support.audit import audit_engine
 
 GROWTH_BYTES = 3 << 20  # what a process's memory may vary by
@@ -81,12 +80,11 @@ class AuditedEngine(Engine):
         self.metrics = observer if isinstance(observer, RequestMetrics) else RequestMetrics()
         super().add(request, policy, self.metrics)
 
-    def step(self) -> Any:
-        emission = super().step()
+    def step(self) -> None:
+        super().step()
         self._n_steps += 1
         if self._n_steps % AUDIT_EVERY == 0:
             audit_engine(self)
-        return emission
 
     def leaks(self) -> list[str]:
         """What an engine holds after its last request."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from pipeinfer.cluster.hosts.launch import rank_from_environment
 from pipeinfer.core.policy import Policy
+from pipeinfer.core.requests import Finish
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.job.placement.capacity import EngineSettings
 from pipeinfer.policies import PipeInfer
@@ -55,29 +56,31 @@ def random_case(number: int) -> Case:
 
 def main() -> None:
     from pipeinfer.cli.main import main as pipeinfer
-    from pipeinfer.job.session import session  # initialises MPI
+    from pipeinfer.job.session import ranks, session  # initialise MPI
 
     if os.environ.get("SESSION_DELAYS"):
         pause_everywhere(Pauses(f"session/{rank_from_environment()}", 1e-3))
-    session.Engine = AuditedEngine  # type: ignore[misc]
+    ranks.Engine = AuditedEngine  # type: ignore[misc]
     generate = session.Session.generate
 
-    def generate_many(own: Any, asked: Any, *given: Any, **more: Any) -> Any:
+    def generate_many(own: Any, request: Any, *hear: Any, **more: Any) -> Any:
         for number in range(int(os.environ["SESSION_CASES"])):
             case = random_case(number)
+            own.configure(settings_of(case, own.plan.looks_up))
             found = generate(
                 own,
-                replace(asked, prompt=case.prompt, n_predict=case.n_predict, n_ctx=N_CTX, sampling=case.sampling,
+                replace(request, prompt=case.prompt, n_predict=case.n_predict, n_ctx=N_CTX, sampling=case.sampling,
                         end_tokens=frozenset(), policy=case.policy),
-                Stopping(case.stop_after), settings=settings_of(case, own.plan.looks_up),
+                Stopping(AuditedEngine.newest, case.stop_after),
             )  # fmt: skip
-            told = {
+            line = {
                 "case": number, "tokens": found.request.tokens[len(case.prompt) :],
                 "leaks": AuditedEngine.newest.leaks(), "n_cancelled": found.metrics.n_cancelled,
                 "ranks": {rank: [each["rss_bytes"], each["open_files"]] for rank, each in found.figures.items()},
             }  # fmt: skip
-            print(json.dumps(told), flush=True)
-        return generate(own, asked, *given, **more)
+            print(json.dumps(line), flush=True)
+        own.configure(own.plan.engine)
+        return generate(own, request, *hear, **more)
 
     setattr(session.Session, "generate", generate_many)  # noqa: B010 (the types differ)
     pipeinfer()
@@ -90,16 +93,16 @@ def settings_of(case: Case, lookup: bool | None) -> EngineSettings:
 
 
 class Stopping:
-    """Says that a text ends when so many of its tokens have come."""
+    """Ends a text when so many of its tokens have come, as a stop string does."""
 
-    def __init__(self, stop_after: int | None) -> None:
-        self.n_left = stop_after
+    def __init__(self, engine: AuditedEngine, stop_after: int | None) -> None:
+        self.engine, self.n_left = engine, stop_after
 
-    def __call__(self, tokens: Sequence[int]) -> bool:
-        if self.n_left is None:
-            return False
-        self.n_left -= len(tokens)
-        return self.n_left <= 0
+    def __call__(self, tokens: Sequence[int]) -> None:
+        if self.n_left is not None:
+            self.n_left -= len(tokens)
+            if self.n_left <= 0:
+                self.engine.stop(self.engine.request, Finish.END)
 
 
 if __name__ == "__main__":

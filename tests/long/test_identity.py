@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.policies.registry import POLICIES
+from pipeinfer.policies import POLICIES
 from tests.support.delayed import run_delayed
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import plain_tokens, run_json

@@ -14,6 +14,7 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -22,11 +23,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import ROOT, environment, launcher
+from tests.support.jobs import environment, installed_script, launcher
 
 pytestmark = pytest.mark.long
 
-COMMAND = [str(ROOT / "scripts" / "pipeinfer")]  # as it is installed
+COMMAND = [str(installed_script(Path(tempfile.mkdtemp())))]
 N_INTERRUPTS, N_KILLS = 100, 100
 LATEST_S = 8.0  # when a job is struck
 INTERRUPT_S, KILL_S = 2.0, 10.0

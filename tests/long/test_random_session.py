@@ -11,14 +11,16 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from pipeinfer.core.kv.blocks import BLOCK
+from pipeinfer.core.blocks import BLOCK
 from pipeinfer.core.sampling import choose
 from pipeinfer.core.types import FloatArray
 from pipeinfer.models.demo import TARGET
+from tests.job.run.test_rpc_devices import TYPES
 from tests.long.auditing import Memory
 from tests.long.random_session import N_CTX, Case, random_case
 from tests.support.jobs import environment, launcher
 from tests.support.plain_llama import FEW, SILENT, decode, decoding, make_context, read_blocks
+from tests.support.rpc_server import needs_rpc, servers
 
 pytestmark = pytest.mark.long
 
@@ -29,6 +31,17 @@ N_CASES = 300
     ("n_ranks", "options", "delays"), [(5, [], ""), (3, ["--draft-rank", "1"], ""), (3, [], "yes")]
 )
 def test_random_settings(n_ranks: int, options: list[str], delays: str) -> None:
+    check(n_ranks, options, delays, PlainLlama())
+
+
+@needs_rpc
+def test_random_settings_on_devices() -> None:
+    """Two ranks with an RPC server each: prompts are read as rows are, in no blocks."""
+    with servers(1, 2) as two:
+        check(2, ["-ngl", "all", *TYPES, "--rpc", ",".join(each.endpoint for each in two)], "", PlainLlama(False))
+
+
+def check(n_ranks: int, options: list[str], delays: str, plain: PlainLlama) -> None:
     command = [*launcher(n_ranks), sys.executable, "-m", "tests.long.random_session", "run", "-p", "x", "-n", "1"]
     done = subprocess.run(
         [*command, "-c", str(N_CTX), "-t", "1", *options], capture_output=True, text=True, stdin=subprocess.DEVNULL,
@@ -37,7 +50,6 @@ def test_random_settings(n_ranks: int, options: list[str], delays: str) -> None:
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
     assert [record["case"] for record in records] == list(range(N_CASES)), done.stderr
-    plain = PlainLlama()
     for record in records:
         case = random_case(record["case"])
         assert record["tokens"] == plain.generate(case, len(record["tokens"])), f"case {record['case']}: {case}"
@@ -53,9 +65,11 @@ def test_random_settings(n_ranks: int, options: list[str], delays: str) -> None:
 
 
 class PlainLlama:
-    """The whole shipped target, one token at a time, as `tests.support.plain_llama` evaluates it."""
+    """The whole shipped target, one token at a time, as `tests.support.plain_llama` evaluates it; long prompts
+    `in_blocks`."""
 
-    def __init__(self) -> None:
+    def __init__(self, in_blocks: bool = True) -> None:
+        self._in_blocks = in_blocks
         llama_cpp.llama_log_set(SILENT, None)
         params = llama_cpp.llama_model_default_params()
         params.use_extra_bufts = False
@@ -67,7 +81,7 @@ class PlainLlama:
         """The first `n` tokens of the text."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)
         tokens, params = list(case.prompt), case.sampling
-        is_long = len(tokens) > BLOCK
+        is_long = self._in_blocks and len(tokens) > BLOCK
         if is_long:
             read_blocks(self._model, self._context, tokens[:-1], 1)
         new: Sequence[int] = tokens[-1:] if is_long else tokens

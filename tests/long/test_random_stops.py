@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.policies.registry import POLICIES
+from pipeinfer.policies import POLICIES
 from tests.core.test_random_stops import run_case
 
 pytestmark = pytest.mark.long

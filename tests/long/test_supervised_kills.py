@@ -17,10 +17,10 @@ import pytest
 
 from tests.long.asking import Stream, ask, random_request
 from tests.supervisor.test_serving import Service, service
-from tests.support.jobs import finish
+from tests.support.jobs import finish, until
 from tests.support.namespaces import hosts, missing
 from tests.support.serving import size
-from tests.support.supervised import Supervised, until
+from tests.support.supervised import Supervised
 
 pytestmark = pytest.mark.long
 

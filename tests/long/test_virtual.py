@@ -11,14 +11,14 @@ from itertools import count
 
 import pytest
 
-from pipeinfer.cluster.timing.costs import LinkCost, Profile
-from pipeinfer.core.interpolation import interpolate
-from pipeinfer.core.kv.sequences import SequencePool
+from pipeinfer.cluster.hosts.resources import resident_bytes
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Finish, Request
+from pipeinfer.core.run_cost import interpolate
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.job.launch.context import resident_bytes
+from pipeinfer.core.sequences import SequencePool
 from pipeinfer.virtual.choices import SyntheticChoices, ranks_for
+from pipeinfer.virtual.costs import LinkCost, Profile
 from pipeinfer.virtual.drafts import SimDrafter, SimDraftLevel
 from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
 from pipeinfer.virtual.profile import ProfileFile, load_profile
@@ -75,8 +75,7 @@ def _simulate(rng: random.Random, file: ProfileFile) -> tuple[AuditedEngine, str
     if drafter:
         drafter.timeout_s = engine.timeout_s
     engine.add(Request(0, choices.prompt, n_predict, SamplingParams(temp=0.0), n_ctx), policy)
-    for _ in engine.generate():
-        pass
+    engine.complete()
     return engine, f"{policy}, {n_prompt}+{n_predict} tokens, {pool.n_cells} cells, {n_seq} sequences"
 
 

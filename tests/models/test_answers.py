@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.models.text.answers import AnswerReader, Part, begun_thought, opened_thought
+from pipeinfer.models.text.answers import AnswerPart, AnswerReader, opened_thought, unclosed_thought
 
 TOOLS: dict[str, Any] = {
     "add": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
@@ -122,7 +122,7 @@ SAMPLES: dict[str, tuple[str, Read]] = {
 }
 
 
-def parts_of(pieces: Sequence[str], tools: Any = TOOLS, thought: str | None = "") -> list[Part]:
+def parts_of(pieces: Sequence[str], tools: Any = TOOLS, thought: str | None = "") -> list[AnswerPart]:
     reader = AnswerReader(tools, thought)
     found = [part for piece in pieces for part in reader.push(piece)] + reader.finish()
     assert reader.n_calls == sum(part.kind == "call" for part in found)
@@ -177,7 +177,7 @@ def test_arguments_come_as_they_are_written() -> None:
 
 def test_an_answer_that_is_cut_off_tells_what_it_has() -> None:
     parts = parts_of(['<tool_call>{"name": "add", "arguments": {"a": 1, "b'])
-    assert parts == [Part("call", "add"), Part("arguments", '{"a": 1, "b')]
+    assert parts == [AnswerPart("call", "add"), AnswerPart("arguments", '{"a": 1, "b')]
 
 
 MARKS_OF_CALLS = ("<tool_call", "</tool", "<function", "<parameter", "[TOOL_CALLS", "<|python_tag", "<arg_", "<｜tool",
@@ -230,10 +230,10 @@ def test_pairs_that_were_cut_are_arguments_without_their_end() -> None:
     reader = AnswerReader(TOOLS)
     text = "<tool_call>\n<function=list_files>\n<parameter=path>\nsrc\n</parameter>\n<parameter=deep>\ntr"
     assert [*reader.push(text), *reader.finish(is_cut=True)] == [
-        Part("call", "list_files"), Part("arguments", '{"path": "src"'),
+        AnswerPart("call", "list_files"), AnswerPart("arguments", '{"path": "src"'),
     ]  # fmt: skip
 
 
 def test_the_beginning_of_an_answer_may_leave_its_reasoning_open() -> None:
-    assert begun_thought("<think>\nHm") == "</think>"
-    assert begun_thought("<think>Hm</think> Yes") == begun_thought("Yes") == ""
+    assert unclosed_thought("<think>\nHm") == "</think>"
+    assert unclosed_thought("<think>Hm</think> Yes") == unclosed_thought("Yes") == ""

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeinfer.core.kv.blocks import LARGEST, Span
+from pipeinfer.core.blocks import LARGEST, Span
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.types import FloatArray
 from pipeinfer.models.gguf.model_info import read_model_info

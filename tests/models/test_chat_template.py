@@ -12,22 +12,22 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.text.chat import (
+from pipeinfer.models.text.answers import StopStrings
+from pipeinfer.models.text.chat_template import (
     PLAIN_TEMPLATE,
+    ChatMessage,
     ChatTemplate,
-    Message,
+    Rendered,
     TemplateFault,
     encode_continuation,
     encode_rendered,
 )
-from pipeinfer.models.text.limited_process import LimitedProcess, Limits
-from pipeinfer.models.text.literals import Rendered
-from pipeinfer.models.text.stop_strings import StopStrings
+from pipeinfer.models.text.limited_process import LimitedProcess, ProcessLimits
 from pipeinfer.models.text.tokenizer import TextStream, Tokenizer
 from tests.support.gguf_factory import CHAT_TEMPLATE, MARKERS, Shape, write_model
 from tests.support.jobs import COMMAND, environment, finish, run_json
 
-LITTLE = LimitedProcess("pipeinfer.models.text.template_child", Limits(cpu_s=1, wall_s=20.0, n_bytes=256 << 20))
+LITTLE = LimitedProcess("pipeinfer.models.text.template_child", ProcessLimits(cpu_s=1, wall_s=20.0, n_bytes=256 << 20))
 
 
 def little(source: str) -> ChatTemplate:
@@ -35,7 +35,12 @@ def little(source: str) -> ChatTemplate:
     return ChatTemplate(source, "the template", n_characters=10_000, process=LITTLE)
 
 
-TURNS = [Message("system", "of"), Message("user", "the <b>"), Message("assistant", " a"), Message("user", "and?")]
+TURNS = [
+    ChatMessage("system", "of"),
+    ChatMessage("user", "the <b>"),
+    ChatMessage("assistant", " a"),
+    ChatMessage("user", "and?"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -176,7 +181,7 @@ def test_a_pipe_none_of_whose_lines_is_answered_ends_with_2(model: Path, tmp_pat
 
 def test_a_template_that_sleeps_on_a_busy_host_is_ended_by_the_clock(tokenizer: Tokenizer) -> None:
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    process = LimitedProcess("pipeinfer.models.text.template_child", Limits(cpu_s=1000, wall_s=0.5))
+    process = LimitedProcess("pipeinfer.models.text.template_child", ProcessLimits(cpu_s=1000, wall_s=0.5))
     with pytest.raises(UserError, match=r"is not done after 0.5 s"):
         ChatTemplate(loop, "the template", process=process).render(TURNS, tokenizer)
 
@@ -184,7 +189,7 @@ def test_a_template_that_sleeps_on_a_busy_host_is_ended_by_the_clock(tokenizer: 
 def test_a_chat_that_takes_too_long_leaves_those_beside_it_alone(tokenizer: Tokenizer) -> None:
     loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     template = ChatTemplate("{% if messages[0].content == 'x' %}" + loop + "{% endif %}said", "the template")
-    found = template.render_all([[Message("user", said)] for said in ("a", "x", "b")], tokenizer)
+    found = template.render_all([[ChatMessage("user", said)] for said in ("a", "x", "b")], tokenizer)
     said = Rendered("said")
     assert [found[0], str(found[1])[:37], found[2]] == [said, "the template takes more than 1 s; giv", said]
 
@@ -297,7 +302,11 @@ def test_templates_may_look_at_variables(model: Path, tokenizer: Tokenizer, tmp_
 
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": "é"}}}
-CALLED = [Message("user", "x"), Message("assistant", "", {"content": None, "tool_calls": [CALL]}), Message("tool", "2")]
+CALLED = [
+    ChatMessage("user", "x"),
+    ChatMessage("assistant", "", {"content": None, "tool_calls": [CALL]}),
+    ChatMessage("tool", "2"),
+]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-import pipeinfer.job.run.run as run_job
 from pipeinfer.cli.run import run as run_command
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.models.demo import DRAFT, SHIPPED_PAIR, SMOLLM2, TARGET
@@ -30,14 +29,14 @@ def smollm2(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def models_of(monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[Path, tuple[Path, ...]]:
     found = list[RunOptions]()
 
-    def noted(options: RunOptions) -> int:
+    def noted(options: RunOptions, *others: object) -> int:
         found.append(options)
         return 0
 
-    monkeypatch.setattr(run_job, "run_job", noted)
+    monkeypatch.setattr("pipeinfer.job.planning.prepare.start_prepared", noted)
     result: Result = CliRunner().invoke(run_command, ["-p", "a", *words], standalone_mode=False)
     assert result.exception is None, result.exception
-    return found[0].model, found[0].drafts
+    return found[0].models.target, found[0].models.drafts
 
 
 @pytest.mark.parametrize("words", [(), ("--policy", "iterative"), ("--lookup",), ("--lookup", "--policy", "pipedec")])

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.gguf.header import ARRAY, BLOCKS, SCALARS, STRING, UINT32, metadata_spans, read_header
+from pipeinfer.models.gguf.header import ARRAY, BLOCKS, SCALARS, STRING, UINT32, read_header
 from pipeinfer.models.gguf.layers import PER_LAYER_KEYS
 from pipeinfer.models.gguf.model_info import FILE_TYPES
 from pipeinfer.models.gguf.slice import open_slice, read_model_info, slice_bytes
@@ -247,7 +247,7 @@ def test_numbers_that_libllama_would_end_the_process_on(
     tmp_path: Path, shape: Shape, key: str, layout: str, number: float, words: str
 ) -> None:
     path = write_model(tmp_path / "bad.gguf", shape)
-    end = metadata_spans(path)[key][1]
+    end = read_header(path).spans[key][1]
     data = bytearray(path.read_bytes())
     data[end - 4 : end] = struct.pack(layout, number)
     path.write_bytes(data)

@@ -15,24 +15,21 @@ import numpy as np
 import pytest
 from llama_cpp import llama_grammar
 
-from pipeinfer.cluster.messages.wire import encode
-from pipeinfer.cluster.stages.prunings import LocalPrunings
-from pipeinfer.cluster.stages.samplers import Samplers
+from pipeinfer.cluster.stages.runs import LocalPrunings, Samplers
 from pipeinfer.cluster.stages.stage import StageWorker, room_for
+from pipeinfer.cluster.wire import encode
 from pipeinfer.core.drafting import guess_next
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp, Opening, OpKind, Row, Run, Verdict
 from pipeinfer.core.sampling import SamplingParams, choose
 from pipeinfer.core.types import ConstraintFailed, FloatArray
 from pipeinfer.errors import UserError
-from pipeinfer.job.requests.constraints import check_constraints
+from pipeinfer.job.requests.request import check_constraints
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.llama.ggml import load_library
-from pipeinfer.models.text.grammar import Grammar, Grammars
-from pipeinfer.models.text.grammar_check import MAX_BYTES, TOO_MUCH, check_grammar
+from pipeinfer.models.text.grammar import MAX_BYTES, TOO_MUCH, Grammar, Grammars, check_grammar
 from pipeinfer.models.text.json_schema import read_schema, schema_grammar
-from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.models.text.vocabulary_file import VocabularyFile
+from pipeinfer.models.text.tokenizer import Tokenizer, VocabularyFile
 from tests.cluster.test_samplers import OneBuffer
 from tests.support.gguf_factory import write_model
 from tests.support.jobs import finish, plain_tokens, run_json
@@ -151,10 +148,10 @@ class Tree(OneBuffer):
 def test_a_stage_that_is_first_asked_in_the_middle_of_an_output_knows_where_that_began(tokenizer: Tokenizer) -> None:
     """The output so far is "ab": after it the grammar lets digits pass and nothing else."""
     text, params = tokenizer.encode("ab", False), SamplingParams(temp=0.0, grammar='root ::= "ab" [0-9]+')
-    worker = StageWorker(Tree(), LocalPrunings(), time.monotonic, True, constrain=Grammars(lambda: tokenizer))
+    worker = StageWorker(Tree(), time.monotonic, True, constrain=Grammars(lambda: tokenizer))
     rows = [Row(1, 300, 0, (0,), 0), *(Row(1, token, at, (0,), 0) for at, token in enumerate(text, 1))]
     rows[-1].n_wanted = 1
-    verdict = worker.process(room_for(encode(Run(1, rows, opens={1: Opening(params, 1)})), 4))
+    verdict = worker.process(room_for(encode(Run(1, rows, opens={1: Opening(params, 1)})), 4), LocalPrunings())
     assert isinstance(verdict, Verdict)
     assert verdict.tokens[-1] in allowed_by(grammar_of(tokenizer, params.grammar), text)
 
@@ -164,21 +161,22 @@ def test_threads_choose_the_same_in_a_tree_with_wrong_branches(tokenizer: Tokeni
     params = SamplingParams(seed=2, temp=temp, grammar="root ::= [a-z ]+", repeat_penalty=1.1)
     verdicts, words = [], allowed_by(grammar_of(tokenizer, params.grammar), [])
     for n_threads in (0, 1, 3):
-        worker = StageWorker(Tree(), LocalPrunings(), time.monotonic, True, constrain=Grammars(lambda: tokenizer))
-        worker.samplers = Samplers(n_threads, lambda: True) if n_threads else None
-        found: list[Any] = [worker.process(room_for(encode(run), 4)) for run in tree_runs(params, words)[:-1]]
-        if worker.samplers:
-            worker.samplers.close()
-            found = list(iter(worker.samplers.ready, None))
+        worker = StageWorker(Tree(), time.monotonic, True, constrain=Grammars(lambda: tokenizer))
+        samplers, nothing = Samplers(n_threads, lambda: True) if n_threads else None, LocalPrunings()
+        transactions = [room_for(encode(run), 4) for run in tree_runs(params, words)]
+        found: list[Any] = [worker.process(each, nothing, samplers) for each in transactions[:-1]]
+        if samplers:
+            samplers.close()
+            found = list(iter(samplers.ready, None))
             assert worker.stats.n_left == len(found)
         verdicts.append([verdict.tokens for verdict in found])
         assert len(worker._constraints) == 1
-        worker._keep_books(room_for(encode(tree_runs(params, words)[-1]), 4))
+        worker._keep_books(transactions[-1])
         assert not worker._constraints and not worker._opened, "what is kept of a request goes when it ends"
     assert verdicts[0] == verdicts[1] == verdicts[2] and len({*verdicts[0]}) > 4
     free = SamplingParams(seed=2, temp=temp, repeat_penalty=1.1)
-    worker = StageWorker(Tree(), LocalPrunings(), time.monotonic, True, constrain=Grammars(lambda: tokenizer))
-    found = [worker.process(room_for(encode(run), 4)) for run in tree_runs(free, words)[:-1]]
+    worker = StageWorker(Tree(), time.monotonic, True, constrain=Grammars(lambda: tokenizer))
+    found = [worker.process(room_for(encode(run), 4), nothing) for run in tree_runs(free, words)[:-1]]
     assert [verdict.tokens for verdict in found] != verdicts[0]
 
 

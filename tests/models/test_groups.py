@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import Batch
-from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.types import FloatArray
 from pipeinfer.disk_cache import DiskCache
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.llama import repacking
-from pipeinfer.models.llama.groups import fill_up
+from pipeinfer.models.llama.decoder import KvCacheFull
 from pipeinfer.models.llama.params import (
     GROUP,
     MANY,
@@ -30,7 +30,8 @@ from pipeinfer.models.llama.params import (
     worth_repacking,
 )  # fmt: skip
 from pipeinfer.models.llama.repacking import GROUP_SIZES, N_OUT, Kernels, grouped_types, repacked_types
-from pipeinfer.models.llama.stage import KvCacheFull, LlamaStage
+from pipeinfer.models.llama.rows import pad_to_groups
+from pipeinfer.models.llama.stage import LlamaStage
 from tests.models.test_llama_stage import TreeDriver, load, loaded, make_batch, never, random_tokens, run  # noqa: F401
 from tests.support.gguf_factory import Shape, write_model
 
@@ -105,7 +106,7 @@ def test_batches_and_wanted_rows_are_filled_up(n_rows: int, n_wanted: int) -> No
     rng = np.random.default_rng(n_rows)
     batch, hidden = make_batch(random_tokens(n_rows), 5), rng.standard_normal((n_rows, 6), np.float32)
     wanted = rng.permutation(np.arange(n_rows) < n_wanted)
-    filled = fill_up(batch, hidden, wanted, 9)
+    filled = pad_to_groups(batch, hidden, wanted, 9)
     assert filled.hidden is not None and filled.wanted is not None
     n_filled = len(filled.batch.positions)
     assert n_filled == in_whole_groups(n_rows) == n_rows + filled.n_added == len(filled.hidden) == len(filled.wanted)

@@ -11,26 +11,24 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.core.engine import Engine
-from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import Node
 from pipeinfer.models.demo import TARGET
-from pipeinfer.models.gguf.head import OWN_HEAD
+from pipeinfer.models.drafts.head_drafter import HeadDrafter
+from pipeinfer.models.drafts.head_files import MTP_TESTED, fit, mtp_head, read_draft
+from pipeinfer.models.gguf.model_info import OWN_HEAD
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
-from pipeinfer.models.heads.head_drafter import HeadDrafter
-from pipeinfer.models.heads.header import fit, read_draft
-from pipeinfer.models.heads.llama_head import LlamaHead
-from pipeinfer.models.heads.own_head import TESTED, own_head
 from pipeinfer.models.llama.params import LlamaParams
-from pipeinfer.models.llama.stage import LlamaStage
+from pipeinfer.models.llama.stage import LlamaHead, LlamaStage
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import Auto, FlowSpec, Iterative, PipeDec, PipeInfer, Speculative
 from tests.core.test_engine import toy_engine
 from tests.models.test_architectures import possible_cuts
-from tests.support.audit import audit_engine
+from tests.support.audit import audit_engine, emitted
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.heads import write_guessing, write_head
 from tests.support.plain_eagle3 import Driver, write
@@ -63,7 +61,7 @@ def head_of(path: Path, target: Path) -> LlamaHead:
 
 
 def own_head_of(target: Path) -> LlamaHead:
-    info = own_head(read_model_info(target))
+    info = mtp_head(read_model_info(target))
     return LlamaHead(open_slice(info, 0, 1), LlamaParams(N_CELLS, N_SEQ + 1, 64, 64, exact=False, repack=False))
 
 
@@ -85,7 +83,7 @@ def check_chains(
     """The engine writes the expected text after the prompt, and guesses these chains meanwhile."""
     request = Request(0, prompt, N_PREDICT, SamplingParams(temp=0.0), N_CELLS)
     engine.add(request, Speculative(n_draft=N_DRAFT, width=1, accept_cutoff=0.0))
-    for _ in engine.generate():
+    for _ in emitted(engine):
         audit_engine(engine)
     assert request.tokens[len(prompt) :] == expected[:N_PREDICT]
     whole = list(drafter.chains.values())[:-N_DRAFT]  # where the text ends they are short
@@ -116,7 +114,7 @@ def test_chains_are_those_of_llama_cpp_s_driver(target: str, tmp_path: Path) -> 
     assert target == "shipped" or n_right > 5, "no guess was right: no cell was made again"
 
 
-@pytest.mark.parametrize("name", TESTED)
+@pytest.mark.parametrize("name", MTP_TESTED)
 def test_chains_of_a_targets_own_head_are_those_of_llama_cpp_s_driver(name: str, tmp_path: Path) -> None:
     model = write_guessing(tmp_path, name)
     info, rng = read_model_info(model), random.Random(5)
@@ -130,7 +128,7 @@ def test_chains_of_a_targets_own_head_are_those_of_llama_cpp_s_driver(name: str,
         drafter.chains = {}
         stages = stages_of(model, [info.n_layer - 1], cuts)
         pool = SequencePool(16, N_CELLS, parked=True, rewinds=rewinds, n_guesses=0 if rewinds else 12)
-        blocks = info.layers.known.flash
+        blocks = info.layers.architecture.flash
         engine = toy_engine(ToyPipeline(stages, random.Random(0)), pool, drafter, n_chunk=64, n_rows=32, blocks=blocks)
         check_chains(engine, drafter, prompt, expected, chains)
         for stage in (*stages, loaded):
@@ -167,7 +165,7 @@ def write_texts(
     for request in requests:
         metrics.append(RequestMetrics())
         engine.add(request, policies[(request.id + seed) % len(policies)](), metrics[-1])
-    for _ in engine.generate():
+    for _ in emitted(engine):
         audit_engine(engine)
     for stage in (*stages, *([loaded] if loaded else [])):
         stage.close()

@@ -15,8 +15,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.placement.model_files import fetch_files
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
-from pipeinfer.models.hub import cached_models, fetch
-from pipeinfer.models.hub_names import choose_files, name_of, parse_name, quant_of
+from pipeinfer.models.hub import cached_models, choose_files, fetch, name_of, parse_name, quant_of
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.hub_server import TOKEN, HubServer, serving
 from tests.support.jobs import COMMAND, environment, finish

@@ -12,9 +12,8 @@ import pytest
 
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.models.text.grammar_check import check_grammar
-from pipeinfer.models.text.json_schema import read_schema, schema_grammar
-from pipeinfer.models.text.relaxed_schema import mismatch, relaxations, relaxed
+from pipeinfer.models.text.grammar import check_grammar
+from pipeinfer.models.text.json_schema import mismatch, read_schema, relaxations, relaxed, schema_grammar
 from pipeinfer.models.text.tokenizer import Tokenizer
 from tests.models.test_grammar import grammar_of, tokenizer, written
 

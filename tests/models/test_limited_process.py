@@ -6,8 +6,8 @@ import os
 import time
 from pathlib import Path
 
-from pipeinfer.models.text.grammar_check import PROCESS as GRAMMAR_CHECK
-from pipeinfer.models.text.limited_process import LimitedProcess, Limits
+from pipeinfer.models.text.grammar import PROCESS as GRAMMAR_CHECK
+from pipeinfer.models.text.limited_process import LimitedProcess, ProcessLimits
 
 PROCESS = LimitedProcess("tests.support.stopping")
 
@@ -24,5 +24,5 @@ def test_one_that_is_always_stopped_is_the_hosts_fault(tmp_path: Path) -> None:
 
 def test_long_work_leaves_the_cores_to_others() -> None:
     assert GRAMMAR_CHECK.limits.niceness > 0
-    process = LimitedProcess("tests.support.niceness", Limits(niceness=3))
+    process = LimitedProcess("tests.support.niceness", ProcessLimits(niceness=3))
     assert process.ask({}) == {"niceness": min(19, os.nice(0) + 3)}

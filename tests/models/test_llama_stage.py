@@ -18,8 +18,9 @@ from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.types import POSITION_END, FloatArray
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.llama.decoder import KvCacheFull
 from pipeinfer.models.llama.params import LlamaParams
-from pipeinfer.models.llama.stage import KvCacheFull, LlamaStage
+from pipeinfer.models.llama.stage import LlamaStage
 from tests.support.gguf_factory import Shape, write_model
 
 ARCHITECTURES = {
@@ -317,9 +318,9 @@ def test_a_fast_stage_frees_cells(model: Path, loaded: Callable[..., list[LlamaS
 
 def state(stage: LlamaStage, seq: int) -> bytes:
     """The cells of a sequence, positions and contents."""
-    size = stage._lib.llama_state_seq_get_size(stage._context, seq)
+    size = stage._lib.llama_state_seq_get_size(stage._context.handle, seq)
     buffer = (ctypes.c_uint8 * size)()
-    assert stage._lib.llama_state_seq_get_data(stage._context, buffer, size, seq) == size
+    assert stage._lib.llama_state_seq_get_data(stage._context.handle, buffer, size, seq) == size
     return bytes(buffer)
 
 
@@ -473,9 +474,9 @@ def test_damaged_weights_say_why(tmp_path: Path, model: Path) -> None:
 def test_gpu_layers_need_a_gpu_build(model: Path) -> None:
     from pipeinfer.models.llama import ggml
 
-    if ggml.load_library().llama_supports_gpu_offload():
+    if ggml.has_gpu():
         pytest.skip("this build can offload")
-    with pytest.raises(UserError, match="no GPU support: -ngl 3"):
+    with pytest.raises(UserError, match="no GPU here: -ngl 3"):
         load(model, (), LlamaParams(n_cells=256, n_gpu_layers=3))
 
 

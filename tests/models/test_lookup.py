@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Emission, Request
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import LOOKED_UP, Node, TokenTree
 from pipeinfer.models.demo import TARGET
-from pipeinfer.models.lookup import LENGTHS, LONGEST, PRIOR, LookupDrafter, Trust
+from pipeinfer.models.drafts.lookup import LENGTHS, LONGEST, PRIOR, LookupDrafter, Trust
 from pipeinfer.policies import Auto, PipeInfer
 from pipeinfer.policies.calibration import Calibration
 from pipeinfer.virtual import simulation
@@ -22,7 +22,7 @@ from pipeinfer.virtual.choices import Branch, SyntheticChoices, ranks_for
 from pipeinfer.virtual.drafts import SimDrafter
 from pipeinfer.virtual.profile import load_profile
 from tests.core.test_engine import toy_engine, toy_pipeline
-from tests.support.audit import audit_engine
+from tests.support.audit import audit_engine, emitted
 from tests.support.jobs import finish, run_json
 from tests.support.toy import N_LAYERS
 
@@ -219,14 +219,13 @@ def test_a_toy_that_repeats_itself_is_guessed_without_a_model() -> None:
     request = Request(0, [5, 6, 7, 8] * 10, 60, SamplingParams(temp=0.0), 200)
     engine.add(request, PipeInfer())
     emissions: list[Emission] = []
-    for emission in engine.generate():
+    for emission in emitted(engine):
         audit_engine(engine)
         emissions.append(emission)
     plain = toy_engine(toy_pipeline(rng, N_LAYERS, 700, False), SequencePool(8, 700), None)
     alone = Request(0, [5, 6, 7, 8] * 10, 60, SamplingParams(temp=0.0), 200)
     plain.add(alone, PipeInfer())
-    for _ in plain.generate():
-        pass
+    plain.complete()
     assert request.tokens == alone.tokens
 
 
@@ -305,6 +304,14 @@ def test_auto_looks_up_unless_it_is_told_not_to() -> None:
     assert plain["tokens"] == auto["tokens"] == without["tokens"]
     assert auto["speculation"]["draft_n"] > 0 == without["speculation"]["draft_n"]
     assert "no-lookup" in without["settings"] and "lookup" not in auto["settings"]
+
+
+def test_auto_is_the_default_on_several_ranks_without_a_draft() -> None:
+    asked = [*TEXT, "-md", "none"]
+    alone, auto, without = (run_json(*each) for each in ((1, asked), (2, asked), (2, [*asked, "--no-lookup"])))
+    assert [each["policy"] for each in (alone, auto, without)] == ["iterative", "auto", "iterative"]
+    assert alone["tokens"] == auto["tokens"] == without["tokens"]
+    assert auto["speculation"]["draft_n"] > 0
 
 
 @pytest.mark.parametrize(

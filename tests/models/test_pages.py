@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.models.gguf import pages
+from pipeinfer.models.gguf import writer
 from pipeinfer.models.gguf.header import read_header
 from pipeinfer.models.gguf.model_info import ModelInfo
-from pipeinfer.models.gguf.pages import HUGE_PAGE, reserve_large_pages
 from pipeinfer.models.gguf.slice import open_blank, open_slice, read_model_info
+from pipeinfer.models.gguf.writer import HUGE_PAGE, reserve_large_pages
 from tests.support.gguf_factory import Shape, write_model
 
 SHAPE = Shape(n_layer=3, n_embd=512, n_head=8, n_head_kv=4, n_ff=4096)
@@ -40,7 +40,7 @@ def held(fd: int) -> int:
 @pytest.fixture
 def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large pages are taken, whatever they cost here; without them nothing can be told."""
-    monkeypatch.setattr(pages, "DEAR", math.inf)
+    monkeypatch.setattr(writer, "MOST_SLOWER", math.inf)
     fd = os.memfd_create("probe", os.MFD_CLOEXEC)
     try:
         if not reserve_large_pages(fd, HUGE_PAGE, [(0, 1)]):
@@ -60,7 +60,7 @@ def test_there_are_large_pages_where_something_will_be_written_and_nowhere_else(
 def test_several_pieces_are_gathered_one_after_another(
     cheap: None, memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pages, "PIECE_BYTES", 2 * HUGE_PAGE)
+    monkeypatch.setattr(writer, "PIECE_BYTES", 2 * HUGE_PAGE)
     assert reserve_large_pages(memory, 12 * HUGE_PAGE, [(HUGE_PAGE, 11 * HUGE_PAGE)])
     assert held(memory) == 10 * HUGE_PAGE
 
@@ -69,9 +69,9 @@ def test_where_large_pages_are_dear_only_a_few_are_tried(
     cheap: None, memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a virtual machine that gives what is free back to its host."""
-    monkeypatch.setattr(pages, "DEAR", 0.0)
+    monkeypatch.setattr(writer, "MOST_SLOWER", 0.0)
     assert not reserve_large_pages(memory, 12 * HUGE_PAGE, [(0, 12 * HUGE_PAGE)])
-    assert held(memory) == pages.FIRST_BYTES and os.fstat(memory).st_size == 12 * HUGE_PAGE
+    assert held(memory) == writer.FIRST_BYTES and os.fstat(memory).st_size == 12 * HUGE_PAGE
 
 
 def test_what_cannot_have_them_can_be_written_all_the_same(tmp_path: Path) -> None:

@@ -2,12 +2,11 @@
 
 import pytest
 
-from pipeinfer.models.text.chat import Message
-from pipeinfer.models.text.roles import orders
+from pipeinfer.models.text.chat_template import ChatMessage, orders
 
 
-def said(*pairs: tuple[str, str]) -> list[Message]:
-    return [Message(role, content) for role, content in pairs]  # type: ignore[arg-type]
+def said(*pairs: tuple[str, str]) -> list[ChatMessage]:
+    return [ChatMessage(role, content) for role, content in pairs]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -35,13 +34,13 @@ def said(*pairs: tuple[str, str]) -> list[Message]:
     ],
 )
 def test_orders_come_from_the_least_change_to_the_largest(
-    messages: list[Message], expected: list[list[Message]]
+    messages: list[ChatMessage], expected: list[list[ChatMessage]]
 ) -> None:
     assert [list(each) for each in orders(messages)] == expected
 
 
 def test_calls_of_neighbours_stay() -> None:
     calls = [{"function": {"name": name, "arguments": {}}} for name in "fg"]
-    first, second = (Message("assistant", "", {"tool_calls": [call]}) for call in calls)
-    (found,) = orders([Message("user", "a"), first, second])
+    first, second = (ChatMessage("assistant", "", {"tool_calls": [call]}) for call in calls)
+    (found,) = orders([ChatMessage("user", "a"), first, second])
     assert found[1].more["tool_calls"] == calls

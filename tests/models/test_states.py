@@ -13,17 +13,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeinfer.cluster.timing.timed_layers import time_layers
+from pipeinfer.cluster.timed_runs import time_layers
 from pipeinfer.core.interfaces import Batch
-from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess, KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import TokenTree
 from pipeinfer.core.types import FloatArray
-from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.bench.measure import time_model
+from pipeinfer.job.options.options import JobModels, RunOptions, Speculation
 from pipeinfer.job.placement.memory import packing_bytes
-from pipeinfer.job.profiling.timing import time_model
+from pipeinfer.job.planning.prepare import with_files
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
@@ -36,7 +37,7 @@ from tests.models.test_architectures import possible_cuts, rows_of_whole
 from tests.models.test_llama_stage import TreeDriver, load, loaded, random_tokens, run, state
 from tests.support.architecture_factory import write_random_model
 from tests.support.architecture_models import MODELS
-from tests.support.audit import audit_engine
+from tests.support.audit import audit_engine, emitted
 from tests.support.gguf_factory import write_model
 from tests.support.jobs import finish, run_json
 from tests.support.toy import N_LAYERS, OracleDrafter, RandomPolicy, Reference, ToyPipeline
@@ -247,8 +248,8 @@ def test_texts_of_one_prompt_read_it_once_and_are_those_of_each_alone(
     """Also where they are packed and some wait again, and for trees of any shape, with as many states as a job has."""
     path, cuts = model_and_cut(folder, name)
     prompts = [tokens_of(3, 200)] * 3 + [tokens_of(4, 20)] * 2 + [tokens_of(5, 90)]
-    options = RunOptions(model=path, policy=Speculative() if guesses else Iterative(), parallel=len(prompts))
-    n_seq, n_guesses = options.n_target_seq(False), options.n_target_guesses(False)
+    speculation, n_open = Speculation(policy=Speculative() if guesses else Iterative()), len(prompts)
+    n_seq, n_guesses = speculation.n_target_seq(n_open, False), speculation.n_target_guesses(n_open, False)
     params = LlamaParams(n_cells=n_cells, n_seq_max=n_seq + 1, n_batch=129, n_outputs_max=32)
 
     def texts(
@@ -263,9 +264,9 @@ def test_texts_of_one_prompt_read_it_once_and_are_those_of_each_alone(
         requests, metrics = list[Request](), [RequestMetrics() for _ in prompts]
         for number, (prompt, observer) in enumerate(zip(prompts, metrics, strict=True), first):
             requests.append(Request(number, prompt, 16, SamplingParams(seed=number, temp=0.8), 230))
-            policies = [RandomPolicy(random.Random(number), 3, 40, 12), PipeInfer(microbatch=3), options.policy]
-            engine.add(requests[-1], policies[number % 3] if guesses else options.policy, observer)
-        for _ in engine.generate():
+            policies = [RandomPolicy(random.Random(number), 3, 40, 12), PipeInfer(microbatch=3), speculation.policy]
+            engine.add(requests[-1], policies[number % 3] if guesses else speculation.policy, observer)
+        for _ in emitted(engine):
             audit_engine(engine)
         assert len(prompts) == 1 or any(each.n_sent for each in metrics) == guesses
         return [each.tokens for each in requests], sum(each.n_kept for each in metrics)
@@ -308,3 +309,12 @@ def test_their_runs_can_be_timed(folder: Path, loaded: Loader, name: str) -> Non
     assert stage.next_position(0) == 0
     found = time_model(stage, len(layer_bytes), 32, 1024, time.perf_counter, 0.3, blocks=True, rewinds=False)
     assert found.in_context_s[1] > 0 and stage.next_position(0) == 0
+
+
+def test_states_are_guessed_for_only_where_that_is_asked_for(folder: Path) -> None:
+    """Each guess needs a state of its own; with other layers `auto` is the default on several ranks."""
+    found = {}
+    for name, path in (("states", model_and_cut(folder, "qwen35")[0]), ("none", write_model(folder / "plain.gguf"))):
+        options = RunOptions(models=JobModels(target=path)).changed(by_ranks=True)
+        found[name] = [with_files(options, n_ranks).speculation.policy.name for n_ranks in (1, 2)]
+    assert found == {"states": ["iterative", "iterative"], "none": ["iterative", "auto"]}

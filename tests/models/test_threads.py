@@ -15,7 +15,7 @@ from pipeinfer.core.interfaces import Batch
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
-from pipeinfer.models.llama.threads import Reading, ThreadShare, read_free, read_own, spin_briefly, threads_to_keep
+from pipeinfer.models.llama.threads import Reading, ThreadShare, read_free, read_process, spin_briefly, threads_to_keep
 from tests.support.gguf_factory import Shape, write_model
 
 EVALUATION_S = 0.004
@@ -26,7 +26,7 @@ class FakeHost:
 
     def __init__(self, n_cores: int, *mosts: int) -> None:
         self.n_cores, self.n_other, self.now_s, self.idle_s, self.cpu_s, self.n_preempted = n_cores, 0, 0.0, 0.0, 0.0, 0
-        self.shares = [ThreadShare(most, own=self.read, free=lambda: self.idle_s) for most in mosts]
+        self.shares = [ThreadShare(most, process=self.read, free=lambda: self.idle_s) for most in mosts]
         self.running = list(self.shares)
 
     def read(self) -> Reading:
@@ -104,15 +104,15 @@ def test_one_thread_asks_nothing() -> None:
     def never() -> Reading:
         raise AssertionError("asked")
 
-    share = ThreadShare(1, own=never)
+    share = ThreadShare(1, process=never)
     assert share.begin() == 1
     share.end()
 
 
 def test_clocks() -> None:
-    first = read_own()
+    first = read_process()
     sum(range(300_000))
-    second = read_own()
+    second = read_process()
     assert second.wall_s > first.wall_s and second.cpu_s > first.cpu_s and second.n_preempted >= first.n_preempted
     if sys.platform == "linux":
         idle_s = read_free()

@@ -6,11 +6,19 @@ from typing import Any
 import pytest
 
 from pipeinfer.models.text.answers import AnswerReader
-from pipeinfer.models.text.chat import Message
-from pipeinfer.models.text.grammar_child import answer
-from pipeinfer.models.text.grammar_text import matcher, open_tokens
+from pipeinfer.models.text.chat_template import ChatMessage
+from pipeinfer.models.text.grammar_text import answer, matcher, open_tokens
 from pipeinfer.models.text.tokenizer import ATTR_CONTROL
-from pipeinfer.models.text.tools import DEEPSEEK, HERMES, STYLES, Style, Tools, calls_grammar, knows_tools, told_plainly
+from pipeinfer.models.text.tools import (
+    DEEPSEEK,
+    HERMES,
+    STYLES,
+    Style,
+    Tools,
+    calls_grammar,
+    knows_tools,
+    plain_conversation,
+)
 
 SUM = {"type": "object", "properties": {"a": {"type": "integer"}, "kind": {"$ref": "#/$defs/kind"}},
        "required": ["a"], "$defs": {"kind": {"enum": ["int", "float"]}}}  # fmt: skip
@@ -89,14 +97,15 @@ def test_a_model_may_think_before_it_calls() -> None:
         assert takes(grammar_of(gpt_oss), text)
 
 
-def test_a_template_that_knows_no_tools_is_told_in_words() -> None:
+def test_tools_become_text_for_a_template_without_tools() -> None:
     assert knows_tools("{% if tools %}") and not knows_tools("{{ message.content }} toolset")
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-    said = [Message("user", "1?"), Message("assistant", "", {"tool_calls": [call]}), Message("tool", "2")]
-    system, *told = told_plainly(said, Tools(FUNCTIONS))
+    chat = [ChatMessage("user", "1?"), ChatMessage("assistant", "", {"tool_calls": [call]}), ChatMessage("tool", "2")]
+    system, *plain = plain_conversation(chat, Tools(FUNCTIONS))
     assert system.role == "system" and '"name": "add"' in system.content and "<tool_call>" in system.content
-    assert told == [said[0], Message("assistant", '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'),
-                    Message("user", "<tool_response>\n2\n</tool_response>")]  # fmt: skip
-    merged = told_plainly([Message("system", "Be brief."), *said], Tools(FUNCTIONS))[0].content
+    written = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+    response = "<tool_response>\n2\n</tool_response>"
+    assert plain == [chat[0], ChatMessage("assistant", written), ChatMessage("user", response)]
+    merged = plain_conversation([ChatMessage("system", "Be brief."), *chat], Tools(FUNCTIONS))[0].content
     assert merged.startswith("Be brief.\n\n# Tools")
-    assert told_plainly(said[:1], None) == said[:1] and DEEPSEEK in STYLES[0].signs
+    assert plain_conversation(chat[:1], None) == chat[:1] and DEEPSEEK in STYLES[0].signs

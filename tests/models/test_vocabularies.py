@@ -13,15 +13,20 @@ import pytest
 from click.testing import CliRunner
 
 from pipeinfer.cli.plan import plan_command
-from pipeinfer.core.interfaces import Batch
+from pipeinfer.core.interfaces import Batch, KvOp
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import UserError
+from pipeinfer.job.inspect.pair_report import acceptance
 from pipeinfer.job.placement.model_files import draft_translation, translation_note
-from pipeinfer.models.agreement import acceptance
 from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.models.drafts.translation import (
+    NONE,
+    TranslatedStage,
+    Translation,
+    find_translation,
+    vocabulary_differences,
+)
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.models.text.vocabularies import NONE, Translation, find_translation, vocabulary_differences
-from pipeinfer.models.translated import TranslatedStage
 from tests.models.test_tokenizer import write_vocabulary
 from tests.support.gguf_factory import NORMAL, UNUSED
 from tests.support.jobs import finish
@@ -91,7 +96,7 @@ def pair(tmp_path: Path) -> Callable[..., Opened]:
         (no_change, 5, "bos is 1 .added: True. and 5", 0),
     ],
 )
-def test_what_differs_is_told_and_all_else_is_the_same(
+def test_differences_are_listed_and_all_else_is_the_same(
     pair: Callable[..., Opened],
     change: Callable[[list[bytes], list[int]], None],
     bos: int,
@@ -103,16 +108,16 @@ def test_what_differs_is_told_and_all_else_is_the_same(
     translation = find_translation(target, draft)
     if what is None:
         assert differences == [] and list(vocabulary_differences(draft, target)) == []
-        assert translation is None or (translation.alike and draft.n_vocab > target.n_vocab)
+        assert translation is None or (translation.padding_only and draft.n_vocab > target.n_vocab)
     else:
-        (difference,) = differences
-        assert re.match(what, difference.what)
-        assert translation and not translation.alike
+        ((_, reason),) = differences
+        assert re.match(what, reason)
+        assert translation and not translation.padding_only
         assert translation.n_shared == target.n_vocab - n_missing
-        assert translation.heard[target.bos] == draft.bos
+        assert translation.inputs[target.bos] == draft.bos
     if translation:
-        assert len(translation.said) == len(translation.heard) == target.n_vocab
-        assert 0 <= translation.heard.min() <= max(translation.heard.max(), translation.said.max()) < draft.n_vocab
+        assert len(translation.outputs) == len(translation.inputs) == target.n_vocab
+        assert 0 <= translation.inputs.min() <= max(translation.inputs.max(), translation.outputs.max()) < draft.n_vocab
 
 
 def test_too_few_common_tokens_are_refused(pair: Callable[..., Opened]) -> None:
@@ -126,18 +131,18 @@ def test_the_ends_of_texts_are_the_same_whatever_they_are_called(pair: Callable[
 
     target, draft = pair(rename)
     translation = find_translation(target, draft)
-    assert translation and translation.said[target.eos] == translation.heard[target.eos] == draft.eos
+    assert translation and translation.outputs[target.eos] == translation.inputs[target.eos] == draft.eos
 
 
-def test_a_token_that_the_draft_lacks_is_heard_as_the_end_of_its_spelling(pair: Callable[..., Opened]) -> None:
+def test_a_token_that_the_draft_lacks_is_read_as_the_end_of_its_spelling(pair: Callable[..., Opened]) -> None:
     def rename(tokens: list[bytes], types: list[int]) -> None:
         tokens[tokens.index("▁token".encode())] = b"other"
 
     target, draft = pair(rename)
     lost = target.pieces.index(("▁token".encode(), False))
     translation = find_translation(target, draft)
-    assert translation and translation.said[lost] == NONE
-    assert draft.text_of(int(translation.heard[lost])) == b"n", "no longer end of it is a token"
+    assert translation and translation.outputs[lost] == NONE
+    assert draft.text_of(int(translation.inputs[lost])) == b"n", "no longer end of it is a token"
 
 
 def test_large_vocabularies_are_compared_quickly(tmp_path: Path) -> None:
@@ -157,24 +162,31 @@ def test_large_vocabularies_are_compared_quickly(tmp_path: Path) -> None:
 
 
 class Fixed:
-    """A draft of four tokens that says what it heard."""
+    """A draft of four tokens whose first logit is its input."""
 
     n_embd, n_vocab, is_last = 1, 4, True
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray:
         return np.array([[token, 1.0, 2.0, 3.0] for token in batch.tokens], np.float32)
 
+    def apply(self, ops: Sequence[KvOp]) -> None: ...
+    def next_position(self, seq: int) -> int:
+        return 0
 
-def test_a_stage_hears_and_says_the_targets_ids() -> None:
+    def clear(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def test_a_stage_reads_and_guesses_the_targets_ids() -> None:
     ids = Translation(np.array([3, 2, 0, 1, 0], np.int32), np.array([3, 2, NONE, 1, 0], np.int32), False)
-    stage = TranslatedStage(Fixed(), ids)  # type: ignore[arg-type]
+    stage = TranslatedStage(Fixed(), ids)
     assert stage.n_vocab == 5
     for tokens in ([0, 2], [1, 3, 4], [2]):
-        heard = [ids.heard[token] for token in tokens]
+        inputs = [ids.inputs[token] for token in tokens]
         batch = Batch(np.array(tokens, np.int32), np.arange(len(tokens), dtype=np.int32), [(0,)] * len(tokens), None,
                       np.ones(len(tokens), bool))  # fmt: skip
-        found = stage.evaluate(batch, lambda: False)
-        assert found is not None and found.tolist() == [[3.0, 2.0, -np.inf, 1.0, token] for token in heard]
+        logits = stage.evaluate(batch, lambda: False)
+        assert logits is not None and logits.tolist() == [[3.0, 2.0, -np.inf, 1.0, token] for token in inputs]
 
 
 def test_the_same_draft_under_other_ids_is_as_often_right(extended: Path) -> None:
@@ -203,7 +215,7 @@ def test_the_text_is_the_targets_and_the_drafts_help_as_much(extended: Path) -> 
     plain, other = (finish(4, [*common, "-md", str(small), "-md", str(large)]) for small, large in teams)
     assert plain.returncode == other.returncode == 0, other.stderr
     assert "larger.gguf has other tokens than the target: they are translated, 4056 of 4096" in other.stderr
-    found = [json.loads(done.stdout) for done in (plain, other)]
-    assert found[0]["tokens"] == found[1]["tokens"]
-    rates = [result["speculation"]["acceptance_rate"] for result in found]
+    results = [json.loads(done.stdout) for done in (plain, other)]
+    assert results[0]["tokens"] == results[1]["tokens"]
+    rates = [result["speculation"]["acceptance_rate"] for result in results]
     assert rates[1] == pytest.approx(rates[0], abs=0.1) and rates[0] > 0.2

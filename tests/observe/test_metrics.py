@@ -8,13 +8,14 @@ from dataclasses import replace
 
 import pytest
 
-from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import TokenTree
-from pipeinfer.observe.ledger import HeadLedger, StageLedger, head_time, stage_time
-from pipeinfer.observe.metrics import RequestMetrics, percentiles, service_timings, speculation, timings, why_no_guess
+from pipeinfer.observe.figures import itl_s, percentiles, service_timings, speculation, timings
+from pipeinfer.observe.metrics import RequestMetrics, why_no_guess
+from pipeinfer.observe.trace import HeadLedger, StageLedger, head_time, stage_time
 from pipeinfer.policies import Iterative, PipeInfer
 from tests.core.test_engine import N_LAYERS, toy_engine, toy_pipeline
 from tests.support.toy import OracleDrafter, Reference
@@ -25,7 +26,7 @@ def test_latencies_from_timestamps() -> None:
     metrics.token_s = [12.0, 12.5, 12.5, 14.0]
     metrics.finished_s = 14.5
     found = timings(metrics)
-    assert metrics.itl_s == [0.25, 0.25, 1.5], "tokens of one verdict share the gap before it"
+    assert itl_s(metrics) == [0.25, 0.25, 1.5], "tokens of one verdict share the gap before it"
     assert (found["ttft_s"], found["tpot_s"], found["itl_mean_s"]) == (2.0, pytest.approx(2 / 3), pytest.approx(2 / 3))
     assert (found["prompt_per_second"], found["predicted_per_second"]) == (2.0, 1.5)
     assert (found["itl_p50_s"], found["total_s"]) == (0.25, 4.5)
@@ -130,7 +131,6 @@ def test_the_engine_says_why_no_guess_was_sent(policy: type[PipeInfer] | type[It
     request = Request(0, [4], 40, SamplingParams(temp=0.0), 400)
     metrics = RequestMetrics()
     engine.add(request, policy(), metrics)
-    for _ in engine.generate():
-        pass
+    engine.complete()
     assert len(metrics.notices) == (policy is PipeInfer) and metrics.n_sent == 0
     assert speculation(metrics)["draft_n_sent"] == 0

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from pipeinfer.observe.progress import ProgressBar, transfer_bar
+from pipeinfer.observe.report import ProgressBar, transfer_bar
 
 
 class Progressing:

@@ -11,8 +11,8 @@ import pytest
 
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.observe.columns import ASKED, COLUMNS, NAMES
-from pipeinfer.observe.results import LOADS, append_result, as_read, check_results, key_of, read_results
+from pipeinfer.observe.columns import COLUMNS, KEY, NAMES
+from pipeinfer.observe.table import LOADS, RESULTS
 from tests.support.jobs import finish
 from tests.support.rows import make_row
 
@@ -20,12 +20,12 @@ from tests.support.rows import make_row
 def test_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "results.csv"
     for policy in ("iterative", "pipeinfer"):
-        append_result(path, make_row(policy))
+        RESULTS.append(path, make_row(policy))
     header, *lines = path.read_text().splitlines()
     assert header.split(",")[:4] == ["prompt_per_second", "predicted_per_second", "itl_mean_s", "ttft_s"]
     assert lines[0].startswith("100,10,0.1,1.28,iterative,")
-    first, second = read_results(path)
-    assert second == as_read(make_row("pipeinfer")) | {"date": second["date"]}
+    first, second = RESULTS.read(path)
+    assert second == RESULTS.as_read(make_row("pipeinfer")) | {"date": second["date"]}
     assert math.isnan(first["acceptance_rate"]) and second["acceptance_rate"] == 0.8
     assert (second["model"], second["model_draft"], first["model_draft"]) == ("big.gguf", "small.gguf", "")
     assert (second["ranks"], second["layers"], second["threads"]) == (3, (4, 4), (2, 2, 2))
@@ -37,12 +37,12 @@ def test_round_trip(tmp_path: Path) -> None:
 def test_every_sampling_option_is_in_the_keys_of_both_tables() -> None:
     """Else rows of other texts would pass for the same experiment."""
     options = {field.name for field in fields(SamplingParams)} - {"n_logprobs"}
-    assert options <= set(ASKED) and options <= set(LOADS.asked)
+    assert options <= set(KEY) and options <= set(LOADS.key)
 
 
 def _append_many(path: Path, policy: str) -> None:
     for repetition in range(40):
-        append_result(path, make_row(policy, "x" * 500, repetition))
+        RESULTS.append(path, make_row(policy, "x" * 500, repetition))
 
 
 def test_writers_at_once_lose_and_mix_nothing(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_writers_at_once_lose_and_mix_nothing(tmp_path: Path) -> None:
         writer.start()
     for writer in writers:
         writer.join()
-    rows = read_results(path)
+    rows = RESULTS.read(path)
     assert len(rows) == 160
     assert sorted((row["policy"], row["repetition"]) for row in rows) == sorted(
         (policy, repetition) for policy in ("iterative", "pipeinfer") * 2 for repetition in range(40)
@@ -64,7 +64,7 @@ def test_writers_at_once_lose_and_mix_nothing(tmp_path: Path) -> None:
 def test_a_file_with_other_columns_stays_as_it_is(tmp_path: Path, content: str) -> None:
     path = tmp_path / "results.csv"
     path.write_text(content)
-    for attempt in (lambda: check_results(path), lambda: append_result(path, make_row())):
+    for attempt in (lambda: RESULTS.check(path), lambda: RESULTS.append(path, make_row())):
         with pytest.raises(UserError, match="other columns"):
             attempt()
     assert path.read_text() == content
@@ -73,13 +73,13 @@ def test_a_file_with_other_columns_stays_as_it_is(tmp_path: Path, content: str) 
 def test_nothing_is_appended_to_a_cut_off_row(tmp_path: Path) -> None:
     path = tmp_path / "results.csv"
     for _ in range(2):
-        append_result(path, make_row())
+        RESULTS.append(path, make_row())
     whole = path.read_bytes()
     path.write_bytes(whole[:-20])
     with pytest.raises(UserError, match="line 3 is cut off"):
-        append_result(path, make_row())
+        RESULTS.append(path, make_row())
     with pytest.raises(UserError, match="line 3"):
-        read_results(path)
+        RESULTS.read(path)
     assert path.read_bytes() == whole[:-20]
 
 
@@ -89,20 +89,20 @@ def test_nothing_is_appended_to_a_cut_off_row(tmp_path: Path) -> None:
 def test_no_job_begins_that_would_add_to_a_damaged_table(tmp_path: Path, old: str, new: str) -> None:
     path = tmp_path / "results.csv"
     for _ in range(4):
-        append_result(path, make_row())
-    check_results(path)
+        RESULTS.append(path, make_row())
+    RESULTS.check(path)
     lines = path.read_text().splitlines()
     lines[2] = lines[2].replace(old, new, 1)
     path.write_text("\n".join(lines) + "\n", errors="surrogateescape")
     before = path.read_bytes()
     with pytest.raises(UserError, match=r"results\.csv, line 3[: ]"):
-        check_results(path)
+        RESULTS.check(path)
     assert path.read_bytes() == before
 
 
 def test_a_damaged_table_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "results.csv"
-    append_result(path, make_row())
+    RESULTS.append(path, make_row())
     path.write_text(path.read_text().replace("\n100,", "\n100;"))
     before = path.read_bytes()
     for words in (["bench", "-p", "9"], ["simulate", "--profile", "pipeinfer-c"]):
@@ -133,38 +133,38 @@ def test_a_damaged_table_is_refused_before_anything_is_measured(tmp_path: Path) 
 def test_a_hostile_row_is_named_by_its_line(tmp_path: Path, old: str, new: str) -> None:
     path = tmp_path / "results.csv"
     for _ in range(4):
-        append_result(path, make_row())
+        RESULTS.append(path, make_row())
     lines = path.read_text().splitlines()
     assert old in lines[3]
     lines[3] = lines[3].replace(old, new, 1)
     path.write_text("\n".join(lines) + "\n", errors="surrogateescape")
     with pytest.raises(UserError, match="line 4") as caught:
-        read_results(path)
+        RESULTS.read(path)
     assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
 
 
 def test_names_cannot_break_a_row(tmp_path: Path) -> None:
     path = tmp_path / "results.csv"
-    append_result(path, make_row(prompt='a "tale",\nof\r\x00two lines'))
-    (row,) = read_results(path)
+    RESULTS.append(path, make_row(prompt='a "tale",\nof\r\x00two lines'))
+    (row,) = RESULTS.read(path)
     assert row["prompt"] == 'a "tale", of  two lines'
 
 
 def test_rows_that_were_asked_otherwise_have_other_keys() -> None:
-    keys = {key_of(as_read(make_row()))}
+    keys = {RESULTS.key_of(RESULTS.as_read(make_row()))}
     for column in COLUMNS:
-        if column.asked:
+        if column.is_key:
             value = {"text": "other", "integer": 99, "number": 0.5, "integers": [9], "numbers": [9.0]}[column.kind]
-            keys.add(key_of(as_read(make_row() | {column.name: value})))
-    assert len(keys) == 1 + len(ASKED)
-    assert key_of(as_read(make_row() | {"ttft_s": 9.0, "hosts": "elsewhere"})) in keys
+            keys.add(RESULTS.key_of(RESULTS.as_read(make_row() | {column.name: value})))
+    assert len(keys) == 1 + len(KEY)
+    assert RESULTS.key_of(RESULTS.as_read(make_row() | {"ttft_s": 9.0, "hosts": "elsewhere"})) in keys
 
 
 def test_no_file_and_no_rows(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"none\.csv"):
-        read_results(tmp_path / "none.csv")
+        RESULTS.read(tmp_path / "none.csv")
     (tmp_path / "empty.csv").touch()
     with pytest.raises(UserError, match="empty"):
-        read_results(tmp_path / "empty.csv")
+        RESULTS.read(tmp_path / "empty.csv")
     with pytest.raises(UserError, match="none"):
-        append_result(tmp_path / "none" / "results.csv", make_row())
+        RESULTS.append(tmp_path / "none" / "results.csv", make_row())

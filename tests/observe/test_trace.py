@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from matplotlib import pyplot as plt
 
+from pipeinfer.cli.simulate import simulate_command
 from pipeinfer.errors import UserError
-from pipeinfer.observe.trace import Message, Span, write_chrome_trace
-from plots.timeline import paint, window
+from pipeinfer.observe.trace import Arrow, TraceSpan, write_chrome_trace
+from plots.timeline import Trace, draw_timelines, paint, window
 from tests.support.jobs import ROOT, run_json
 
 Event = dict[str, Any]
@@ -103,7 +105,7 @@ def test_marks_at_the_edges_are_whole_and_questions_are_no_runs() -> None:
         event("settle", 5.0, tokens=2), event("settle", 15.0, tokens=1), event("cancel", 15.0, runs=1),
         event("evaluate", 6.0, 4.0, 1, question=7), event("evaluate", 6.0, 4.0, 2, run=3),
     ]  # fmt: skip
-    figure = paint({0: "rank 0: draft 1", 1: "rank 1: draft 2", 2: "rank 2: stage 0"}, events, 5.0, 15.0)
+    figure = paint([Trace("", {0: "rank 0: draft 1", 1: "rank 1: draft 2", 2: "rank 2: stage 0"}, events, 5.0)], 10.0)
     (axes,) = figure.axes
     assert axes.get_xlim() == (0.0, 10.0)
     marks = [line for line in axes.lines if line.get_marker() in ("v", "x")]
@@ -112,6 +114,26 @@ def test_marks_at_the_edges_are_whole_and_questions_are_no_runs() -> None:
     assert {text.get_text() for text in axes.texts} == {"2", "1", "q7", "3"}
     assert "questions to a larger draft" in axes.get_xlabel()
     plt.close(figure)
+
+
+def test_several_traces_take_the_same_time_and_tell_their_tokens(tmp_path: Path) -> None:
+    """Of simulated pipelines: the head of one has a stage, that of the other a draft."""
+    words = ["--profile", "ethernet", "--nodes", "4", "-n", "12"]
+    for policy in ("iterative", "auto"):
+        trace = ["--policy", policy, "--trace", str(tmp_path / f"{policy}.json")]
+        assert CliRunner().invoke(simulate_command, [*words, *trace]).exit_code == 0
+    paths = [tmp_path / f"{policy}.json" for policy in ("iterative", "auto")]
+    figure = draw_timelines(paths, None, 5000.0)
+    assert {axes.get_xlim() for axes in figure.axes} == {(0.0, 5.0)} and len(figure.axes) == 2
+    for path, axes in zip(paths, figure.axes, strict=True):
+        times_s = [(event["ts"] / 1e6, event["args"]["tokens"]) for event in events_of(path, name="settle")]
+        assert sum(tokens for _, tokens in times_s) == 12
+        n_tokens = sum(tokens for at_s, tokens in times_s if 0 < at_s - times_s[0][0] <= 5.0)
+        assert axes.get_title(loc="left") == f"{path.stem}: {n_tokens} tokens in 5 s"
+        assert len(axes.get_yticks()) == 4
+    plt.close(figure)
+    done = plot(*paths, tmp_path / "results.csv")
+    assert done.returncode == 2 and "one table, or traces" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -137,9 +159,9 @@ def test_a_bad_trace_is_one_line(tmp_path: Path, content: str | None, words: str
 
 def test_arrows_and_moments(tmp_path: Path) -> None:
     tracks = [
-        ("rank 0", [Span("send", 1.0, 1e-6, {"run": 1})]),
-        ("rank 1", [Span("evaluate", 1.5, 0.5), Span("cancel", 2.0)]),
+        ("rank 0", [TraceSpan("send", 1.0, 1e-6, {"run": 1})]),
+        ("rank 1", [TraceSpan("evaluate", 1.5, 0.5), TraceSpan("cancel", 2.0)]),
     ]
-    write_chrome_trace(tmp_path / "trace.json", tracks, [Message(1, 0, 1.0, 1, 1.5)])
+    write_chrome_trace(tmp_path / "trace.json", tracks, [Arrow(1, 0, 1.0, 1, 1.5)])
     assert [event["ts"] for event in events_of(tmp_path / "trace.json", cat="message")] == [0.0, 0.5e6]
     assert events_of(tmp_path / "trace.json", name="cancel")[0]["ph"] == "i"

@@ -10,8 +10,8 @@ from itertools import count
 import pytest
 
 from pipeinfer.core.policy import NOTHING, Answer, AwaitDraft, HoldUntil, Send
+from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.runs import Guess
-from pipeinfer.core.scheduling.run_cost import RunCost
 from pipeinfer.core.tree import Node, Settled, TokenTree
 from pipeinfer.policies import Auto
 from pipeinfer.policies.calibration import HIT_MEMORY

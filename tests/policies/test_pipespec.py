@@ -8,10 +8,10 @@ from collections.abc import Collection, Sequence
 
 import pytest
 
-from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.core.runs import Guess, Run
 from pipeinfer.policies import PipeSpec
 from pipeinfer.virtual.choices import Branch
+from pipeinfer.virtual.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.virtual.pipeline import SimPipeline
 from pipeinfer.virtual.simulation import Simulated, simulate
 from tests.support.pipespec_theory import next_rho, pipespec_tokens, speculative_speedup, steady_rho

@@ -12,11 +12,10 @@ from pipeinfer.cli.simulate import simulate_command
 from pipeinfer.core.policy import PAPER, PaperPolicy
 from pipeinfer.core.runs import Run
 from pipeinfer.core.settings import settings_of
-from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.options.options import Speculation
 from pipeinfer.job.placement.capacity import capacity_of
-from pipeinfer.observe.experiment import settings_text, variant_text
-from pipeinfer.policies import Auto, FlowSpec, PipeDec, PipeInfer, PipeSpec, Speculative
-from pipeinfer.policies.registry import POLICIES, make_policy
+from pipeinfer.observe.columns import settings_text, variant_text
+from pipeinfer.policies import POLICIES, Auto, FlowSpec, PipeDec, PipeInfer, PipeSpec, Speculative, make_policy
 from pipeinfer.virtual.choices import ranks_for, synthetic_team
 from pipeinfer.virtual.pipeline import SimPipeline
 from pipeinfer.virtual.profile import load_profile
@@ -115,9 +114,9 @@ def test_a_run_is_as_wide_as_was_asked(policy: PaperPolicy, monkeypatch: pytest.
     asked = {"pipedec": "layer_width", "flowspec": "segment", "speculative": "n_draft", "pipeinfer": "microbatch"}
     width = getattr(policy, asked[policy.name]) + (policy.name == "speculative")  # the root goes with its tree
     assert max(rows) == width
-    assert capacity_of(RunOptions(model=Path("m"), policy=policy), 512, rewinds=True).n_nodes == width
+    assert capacity_of(Speculation(policy=policy), 1, 128, 512, rewinds=True).n_nodes == width
 
 
 def test_models_that_policies_share_have_room_for_the_widest() -> None:
-    options = RunOptions(model=Path("m"), policy=PipeInfer(microbatch=64), also=(Auto(), PipeSpec()))
-    assert options.n_guess_rows == 64 and options.n_seq == Auto.n_seq
+    speculation = Speculation(policy=PipeInfer(microbatch=64), also=(Auto(), PipeSpec()))
+    assert speculation.n_guess_rows == 64 and speculation.n_seq(1) == Auto.n_seq

@@ -6,14 +6,21 @@ from itertools import pairwise
 
 import pytest
 
-from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.tree import Node, Settled
 from pipeinfer.policies import Auto, Iterative
-from pipeinfer.policies.backoff import LONGEST_TRY, SpeculationBackoff
-from pipeinfer.policies.told import Told
-from pipeinfer.policies.trial import LEAST_REST, LONGEST_REST, N_WITH, N_WITHOUT, SpeculationTrial
+from pipeinfer.policies.pauses import (
+    LEAST_REST,
+    LONGEST_REST,
+    LONGEST_TRY,
+    N_WITH,
+    N_WITHOUT,
+    PauseNotices,
+    SpeculationBackoff,
+    SpeculationTrial,
+)
 from pipeinfer.virtual.choices import ranks_for, synthetic_team
+from pipeinfer.virtual.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.virtual.simulation import simulate
 
 
@@ -86,13 +93,13 @@ def test_what_a_token_takes_is_not_moved_by_what_is_learned_of_costs() -> None:
 def test_each_change_is_said_once_whichever_request_meets_it() -> None:
     first = SpeculationTrial()
     said = [line for with_s in (1.2, 1.3, 0.5, 0.6, 1.2)
-            for line in told(SpeculationTrial(first.without, first.told), 60, with_s)[1]]  # fmt: skip
+            for line in told(SpeculationTrial(first.without, first.notices), 60, with_s)[1]]  # fmt: skip
     assert [line.partition(":")[0] for line in said] == [
         "guesses cost time here", "guesses save time again", "guesses cost time here"
     ]  # fmt: skip
-    backoffs, root = [SpeculationBackoff(Told())], Node(1, 0)
+    backoffs, root = [SpeculationBackoff(PauseNotices())], Node(1, 0)
     settled = Settled([root, root], [1])
-    backoffs += [SpeculationBackoff(backoffs[0].told) for _ in range(3)]
+    backoffs += [SpeculationBackoff(backoffs[0].notices) for _ in range(3)]
     lines = [each.settled(settled, hit_rate) for each, hit_rate in zip(backoffs, (0.01, 0.02, 0.5, 0.6), strict=True)]
     assert "hardly any guess" in lines[0] and "right again" in lines[2] and not lines[1] + lines[3]
 

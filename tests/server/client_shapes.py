@@ -200,7 +200,7 @@ CLAUDE_CODE = (
                 {"role": "system", "content": "Agents that you may use: Explore, Plan."},
             ]
         },
-        "a recorded request of claude-cli 2.1.239, and anthropics/claude-code issue 77698",
+        "a recorded request of claude-cli 2.1.239, and a public report of it",
         MESSAGED,
     ),
     Shape(

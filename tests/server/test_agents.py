@@ -32,8 +32,8 @@ TURNS: list[list[dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with Served(2, words(tmp_path_factory.mktemp("template"))) as found:
-        yield found
+    with Served(2, words(tmp_path_factory.mktemp("template"))) as server:
+        yield server
 
 
 def words(folder: Path) -> list[str]:
@@ -47,8 +47,8 @@ def body(n_turns: int, **more: Any) -> dict[str, Any]:
             "max_tokens": 60, "seed": 3, "temperature": 0.6, **more}  # fmt: skip
 
 
-def pieces(served: Served, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    with served.http.stream("POST", CHATS, json=asked | {"stream": True}) as answer:
+def pieces(served: Served, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    with served.http.stream("POST", CHATS, json=fields | {"stream": True}) as answer:
         assert answer.status_code == 200, answer.read()
         for line in lines_of(answer):
             if line != "[DONE]":
@@ -58,9 +58,9 @@ def pieces(served: Served, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
 def test_turns_come_from_the_cache_and_streams_are_the_same(served: Served) -> None:
     n_before = 0
     for n_turns in range(1, len(TURNS) + 1):
-        asked = body(n_turns, return_progress=True, stream_options={"include_usage": True})
+        fields = body(n_turns, return_progress=True, stream_options={"include_usage": True})
         name, arguments, read, usage = "", "", list[dict[str, int]](), dict[str, Any]()
-        for piece in pieces(served, asked):
+        for piece in pieces(served, fields):
             read += [piece["prompt_progress"]] if "prompt_progress" in piece else []
             usage = piece["usage"] or usage
             for call in piece["choices"][0]["delta"].get("tool_calls", []) if piece["choices"] else []:
@@ -79,23 +79,25 @@ def test_turns_come_from_the_cache_and_streams_are_the_same(served: Served) -> N
 
 
 def test_a_grammar_begins_with_the_cache_of_turns_that_had_none(served: Served, tmp_path: Path) -> None:
-    free = body(2, tool_choice="none", seed=5)
-    n_before = served.http.post(CHATS, json=free).json()["usage"]["prompt_tokens"]
-    held = body(3, seed=6, frequency_penalty=0.5)
-    found = served.http.post(CHATS, json=held).json()
-    assert found["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0.9 * n_before - 64
+    tools = [*TOOLS[1:], TOOLS[0]]  # no other test has evaluated their prompt
+    free = body(2, tools=tools, tool_choice="auto", seed=5)
+    usage = served.http.post(CHATS, json=free).json()["usage"]
+    n_before, held = usage["prompt_tokens"], body(3, tools=tools, seed=6, frequency_penalty=0.5)
+    assert usage["prompt_tokens_details"]["cached_tokens"] == 0
+    result = served.http.post(CHATS, json=held).json()
+    assert result["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0.9 * n_before - 64
     with Served(1, words(tmp_path)) as other:
         anew = other.http.post(CHATS, json=held).json()
-    calls = [each["choices"][0]["message"]["tool_calls"][0]["function"] for each in (found, anew)]
+    calls = [each["choices"][0]["message"]["tool_calls"][0]["function"] for each in (result, anew)]
     assert calls[0] == calls[1]
 
 
 def test_others_go_on_while_a_prompt_is_read_and_who_leaves_frees_its_place(served: Served) -> None:
-    asked = body(1, tool_choice="none", messages=[{"role": "user", "content": "other " + SYSTEM}])
+    fields = body(1, tool_choice="none", messages=[{"role": "user", "content": "other " + SYSTEM}])
     with served.stream(prompt="def f", max_tokens=400, ignore_eos=True, seed=1) as other:
         tokens = lines_of(other)
         next(tokens)
-        reading = (piece for piece in pieces(served, asked | {"return_progress": True}) if "prompt_progress" in piece)
+        reading = (piece for piece in pieces(served, fields | {"return_progress": True}) if "prompt_progress" in piece)
         n_read = next(reading)["prompt_progress"]["processed"]
         (mine,) = [slot for slot in served.http.get("/slots").json() if slot["n_predict"] == 60]
         assert n_read <= mine["n_prompt_tokens_processed"] <= mine["n_prompt_tokens"]
@@ -122,10 +124,10 @@ def test_a_prompt_that_does_not_fit_is_refused_at_once_with_the_way_out(served: 
 
 
 def test_what_was_read_for_a_client_that_left_is_there_when_it_asks_again(served: Served) -> None:
-    asked = body(1, tool_choice="none", messages=[{"role": "user", "content": "again " + SYSTEM}])
-    reading = (piece for piece in pieces(served, asked | {"return_progress": True}) if "prompt_progress" in piece)
+    fields = body(1, tool_choice="none", messages=[{"role": "user", "content": "again " + SYSTEM}])
+    reading = (piece for piece in pieces(served, fields | {"return_progress": True}) if "prompt_progress" in piece)
     n_read = next(reading)["prompt_progress"]["processed"]
     reading.close()
     served.until(lambda: not served.http.get("/slots").json())
-    usage = served.http.post(CHATS, json=asked).json()["usage"]
+    usage = served.http.post(CHATS, json=fields).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] >= n_read

@@ -10,8 +10,8 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 
+from tests.server import client_shapes
 from tests.server.client_shapes import SHAPES
-from tests.server.client_shapes import Shape as Asked
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.serving import Served
 
@@ -40,8 +40,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     shape = Shape(n_layer=2, n_embd=64, n_head=2, n_head_kv=1, n_ff=64, n_vocab=384)
     model = write_model(tmp_path_factory.mktemp("model") / "model.gguf", shape, template=TEMPLATE)
     words = ["-m", str(model), "-c", "8192", "--parallel", "2", "-n", str(N_TOKENS), "--log-format", "none"]
-    with Served(2, words) as found:
-        yield found
+    with Served(2, words) as server:
+        yield server
 
 
 def value_of(answer: Any, key: str) -> Any:
@@ -61,22 +61,22 @@ def shortened(body: dict[str, Any]) -> dict[str, Any]:
         {"max_tokens": n} if n > N_TOKENS and not {*lengths} & {*body} else {})  # fmt: skip
 
 
-@pytest.mark.parametrize("asked", SHAPES, ids=lambda each: f"{each.client}: {each.what}")
-def test_what_clients_send_is_served(served: Served, asked: Asked) -> None:
-    whole = served.http.post(asked.path, json=shortened(asked.body) | ({"stream": False} if asked.must else {}))
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda each: f"{each.client}: {each.what}")
+def test_what_clients_send_is_served(served: Served, shape: client_shapes.Shape) -> None:
+    whole = served.http.post(shape.path, json=shortened(shape.body) | ({"stream": False} if shape.must else {}))
     message = "" if whole.status_code == 200 else whole.json()["error"]["message"]
-    if message and any(what in asked.what for what in ("image", "document")):
+    if message and any(what in shape.what for what in ("image", "document")):
         assert whole.status_code == 400 and "text" in message
         return
-    if (refused := REFUSED.get((asked.client, asked.what))) is not None:
+    if (refused := REFUSED.get((shape.client, shape.what))) is not None:
         assert whole.status_code == 400 and refused in message
         return
     assert whole.status_code == 200, message
-    for key in asked.must:
+    for key in shape.must:
         value_of(whole.json(), key)
-    if not asked.body.get("stream"):
+    if not shape.body.get("stream"):
         return
-    with served.http.stream("POST", asked.path, json=shortened(asked.body)) as stream:
+    with served.http.stream("POST", shape.path, json=shortened(shape.body)) as stream:
         assert stream.status_code == 200
         lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line.startswith("data: ")]
     events = [json.loads(line) for line in lines if line != "[DONE]"]

@@ -14,7 +14,7 @@ import anthropic
 import openai
 
 from pipeinfer.job.requests.fields import PassedOver
-from pipeinfer.server.dialects.llama_cpp import infill_of
+from pipeinfer.server.llama_cpp import infill_of
 from tests.server.test_serve_tools import TEMPLATE
 from tests.support.serving import Served
 
@@ -37,8 +37,8 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         "--log-format",
         "json",
     ]
-    with Served(2, [*words, "--allow-origin", ORIGIN, "--seed", "5"]) as found:
-        yield found
+    with Served(2, [*words, "--allow-origin", ORIGIN, "--seed", "5"]) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -52,21 +52,21 @@ def client(served: Served) -> Any:
 
 
 def text(served: Served, **more: Any) -> str:
-    found = served.http.post("/v1/chat/completions", json={"messages": USER, "max_tokens": 16} | more).json()
-    return str(found["choices"][0]["message"]["content"])
+    reply = served.http.post("/v1/chat/completions", json={"messages": USER, "max_tokens": 16} | more).json()
+    return str(reply["choices"][0]["message"]["content"])
 
 
 def test_messages_are_the_chat_s(served: Served, claude: Any) -> None:
-    asked: Any = {"model": "any", "max_tokens": 16, "messages": USER}
-    found = claude.messages.create(**asked)
-    assert found.content[0].text == text(served) and found.stop_reason == "max_tokens" and found.role == "assistant"
-    assert found.usage.output_tokens == 16
+    query: Any = {"model": "any", "max_tokens": 16, "messages": USER}
+    reply = claude.messages.create(**query)
+    assert reply.content[0].text == text(served) and reply.stop_reason == "max_tokens" and reply.role == "assistant"
+    assert reply.usage.output_tokens == 16
     n_prompt = claude.messages.count_tokens(model="any", messages=USER).input_tokens
-    assert n_prompt == found.usage.input_tokens + found.usage.cache_read_input_tokens
-    with claude.messages.stream(**asked) as stream:
-        assert "".join(stream.text_stream) == found.content[0].text
+    assert n_prompt == reply.usage.input_tokens + reply.usage.cache_read_input_tokens
+    with claude.messages.stream(**query) as stream:
+        assert "".join(stream.text_stream) == reply.content[0].text
         assert stream.get_final_message().usage.output_tokens == 16
-    with_system = claude.messages.create(**asked, system=[{"type": "text", "text": "of"}])
+    with_system = claude.messages.create(**query, system=[{"type": "text", "text": "of"}])
     assert with_system.content[0].text == text(served, messages=[{"role": "system", "content": "of"}, *USER])
 
 
@@ -74,44 +74,44 @@ def test_a_loop_of_messages_with_tools(claude: Any) -> None:
     tools = [{"name": "list_files", "description": "x", "input_schema": SCHEMA}]
     messages = list(USER)
     for _ in range(3):
-        asked: Any = {"model": "any", "max_tokens": 200, "messages": messages, "tools": tools,
+        query: Any = {"model": "any", "max_tokens": 200, "messages": messages, "tools": tools,
                       "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}  # fmt: skip
-        found = claude.messages.create(**asked)
-        (block,) = found.content
-        assert found.stop_reason == "tool_use" and block.name == "list_files" and set(block.input) == {"hidden"}
-        with claude.messages.stream(**asked) as stream:
+        reply = claude.messages.create(**query)
+        (block,) = reply.content
+        assert reply.stop_reason == "tool_use" and block.name == "list_files" and set(block.input) == {"hidden"}
+        with claude.messages.stream(**query) as stream:
             streamed = stream.get_final_message()
         assert streamed.content[0].input == block.input and streamed.stop_reason == "tool_use"
         result = {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "a.txt"}]}
-        messages += [{"role": "assistant", "content": [each.model_dump() for each in found.content]},
+        messages += [{"role": "assistant", "content": [each.model_dump() for each in reply.content]},
                      {"role": "user", "content": [result]}]  # fmt: skip
 
 
 def test_reasoning_is_a_block_and_an_item(claude: Any, client: Any) -> None:
-    found = claude.messages.create(
+    reply = claude.messages.create(
         model="any", max_tokens=12, messages=USER, thinking={"type": "enabled", "budget_tokens": 1024}
     )
-    assert [block.type for block in found.content] == ["thinking"]
+    assert [block.type for block in reply.content] == ["thinking"]
     response = client.responses.create(
         model="any", max_output_tokens=12, input="What is 1 + 1?", reasoning={"effort": "high"}
     )
-    assert response.output[0].type == "reasoning" and response.output[0].content[0].text == found.content[0].thinking
+    assert response.output[0].type == "reasoning" and response.output[0].content[0].text == reply.content[0].thinking
 
 
 def test_responses_are_the_chat_s(served: Served, client: Any) -> None:
-    found = client.responses.create(model="any", input="What is 1 + 1?", max_output_tokens=16)
-    assert found.output_text == text(served) and found.status == "incomplete"
-    assert found.incomplete_details and found.incomplete_details.reason == "max_output_tokens"
-    assert found.usage and found.usage.output_tokens == 16
+    reply = client.responses.create(model="any", input="What is 1 + 1?", max_output_tokens=16)
+    assert reply.output_text == text(served) and reply.status == "incomplete"
+    assert reply.incomplete_details and reply.incomplete_details.reason == "max_output_tokens"
+    assert reply.usage and reply.usage.output_tokens == 16
     with client.responses.stream(model="any", input="What is 1 + 1?", max_output_tokens=16) as stream:
         kinds = [event.type for event in stream]
     assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.incomplete"
     assert kinds.count("response.output_text.delta") > 4 and "response.output_item.done" in kinds
-    said: Any = [
+    data: Any = [
         {"role": "developer", "content": "of"},
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": USER[0]["content"]}]},
     ]
-    as_items = client.responses.create(model="any", input=said, max_output_tokens=16).output_text
+    as_items = client.responses.create(model="any", input=data, max_output_tokens=16).output_text
     assert as_items == text(served, messages=[{"role": "system", "content": "of"}, *USER])
     assert (
         client.responses.create(
@@ -125,21 +125,21 @@ def test_a_loop_of_responses_with_tools(client: Any) -> None:
     tools: Any = [{"type": "function", "name": "list_files", "parameters": SCHEMA, "strict": True}]
     items: list[Any] = list(USER)
     for _ in range(3):
-        asked: Any = {"model": "any", "input": items, "tools": tools, "tool_choice": "required",
+        query: Any = {"model": "any", "input": items, "tools": tools, "tool_choice": "required",
                       "parallel_tool_calls": False, "max_output_tokens": 200}  # fmt: skip
-        (call,) = client.responses.create(**asked).output
+        (call,) = client.responses.create(**query).output
         assert call.type == "function_call" and set(json.loads(call.arguments)) == {"hidden"}
-        with client.responses.stream(**asked) as stream:
+        with client.responses.stream(**query) as stream:
             streamed = stream.get_final_response()
         assert streamed.output[0].arguments == call.arguments and streamed.status == "completed"
         items += [call.model_dump(), {"type": "function_call_output", "call_id": call.call_id, "output": "a.txt"}]
 
 
 def test_llama_server_s_own_endpoints(served: Served) -> None:
-    asked = {"prompt": "def f(", "n_predict": 8}
-    whole = served.http.post("/completion", json=asked).json()
+    query = {"prompt": "def f(", "n_predict": 8}
+    whole = served.http.post("/completion", json=query).json()
     assert whole["content"] == served.text(prompt="def f(", max_tokens=8) and whole["stop_type"] == "limit"
-    lines = served.http.post("/completion", json=asked | {"stream": True}).text.split("\n\n")
+    lines = served.http.post("/completion", json=query | {"stream": True}).text.split("\n\n")
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
     assert "".join(event["content"] for event in events) == whole["content"] and events[-1]["stop"]
     props = served.http.get("/props").json()
@@ -152,7 +152,7 @@ def test_llama_server_s_own_endpoints(served: Served) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "fields", "said"),
+    ("url", "fields", "data"),
     [
         ("/v1/messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "text, thinking, tool_use"),
         (
@@ -177,9 +177,9 @@ def test_llama_server_s_own_endpoints(served: Served) -> None:
         ("/v1/responses", {"input": [{"type": "item_reference"}]}, "input[0] is of type"),
     ],
 )
-def test_what_cannot_be_translated_is_said(served: Served, url: str, fields: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_translated_is_said(served: Served, url: str, fields: dict[str, Any], data: str) -> None:
     answer = served.http.post(url, json=fields)
-    assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
+    assert answer.status_code == 400 and data in answer.json()["error"]["message"], answer.text
     assert answer.json()["type"] == "error"
 
 
@@ -199,11 +199,11 @@ def test_fields_that_are_off_are_taken_and_others_passed_over_with_a_warning(ser
     assert served.text(prompt="def f(", max_tokens=8, **off) == plain
     n_before = sum("without a part" in line for line in served.lines)
     for _ in range(2):
-        asked = {"prompt": "def f(", "max_tokens": 8, "frobnicate": 1, "id_slot": 2}
-        answer = served.http.post("/v1/completions", json=asked)
+        query = {"prompt": "def f(", "max_tokens": 8, "frobnicate": 1, "id_slot": 2}
+        answer = served.http.post("/v1/completions", json=query)
         assert answer.headers["x-pipeinfer-passed-over"] == "frobnicate, id_slot"
         assert answer.json()["choices"][0]["text"] == plain
-    with served.http.stream("POST", "/v1/completions", json=asked | {"stream": True}) as stream:
+    with served.http.stream("POST", "/v1/completions", json=query | {"stream": True}) as stream:
         assert stream.headers["x-pipeinfer-passed-over"] == "frobnicate, id_slot"
     served.until(lambda: sum("without a part" in line for line in served.lines) == n_before + 2)
 
@@ -220,8 +220,8 @@ def test_pages_of_an_origin_that_is_named_may_ask(served: Served) -> None:
     asks = {"origin": ORIGIN, "access-control-request-method": "POST", "access-control-request-headers": "x-a, x-b"}
     before = served.http.options("/v1/chat/completions", headers=asks)
     assert before.status_code == 204 and before.headers["access-control-allow-headers"] == "x-a, x-b"
-    found = served.http.get("/v1/models", headers={"origin": ORIGIN})
-    assert found.status_code == 200 and found.headers["access-control-allow-origin"] == ORIGIN
+    reply = served.http.get("/v1/models", headers={"origin": ORIGIN})
+    assert reply.status_code == 200 and reply.headers["access-control-allow-origin"] == ORIGIN
     assert served.http.get("/v1/models", headers={"origin": "https://other.example"}).status_code == 403
 
 
@@ -230,8 +230,8 @@ def test_a_text_with_a_hole_is_asked_as_the_vocabulary_marks_it() -> None:
         fill_in={"pre": 1, "suf": 2, "mid": 3, "sep": 4}, adds_bos=True, bos=0,
         encode=lambda text, add_special: list(text.encode()),
     )  # fmt: skip
-    given = {"input_prefix": "a", "prompt": "b", "input_suffix": "c", "n_predict": 4}
-    assert infill_of(given, tokenizer, PassedOver()) == {"n_predict": 4, "prompt": [0, 1, 97, 98, 2, 99, 3]}
+    values = {"input_prefix": "a", "prompt": "b", "input_suffix": "c", "n_predict": 4}
+    assert infill_of(values, tokenizer, PassedOver()) == {"n_predict": 4, "prompt": [0, 1, 97, 98, 2, 99, 3]}
     extra = [{"filename": "f", "text": "t"}]
-    found = infill_of({"input_prefix": "a", "input_extra": extra, "seed": 1}, tokenizer, PassedOver())
-    assert found == {"seed": 1, "prompt": [0, 4, *b"f\nt", 1, 97, 2, 3]}
+    reply = infill_of({"input_prefix": "a", "input_extra": extra, "seed": 1}, tokenizer, PassedOver())
+    assert reply == {"seed": 1, "prompt": [0, 4, *b"f\nt", 1, 97, 2, 3]}

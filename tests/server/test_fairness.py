@@ -21,8 +21,8 @@ N_CONNECTIONS = 12
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     words = ["--parallel", "2", "--queue", "62", "--max-connections", str(N_CONNECTIONS), "-md", "none"]
-    with Served(1, words) as found:
-        yield found
+    with Served(1, words) as server:
+        yield server
 
 
 def connect(served: Served) -> socket.socket:
@@ -30,7 +30,7 @@ def connect(served: Served) -> socket.socket:
     return socket.create_connection(("127.0.0.1", served.port), timeout=60, source_address=(ADDRESS, 0))
 
 
-def asked_by_another(served: Served, **body: object) -> bytes:
+def ask_as_another(served: Served, **body: object) -> bytes:
     data = json.dumps(body).encode()
     with connect(served) as link:
         head = (
@@ -42,21 +42,21 @@ def asked_by_another(served: Served, **body: object) -> bytes:
 
 def test_texts_of_other_addresses_begin_in_turns(served: Served) -> None:
     """Of 40 texts that one client asks at once, most wait longer than one that another client asks then."""
-    said = list[bytes]()
+    response = list[bytes]()
     flood = threading.Thread(
-        target=lambda: said.append(asked_by_another(served, prompt="x", n=40, max_tokens=60, ignore_eos=True))
+        target=lambda: response.append(ask_as_another(served, prompt="x", n=40, max_tokens=60, ignore_eos=True))
     )
     flood.start()
     served.until(lambda: len(served.http.get("/slots").json()) == 40)
     served.complete(prompt="y", max_tokens=4)
-    assert len(served.http.get("/slots").json()) > 20 and not said
+    assert len(served.http.get("/slots").json()) > 20 and not response
     flood.join(60)
-    assert said[0].startswith(b"HTTP/1.1 200")
+    assert response[0].startswith(b"HTTP/1.1 200")
 
 
 def test_one_address_may_not_fill_the_queue(served: Served) -> None:
-    said = asked_by_another(served, prompt="x", n=50, max_tokens=4)
-    assert said.startswith(b"HTTP/1.1 429") and b"of this address" in said
+    response = ask_as_another(served, prompt="x", n=50, max_tokens=4)
+    assert response.startswith(b"HTTP/1.1 429") and b"of this address" in response
 
 
 def test_one_address_may_not_take_all_connections(served: Served) -> None:

@@ -1,32 +1,44 @@
-"""What the process that speaks HTTP makes of what heads say, without processes."""
+"""The HTTP process's end of the channel to rank 0, without processes."""
 
 import asyncio
+from dataclasses import fields
 from typing import Any, cast
 
 import pytest
 
+from pipeinfer.core.blocks import Span
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.job.requests.request import GenerationRequest
-from pipeinfer.job.serve.front import Ask, Came, Ended, FromHead, Ready
-from pipeinfer.server.channel import decode, encode
-from pipeinfer.server.head import Head, State
+from pipeinfer.job.serve.channel import Ask, Finished, FromHead, Ready, TextUpdates, decode, encode
+from pipeinfer.server.head_client import HeadClient, HeadState
 from pipeinfer.server.metrics import Metrics
 
 REQUEST = GenerationRequest((1, 2), 8, 10, SamplingParams(), frozenset())
 
 
+def test_a_request_crosses_the_channel_as_it_is() -> None:
+    request = GenerationRequest(
+        (1, 2), 8, 10, SamplingParams(seed=3, logit_bias="5:-inf", n_logprobs=2), frozenset({7, 3}), ("a", "é"), True,
+        (Span(0, 64), Span(64, 130)), True, -5, (4, 5), "</think>",
+    )  # fmt: skip
+    changed = [each.name for each in fields(request) if getattr(request, each.name) != getattr(REQUEST, each.name)]
+    assert {*changed} == {each.name for each in fields(request)} - {"prompt", "n_predict", "n_ctx", "policy"}
+    for each in (request, REQUEST):
+        assert decode(encode(Ask(9, "client", each))) == Ask(9, "client", each)
+
+
 class Writer:
-    """What it was told."""
+    """Decodes what is written to it."""
 
     def __init__(self) -> None:
-        self.said: list[Any] = []
+        self.messages: list[Any] = []
 
     def write(self, data: bytes) -> None:
-        self.said += map(decode, data.splitlines())
+        self.messages += map(decode, data.splitlines())
 
 
-def hears(head: Head, *messages: FromHead) -> list[Any]:
-    """A head says this, and is gone. What it was told meanwhile."""
+def hears(head: HeadClient, *messages: FromHead) -> list[Any]:
+    """Rank 0 sends these messages, and is gone. Returns what it was sent meanwhile."""
 
     async def hear() -> None:
         reader = asyncio.StreamReader()
@@ -37,31 +49,31 @@ def hears(head: Head, *messages: FromHead) -> list[Any]:
     writer = Writer()
     head.writer = cast(asyncio.StreamWriter, writer)
     asyncio.run(hear())
-    return writer.said
+    return writer.messages
 
 
 @pytest.mark.parametrize("is_followed", [False, True])
 def test_what_a_head_gives_up_goes_on_where_another_one_follows(is_followed: bool) -> None:
     """Launchers stop rank 0, in order, when another rank has died."""
-    head = Head(4, Metrics("model", 100), is_followed)
+    head = HeadClient(4, Metrics("model", 100), is_followed)
     hears(head, Ready(100))
     (choice,) = head.ask([REQUEST], "client").choices
-    hears(head, Came(0.0, 0.0, [(choice.id, [5, 6], "ab", [])]), Ended(choice.id, ""))
+    hears(head, TextUpdates(0.0, 0.0, [(choice.id, [5, 6], "ab", [])]), Finished(choice.id, ""))
     if not is_followed:
         assert choice.finish == "" and not head.choices
         return
     head.recover("rank 1 died")
-    assert choice.finish is None and head.state is State.RECOVERING
-    (asked,) = (each for each in hears(head, Ready(100)) if isinstance(each, Ask))
-    assert asked.id == choice.id and asked.begun == (5,)
-    hears(head, Came(0.0, 0.0, [(choice.id, [6, 7], "bc", [])]), Ended(choice.id, "length"))
+    assert choice.finish is None and head.state is HeadState.RECOVERING
+    (message,) = (each for each in hears(head, Ready(100)) if isinstance(each, Ask))
+    assert message.id == choice.id and message.request.begun == (5,)
+    hears(head, TextUpdates(0.0, 0.0, [(choice.id, [6, 7], "bc", [])]), Finished(choice.id, "length"))
     assert choice.finish == "length" and choice.tokens == [5, 6, 7]
 
 
 def test_nothing_waits_for_a_head_that_does_not_come() -> None:
-    head = Head(4, Metrics("model", 100), is_followed=True)
+    head = HeadClient(4, Metrics("model", 100), is_followed=True)
     hears(head, Ready(100))
     (choice,) = head.ask([REQUEST], "client").choices
     head.recover()
     head.give_up()
-    assert choice.finish == "" and head.state is State.LOST
+    assert choice.finish == "" and head.state is HeadState.LOST

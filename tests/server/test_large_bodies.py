@@ -16,7 +16,8 @@ import httpx
 
 import pipeinfer.server.app as app
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.server.options import HttpOptions
+from pipeinfer.job.requests.body import Defaults
+from pipeinfer.server.front import HttpOptions
 from pipeinfer.server.prompting import Prompting
 
 SMALL = {"content": 5}
@@ -29,15 +30,15 @@ def api() -> app.Api:
         format=SimpleNamespace(template=template),
         tokenizer=SimpleNamespace(n_vocab=10, path=Path("m.gguf"), decode_piece=lambda token, special: b"a"),
     )
-    run = SimpleNamespace(sampling=SamplingParams(), predict=1, stops=(), ignore_eos=False, model=Path("m.gguf"))
+    setup: Any = SimpleNamespace(model=Path("m.gguf"), defaults=Defaults(SamplingParams(), 1, (), False))
     head: Any = SimpleNamespace(check_ready=lambda: None)
-    return app.Api(HttpOptions(), SimpleNamespace(run=run), head, Prompting(prompts), SimpleNamespace())  # type: ignore[arg-type]
+    return app.Api(HttpOptions(), setup, head, Prompting(prompts), SimpleNamespace())  # type: ignore[arg-type]
 
 
-async def post(asked: list[tuple[str, dict[str, Any]]]) -> list[tuple[int, Any]]:
+async def post(fields: list[tuple[str, dict[str, Any]]]) -> list[tuple[int, Any]]:
     served: Any = api().app("127.0.0.1")
     async with httpx.AsyncClient(transport=httpx.ASGITransport(served), base_url="http://localhost") as client:
-        answers = [await client.post(path, content=json.dumps(body)) for path, body in asked]
+        answers = [await client.post(path, content=json.dumps(body)) for path, body in fields]
     return [(answer.status_code, answer.json()) for answer in answers]
 
 

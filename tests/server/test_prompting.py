@@ -15,11 +15,9 @@ import pytest
 
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.requests.field_names import COMPLETION
-from pipeinfer.job.requests.fields import PassedOver
-from pipeinfer.job.requests.request_body import Body, Defaults
-from pipeinfer.server.asked import read_asked
-from pipeinfer.server.prompting import Prompting
+from pipeinfer.job.requests.body import Body, Defaults
+from pipeinfer.job.requests.fields import COMPLETION, PassedOver
+from pipeinfer.server.prompting import Prompting, parse_request
 
 
 def prompting(ask: Callable[[Sequence[Body]], Any]) -> Prompting:
@@ -30,7 +28,7 @@ def prompting(ask: Callable[[Sequence[Body]], Any]) -> Prompting:
     return Prompting(prompts)
 
 
-def asked(grammar: str = "", is_chat: bool = False, name: str = "") -> Any:
+def query(grammar: str = "", is_chat: bool = False, name: str = "") -> Any:
     body = SimpleNamespace(name=name, sampling=SimpleNamespace(grammar=grammar), ignore_eos=False)
     return SimpleNamespace(prompts=(body,), bodies=(), is_chat=is_chat, n=1, keep=False)
 
@@ -41,12 +39,12 @@ def test_what_many_prompts_have_in_common_is_read_once() -> None:
     schema = {"properties": {f"p{at}": dict[str, int]() for at in range(60_000)}}
     gc.freeze()  # what other tests left costs the collector time that is not measured here
     begin_s = time.process_time()
-    found = read_asked(
+    result = parse_request(
         {"prompt": [str(at) for at in range(64)], "n": 2, "json_schema": schema}, COMPLETION, defaults, PassedOver()
     )
-    assert [body.prompt for body in found.bodies[::2]] == [str(at) for at in range(64)]
+    assert [body.prompt for body in result.bodies[::2]] == [str(at) for at in range(64)]
     with pytest.raises(UserError, match="200000 prompts with n 1 are 200000 texts; a request has up to 128"):
-        read_asked({"prompt": ["a"] * 200_000}, COMPLETION, defaults, PassedOver())
+        parse_request({"prompt": ["a"] * 200_000}, COMPLETION, defaults, PassedOver())
     gc.unfreeze()
     assert time.process_time() - begin_s < 0.5
 
@@ -58,10 +56,10 @@ def test_chats_whose_renderer_fails_are_told() -> None:
     async def run() -> list[Any]:
         server = prompting(fail)
         return [
-            found
+            result
             for _ in range(2)  # the next ones are rendered anew
-            for found in await asyncio.wait_for(
-                asyncio.gather(*(server.ask(asked(is_chat=True), "a") for _ in range(3)), return_exceptions=True), 10
+            for result in await asyncio.wait_for(
+                asyncio.gather(*(server.ask(query(is_chat=True), "a") for _ in range(3)), return_exceptions=True), 10
             )
         ]
 
@@ -79,9 +77,9 @@ def test_a_slow_grammar_keeps_nobody_else_waiting(monkeypatch: pytest.MonkeyPatc
 
     async def run() -> None:
         server = prompting(lambda bodies: [SimpleNamespace(sampling=SimpleNamespace(grammar=""))] * len(bodies))
-        slow = [asyncio.create_task(server.ask(asked("slow"), "a")) for _ in range(5)]
+        slow = [asyncio.create_task(server.ask(query("slow"), "a")) for _ in range(5)]
         for is_chat in (False, True):
-            assert await asyncio.wait_for(server.ask(asked(is_chat=is_chat), "a"), 10) == []
+            assert await asyncio.wait_for(server.ask(query(is_chat=is_chat), "a"), 10) == []
         assert not any(each.done() for each in slow)
         checked.set()
         for each in slow:
@@ -102,11 +100,11 @@ def test_a_client_whose_prompts_take_long_waits_alone(is_chat: bool) -> None:
 
     async def run() -> None:
         server = prompting(ask)
-        slow = [asyncio.create_task(server.ask(asked(is_chat=is_chat, name="slow"), "a")) for _ in range(9)]
+        slow = [asyncio.create_task(server.ask(query(is_chat=is_chat, name="slow"), "a")) for _ in range(9)]
         await asyncio.sleep(0.1)
         for _ in range(3):
             with pytest.raises(ValueError, match="quick"):
-                await asyncio.wait_for(server.ask(asked(is_chat=is_chat, name="quick"), "b"), 10)
+                await asyncio.wait_for(server.ask(query(is_chat=is_chat, name="quick"), "b"), 10)
         assert not any(each.done() for each in slow)
         taken.set()
         assert {type(each) for each in await asyncio.gather(*slow, return_exceptions=True)} == {ValueError}

@@ -3,7 +3,7 @@
 import time
 from random import Random
 
-from pipeinfer.server.repeats import N_LEAST, Repeats
+from pipeinfer.server.request_log import N_LEAST, Repeats
 
 TEXT = [Random(1).randrange(50_000) for _ in range(4000)]
 

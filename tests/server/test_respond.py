@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from pipeinfer.server.respond import EventsResponse
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.job.requests.request import GenerationRequest
+from pipeinfer.server import respond
+from pipeinfer.server.choices import Answer
+from pipeinfer.server.respond import AnswerResponse, EventsResponse
 
 
 async def one_event_then_a_fault() -> AsyncIterator[bytes]:
@@ -29,3 +34,38 @@ def test_an_answer_that_fails_is_over() -> None:
     with pytest.raises(KeyError):
         asyncio.run(response({"http_version": "1.1", "method": "GET"}, receive, send))
     assert over == [True] and sent == ["http.response.start", "http.response.body"]
+
+
+def test_a_stream_without_output_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also while its prompt goes on."""
+    monkeypatch.setattr(respond, "PING_S", 0.05)
+    answer = Answer([0], [GenerationRequest((1,) * 9, 8, 20, SamplingParams(), frozenset())])
+    form: Any = SimpleNamespace(
+        parsed=SimpleNamespace(stream=True, schemas={}), first=lambda: b"", events=lambda: b"", last=lambda: b"end"
+    )
+    sent = list[bytes]()
+
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    async def read_prompt() -> None:
+        (choice,) = answer.choices
+        choice.has_turn = True
+        for choice.n_read in range(1, 9):
+            choice.changed.set()
+            await asyncio.sleep(0.03)
+        choice.finish = "stop"
+        choice.changed.set()
+
+    async def run() -> None:
+        head: Any = SimpleNamespace(cancel=lambda answer: None)
+        response = AnswerResponse(head, answer, form, lambda: None, {}, lambda line: None)
+        await asyncio.gather(read_prompt(), response({"http_version": "1.0", "method": "POST"}, receive, send))
+
+    asyncio.run(run())
+    comments = [data for data in sent if data.startswith(b": ")]
+    assert len(comments) >= 2 and all(b"of 9 prompt tokens are evaluated" in each for each in comments)
+    assert sent[-1] == b"end"

@@ -21,7 +21,7 @@ pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
 import httpx
 import openai
 
-from pipeinfer.models.text.grammar_check import TOO_MUCH
+from pipeinfer.models.text.grammar import TOO_MUCH
 from tests.models.test_grammar import LATE
 from tests.support.jobs import command_of, descendants, finish, run_json
 from tests.support.server_fuzz import KINDS, faults_of, run_case
@@ -36,8 +36,8 @@ LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 900, "seed": 1, "ignore_
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     words = ["--parallel", "20", "--queue", "12", "--alias", "pair", "-sys", "of", "--timeout", "3"]
-    with Served(2, [*words, "--log-format", "none"]) as found:
-        yield found
+    with Served(2, [*words, "--log-format", "none"]) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -46,8 +46,8 @@ def client(served: Served) -> openai.OpenAI:
 
 
 def test_the_way_there_from_another_machine_is_said(served: Served) -> None:
-    said = f"pipeinfer: from another machine: ssh -L {served.port}:127.0.0.1:{served.port} "
-    assert served.lines[[line.startswith(LISTENS) for line in served.lines].index(True) - 1].startswith(said)
+    start = f"pipeinfer: from another machine: ssh -L {served.port}:127.0.0.1:{served.port} "
+    assert served.lines[[line.startswith(LISTENS) for line in served.lines].index(True) - 1].startswith(start)
 
 
 # -- curl
@@ -55,17 +55,17 @@ def test_the_way_there_from_another_machine_is_said(served: Served) -> None:
 
 @pytest.mark.skipif(not shutil.which("curl"), reason="curl is not installed")
 def test_curl(served: Served) -> None:
-    def curl(*words: str, **asked: Any) -> str:
-        command = ["curl", "-sS", "-N", *words, f"{served.url}/v1/completions", "-d", json.dumps(asked)]
+    def curl(*words: str, **fields: Any) -> str:
+        command = ["curl", "-sS", "-N", *words, f"{served.url}/v1/completions", "-d", json.dumps(fields)]
         header = ["-H", "content-type: application/json"]
         return subprocess.run([*command, *header], capture_output=True, text=True, check=True, timeout=30).stdout
 
-    asked = {"prompt": "def f(", "max_tokens": 6, "temperature": 0}
-    text = json.loads(curl(**asked))["choices"][0]["text"]
-    lines = [line.removeprefix("data: ") for line in curl(**asked, stream=True).splitlines() if line]
+    fields = {"prompt": "def f(", "max_tokens": 6, "temperature": 0}
+    text = json.loads(curl(**fields))["choices"][0]["text"]
+    lines = [line.removeprefix("data: ") for line in curl(**fields, stream=True).splitlines() if line]
     assert lines[-1] == "[DONE]"
     assert "".join(choice["text"] for line in lines[:-1] for choice in json.loads(line)["choices"]) == text
-    refused = curl("-w", "%{http_code}", **asked | {"temperature": -1})
+    refused = curl("-w", "%{http_code}", **fields | {"temperature": -1})
     assert refused.endswith("400") and "temperature" in refused
 
 
@@ -73,13 +73,13 @@ def test_curl(served: Served) -> None:
 
 
 def test_a_completion_is_the_text_of_run(client: openai.OpenAI) -> None:
-    found = client.completions.create(model="pair", **ASKED)
+    reply = client.completions.create(model="pair", **ASKED)
     result = run_json(2, ["-p", PROMPT, "-n", "24", "-s", "7", "--temp", "0.9", "-t", "1"])
-    choice = found.choices[0]
+    choice = reply.choices[0]
     assert choice.text == result["text"] and choice.finish_reason == "length"
-    assert found.object == "text_completion" and found.model == "pair" and found.id.startswith("cmpl-")
-    assert found.usage and found.usage.prompt_tokens == result["timings"]["prompt_n"]
-    assert found.usage.completion_tokens == 24 and found.usage.total_tokens == 24 + found.usage.prompt_tokens
+    assert reply.object == "text_completion" and reply.model == "pair" and reply.id.startswith("cmpl-")
+    assert reply.usage and reply.usage.prompt_tokens == result["timings"]["prompt_n"]
+    assert reply.usage.completion_tokens == 24 and reply.usage.total_tokens == 24 + reply.usage.prompt_tokens
 
 
 def test_a_stream_s_pieces_are_the_text(client: openai.OpenAI, served: Served) -> None:
@@ -91,9 +91,9 @@ def test_a_stream_s_pieces_are_the_text(client: openai.OpenAI, served: Served) -
 
 
 def test_a_chat_is_asked_with_the_template(client: openai.OpenAI) -> None:
-    said: list[Any] = [{"role": "user", "content": "the rank"}]
-    whole = client.chat.completions.create(model="pair", messages=said, max_tokens=16, seed=3)
-    streamed = client.chat.completions.create(model="pair", messages=said, max_tokens=16, seed=3, stream=True)
+    chat: list[Any] = [{"role": "user", "content": "the rank"}]
+    whole = client.chat.completions.create(model="pair", messages=chat, max_tokens=16, seed=3)
+    streamed = client.chat.completions.create(model="pair", messages=chat, max_tokens=16, seed=3, stream=True)
     pieces = list(streamed)
     result = run_json(1, ["--chat", "-sys", "of", "-p", "the rank", "-n", "16", "-s", "3", "-t", "1"])
     assert whole.choices[0].message.content == result["text"] and whole.object == "chat.completion"
@@ -102,11 +102,11 @@ def test_a_chat_is_asked_with_the_template(client: openai.OpenAI) -> None:
 
 
 def test_several_texts_have_the_next_seeds(client: openai.OpenAI, served: Served) -> None:
-    found = client.completions.create(model="pair", n=3, **ASKED)
+    reply = client.completions.create(model="pair", n=3, **ASKED)
     alone = [served.text(**ASKED | {"seed": seed}) for seed in (7, 8, 9)]
-    assert [choice.text for choice in found.choices] == alone and len(set(alone)) == 3
-    assert found.usage and found.usage.completion_tokens == 72
-    assert found.usage.prompt_tokens == served.complete(**ASKED)["usage"]["prompt_tokens"]
+    assert [choice.text for choice in reply.choices] == alone and len(set(alone)) == 3
+    assert reply.usage and reply.usage.completion_tokens == 72
+    assert reply.usage.prompt_tokens == served.complete(**ASKED)["usage"]["prompt_tokens"]
     prompts = [PROMPT, "class A:\n"]
     several = client.completions.create(model="pair", **ASKED | {"prompt": prompts, "n": 2})
     assert [choice.text for choice in several.choices[:2]] == alone[:2] and len(several.choices) == 4
@@ -136,8 +136,8 @@ def test_models_and_health(client: openai.OpenAI, served: Served) -> None:
 
 def test_a_name_that_leads_here_is_not_this_host_s(served: Served) -> None:
     """A page of another site, whose name was made to lead to 127.0.0.1 after it was loaded."""
-    own = [f"127.0.0.1:{served.port}", f"localhost:{served.port}", "127.3.2.1", "[::1]:9"]
-    names = dict.fromkeys(own, 200) | dict.fromkeys(
+    local = [f"127.0.0.1:{served.port}", f"localhost:{served.port}", "127.3.2.1", "[::1]:9"]
+    names = dict.fromkeys(local, 200) | dict.fromkeys(
         ["there.example", "127.0.0.1.there.example:80", "10.0.0.1", "["], 403
     )
     for name, status in names.items():
@@ -175,7 +175,7 @@ def test_a_page_of_another_site_is_not_told_anything(served: Served, headers: di
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("fields", "why"),
     [
         ({"logprobs": 6}, "logprobs is 6; of a prompt give how many"),
         ({"top_logprobs": 2}, "top_logprobs is 2, which is for chats"),
@@ -199,7 +199,7 @@ def test_a_page_of_another_site_is_not_told_anything(served: Served, headers: di
         ({"messages": []}, "has prompt, and no messages"),
     ],
 )
-def test_what_cannot_be_served_is_said(client: openai.OpenAI, asked: dict[str, Any], said: str) -> None:
+def test_what_cannot_be_served_is_said(client: openai.OpenAI, fields: dict[str, Any], why: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(
             model="pair",
@@ -207,13 +207,13 @@ def test_what_cannot_be_served_is_said(client: openai.OpenAI, asked: dict[str, A
                 **ASKED,
                 **{
                     n: v
-                    for n, v in asked.items()
+                    for n, v in fields.items()
                     if n in ("n", "prompt", "logprobs", "max_tokens", "temperature", "stream_options")
                 },
             },
-            extra_body=asked,
+            extra_body=fields,
         )
-    assert said in caught.value.message and caught.value.type == "invalid_request_error"
+    assert why in caught.value.message and caught.value.type == "invalid_request_error"
 
 
 @pytest.mark.parametrize(
@@ -242,18 +242,18 @@ def test_a_completion_s_tokens_have_log_probabilities(client: openai.OpenAI) -> 
     assert [choice.text for choice in whole.choices] == [choice.text for choice in plain.choices]
     assert plain.choices[0].logprobs is None
     for choice in whole.choices:
-        found = choice.logprobs
-        assert found and found.tokens and found.token_logprobs and found.top_logprobs and found.text_offset
-        assert "".join(found.tokens) == choice.text and len(found.tokens) == 24
+        reply = choice.logprobs
+        assert reply and reply.tokens and reply.token_logprobs and reply.top_logprobs and reply.text_offset
+        assert "".join(reply.tokens) == choice.text and len(reply.tokens) == 24
         for token, logprob, top, offset in zip(
-            found.tokens, found.token_logprobs, found.top_logprobs, found.text_offset, strict=True
+            reply.tokens, reply.token_logprobs, reply.top_logprobs, reply.text_offset, strict=True
         ):
             assert choice.text[offset:].startswith(token) and top[token] == logprob <= 0 and 3 <= len(top) <= 4
             assert list(top.values())[:3] == sorted(list(top.values())[:3], reverse=True)
     pieces = list(client.completions.create(model="pair", logprobs=3, stream=True, **ASKED))
-    told = [piece.choices[0].logprobs for piece in pieces]
+    reported = [piece.choices[0].logprobs for piece in pieces]
     for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
-        streamed = [value for each in told if each for value in getattr(each, name)]
+        streamed = [value for each in reported if each for value in getattr(each, name)]
         assert streamed == getattr(whole.choices[0].logprobs, name), name
     alone = client.completions.create(model="pair", logprobs=0, **ASKED).choices[0].logprobs
     assert alone and alone.top_logprobs and {len(top) for top in alone.top_logprobs} == {1}
@@ -261,26 +261,26 @@ def test_a_completion_s_tokens_have_log_probabilities(client: openai.OpenAI) -> 
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_what_a_stop_string_cuts_off_has_no_entries(client: openai.OpenAI, streamed: bool) -> None:
-    asked: Any = {"model": "pair", "logprobs": 1, **ASKED}
-    free = client.completions.create(**asked).choices[0]
+    fields: Any = {"model": "pair", "logprobs": 1, **ASKED}
+    free = client.completions.create(**fields).choices[0]
     assert free.logprobs and free.logprobs.text_offset and free.logprobs.tokens
     stop = free.text[9:14]
     at = free.text.index(stop)
     expected = [token for token, offset in zip(free.logprobs.tokens, free.logprobs.text_offset, strict=True) if (
         offset < at)]  # fmt: skip
-    found: list[str] = []
-    pieces = client.completions.create(stop=stop, stream=True, **asked) if streamed else [
-        client.completions.create(stop=stop, **asked)]  # fmt: skip
+    reply: list[str] = []
+    pieces = client.completions.create(stop=stop, stream=True, **fields) if streamed else [
+        client.completions.create(stop=stop, **fields)]  # fmt: skip
     text = ""
     for piece in pieces:
         text += piece.choices[0].text
-        found += (piece.choices[0].logprobs and piece.choices[0].logprobs.tokens) or []
-    assert text == free.text[:at] and found == expected and 0 < len(found) < 24
+        reply += (piece.choices[0].logprobs and piece.choices[0].logprobs.tokens) or []
+    assert text == free.text[:at] and reply == expected and 0 < len(reply) < 24
 
 
 def test_a_chat_s_tokens_have_log_probabilities(client: openai.OpenAI) -> None:
-    asked: Any = {"messages": [{"role": "user", "content": "the rank"}], "max_tokens": 16, "seed": 3, "model": "pair"}
-    whole = client.chat.completions.create(logprobs=True, top_logprobs=20, **asked).choices[0]
+    fields: Any = {"messages": [{"role": "user", "content": "the rank"}], "max_tokens": 16, "seed": 3, "model": "pair"}
+    whole = client.chat.completions.create(logprobs=True, top_logprobs=20, **fields).choices[0]
     assert whole.logprobs and whole.logprobs.content
     assert "".join(each.token for each in whole.logprobs.content) == whole.message.content
     for each in whole.logprobs.content:
@@ -288,35 +288,35 @@ def test_a_chat_s_tokens_have_log_probabilities(client: openai.OpenAI) -> None:
         assert each.logprob in [top.logprob for top in each.top_logprobs if top.token == each.token] or (
             each.logprob <= each.top_logprobs[-1].logprob
         )
-    pieces = client.chat.completions.create(logprobs=True, top_logprobs=20, stream=True, **asked)
-    told = [each for piece in pieces if (of := piece.choices[0].logprobs) for each in of.content or []]
-    assert told == whole.logprobs.content
-    bare = client.chat.completions.create(logprobs=True, **asked).choices[0].logprobs
-    assert bare and bare.content and [each.logprob for each in bare.content] == [each.logprob for each in told]
+    pieces = client.chat.completions.create(logprobs=True, top_logprobs=20, stream=True, **fields)
+    reported = [each for piece in pieces if (of := piece.choices[0].logprobs) for each in of.content or []]
+    assert reported == whole.logprobs.content
+    bare = client.chat.completions.create(logprobs=True, **fields).choices[0].logprobs
+    assert bare and bare.content and [each.logprob for each in bare.content] == [each.logprob for each in reported]
     assert not any(each.top_logprobs for each in bare.content)
-    for wrong, said in (({"logprobs": 1}, "give true or false"), ({"top_logprobs": 2}, "without logprobs"),
+    for wrong, why in (({"logprobs": 1}, "give true or false"), ({"top_logprobs": 2}, "without logprobs"),
                         ({"logprobs": True, "top_logprobs": 21}, "from 0 to 20")):  # fmt: skip
-        with pytest.raises(openai.BadRequestError, match=said):
-            client.chat.completions.create(**asked, extra_body=wrong)
+        with pytest.raises(openai.BadRequestError, match=why):
+            client.chat.completions.create(**fields, extra_body=wrong)
 
 
 def test_json_is_what_was_asked_for(client: openai.OpenAI) -> None:
     schema = {"type": "object", "required": ["n"], "properties": {"n": {"enum": [1, 2]}, "s": {"maxLength": 3}}}
     schema["properties"]["s"]["type"] = "string"  # type: ignore[index]
-    said = [{"role": "user", "content": "a"}]
+    conversation = [{"role": "user", "content": "a"}]
     forms = [{"type": "json_schema", "json_schema": {"name": "x", "schema": schema, "strict": True}}]
     forms += [{"type": "json_object", "schema": schema}]
     texts = []
     for form in forms:
-        found = client.chat.completions.create(
+        reply = client.chat.completions.create(
             model="pair",
-            messages=said,
+            messages=conversation,
             seed=4,
             max_tokens=60,
             response_format=form,  # type: ignore[call-overload]
         )
-        assert found.choices[0].finish_reason == "stop"
-        texts.append(found.choices[0].message.content)
+        assert reply.choices[0].finish_reason == "stop"
+        texts.append(reply.choices[0].message.content)
     assert texts[0] == texts[1] and json.loads(texts[0])["n"] in (1, 2)
     body = {"json_schema": schema, "seed": 4, "cache_prompt": True}
     plain = client.completions.create(model="pair", prompt="def a", max_tokens=60, extra_body=body)
@@ -330,15 +330,15 @@ def test_json_is_what_was_asked_for(client: openai.OpenAI) -> None:
 
 def conversation(served: Served) -> tuple[list[dict[str, str]], dict[str, Any]]:
     """Two turns; the messages of the second, and its answer."""
-    said = [{"role": "user", "content": "".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(9))}]
-    first = chat(served, said).json()["choices"][0]["message"]["content"]
-    said += [{"role": "assistant", "content": first}, {"role": "user", "content": "more"}]
-    return said, chat(served, said).json()
+    conversation = [{"role": "user", "content": "".join(f"def f{i}(x):\n    return x + {i}\n" for i in range(9))}]
+    first = chat(served, conversation).json()["choices"][0]["message"]["content"]
+    conversation += [{"role": "assistant", "content": first}, {"role": "user", "content": "more"}]
+    return conversation, chat(served, conversation).json()
 
 
 def chat(served: Served, messages: list[dict[str, str]]) -> httpx.Response:
-    asked = {"messages": messages, "max_tokens": 70, "seed": 4, "temperature": 0.7}
-    return served.http.post("/v1/chat/completions", json=asked)
+    fields = {"messages": messages, "max_tokens": 70, "seed": 4, "temperature": 0.7}
+    return served.http.post("/v1/chat/completions", json=fields)
 
 
 PROBES = [
@@ -349,30 +349,30 @@ PROBES = [
 ]
 
 
-def streamed(served: Served, asked: dict[str, Any]) -> str:
-    with served.stream(**asked) as answer:
+def streamed(served: Served, fields: dict[str, Any]) -> str:
+    with served.stream(**fields) as answer:
         pieces = [json.loads(line) for line in lines_of(answer) if line != "[DONE]"]
     return "".join(piece["choices"][0]["text"] for piece in pieces)
 
 
 def test_a_text_does_not_depend_on_who_else_asks(served: Served) -> None:
-    alone = [served.text(**asked) for asked in PROBES]
+    alone = [served.text(**fields) for fields in PROBES]
     others = [{**ASKED, "seed": 100 + i, "max_tokens": 20 + 5 * i, "prompt": PROMPT[: 3 + i]} for i in range(16)]
     with ThreadPoolExecutor(24) as pool:
-        noise = [pool.submit(served.text, **asked) for asked in others]
-        whole = [pool.submit(served.text, **asked) for asked in PROBES]
-        pieces = [pool.submit(streamed, served, asked) for asked in PROBES]
+        noise = [pool.submit(served.text, **fields) for fields in others]
+        whole = [pool.submit(served.text, **fields) for fields in PROBES]
+        pieces = [pool.submit(streamed, served, fields) for fields in PROBES]
         assert [each.result() for each in whole] == alone
         assert [each.result() for each in pieces] == alone
         assert len({each.result() for each in noise}) == 16
     messages, answer = conversation(served)
-    kept = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
-    assert 64 < kept < answer["usage"]["prompt_tokens"], "what was said before is not evaluated again"
+    retained = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+    assert 64 < retained < answer["usage"]["prompt_tokens"], "what was said before is not evaluated again"
     timed = answer["timings"]
-    assert (timed["prompt_n"], timed["cache_n"]) == (answer["usage"]["prompt_tokens"] - kept, kept)
+    assert (timed["prompt_n"], timed["cache_n"]) == (answer["usage"]["prompt_tokens"] - retained, retained)
     for n_ranks in (1, 3):
         with Served(n_ranks, ["-sys", "of"]) as other:
-            assert [other.text(**asked) for asked in PROBES] == alone
+            assert [other.text(**fields) for fields in PROBES] == alone
             cold = chat(other, messages).json()
             assert cold["choices"][0]["message"]["content"] == answer["choices"][0]["message"]["content"]
             assert cold["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
@@ -382,8 +382,8 @@ def test_a_text_does_not_depend_on_who_else_asks(served: Served) -> None:
 
 
 def slots(served: Served) -> list[Any]:
-    found: list[Any] = served.http.get("/slots").json()
-    return found
+    reply: list[Any] = served.http.get("/slots").json()
+    return reply
 
 
 def test_a_client_that_leaves_ends_its_request(served: Served) -> None:
@@ -432,21 +432,21 @@ def test_who_waits_begins_by_priority() -> None:
         queued_s: dict[int, float] = {}
 
         def ask(priority: int) -> str:
-            said = served.complete(**ASKED, priority=priority)
+            response = served.complete(**ASKED, priority=priority)
             ended.append(priority)
-            queued_s[priority] = said["timings"]["queued_s"]
-            assert queued_s[priority] < said["timings"]["ttft_s"] < said["timings"]["total_s"]
-            return str(said["choices"][0]["text"])
+            queued_s[priority] = response["timings"]["queued_s"]
+            assert queued_s[priority] < response["timings"]["ttft_s"] < response["timings"]["total_s"]
+            return str(response["choices"][0]["text"])
 
         with served.stream(**LONG) as answer:
             lines = lines_of(answer)  # to be kept: with it the connection would end
             next(lines)
-            asked = []
+            fields = []
             for n_before, priority in enumerate((1, 0, -1)):
-                asked.append(pool.submit(ask, priority))
+                fields.append(pool.submit(ask, priority))
                 served.until(lambda n=n_before: len(slots(served)) == n + 2)
             answer.close()
-            texts = {each.result(timeout=20) for each in asked}
+            texts = {each.result(timeout=20) for each in fields}
         timings = served.http.post("/v1/completions", json=ASKED).json()["timings"]
         assert 0 <= timings["queued_s"] < 1
         assert ended == [-1, 0, 1] and len(texts) == 1
@@ -469,19 +469,19 @@ def test_a_low_priority_passes_preempted_texts() -> None:
 
         def ask(priority: int, n: int, seed: int) -> int:
             body = {**ASKED, "ignore_eos": True, "max_tokens": n, "priority": priority, "seed": seed}
-            said = served.http.post("/v1/completions", json=body, timeout=60).json()
+            response = served.http.post("/v1/completions", json=body, timeout=60).json()
             ended.append(priority)
-            return int(said["timings"]["preempted_n"])
+            return int(response["timings"]["preempted_n"])
 
-        asked = []
+        fields = []
         for n_before in range(3):
-            asked.append(pool.submit(ask, 3, 480, n_before))
+            fields.append(pool.submit(ask, 3, 480, n_before))
             served.until(lambda n=n_before: sum(slot["is_processing"] for slot in slots(served)) == n + 1)
         served.until(lambda: any(slot["n_decoded"] and not slot["is_processing"] for slot in slots(served)))
         metrics = served.http.get("/metrics").text
         assert "llamacpp:requests_processing 2.0" in metrics and "llamacpp:requests_deferred 1.0" in metrics
         pool.submit(ask, -3, 20, 3).result(timeout=60)
-        assert [each.result(timeout=60) for each in asked] == [0, 0, 1]
+        assert [each.result(timeout=60) for each in fields] == [0, 0, 1]
         assert ended == [-3, 3, 3, 3]
 
 
@@ -498,12 +498,12 @@ def test_clients_that_err_lie_leave_and_dawdle_disturb_nobody(served: Served) ->
 
 
 def test_a_grammar_that_takes_too_much_ends_its_text_alone(served: Served) -> None:
-    asked = {"prompt": "a", "max_tokens": 700, "temperature": 0, "grammar": LATE}
+    fields = {"prompt": "a", "max_tokens": 700, "temperature": 0, "grammar": LATE}
     with ThreadPoolExecutor(2) as pool:
         beside = pool.submit(served.text, **ASKED)
-        whole = served.http.post("/v1/completions", json=asked)
+        whole = served.http.post("/v1/completions", json=fields)
         assert whole.status_code == 400 and whole.json()["error"]["message"] == TOO_MUCH
-        with served.stream(**asked) as answer:
+        with served.stream(**fields) as answer:
             *_, error, done = lines_of(answer)
         assert done == "[DONE]" and json.loads(error)["error"]["message"] == TOO_MUCH
         assert beside.result() == served.text(**ASKED)
@@ -571,8 +571,8 @@ def test_a_killed_process_of_the_chat_template_costs_nobody_a_chat(served: Serve
     """It was started ahead, by a thread of the front."""
 
     def waiting() -> list[int]:
-        found = (path.read_text().split() for path in Path(f"/proc/{front}/task").glob("*/children"))
-        return [pid for pid in map(int, itertools.chain(*found)) if b"template_child" in command_of(pid)]
+        reply = (path.read_text().split() for path in Path(f"/proc/{front}/task").glob("*/children"))
+        return [pid for pid in map(int, itertools.chain(*reply)) if b"template_child" in command_of(pid)]
 
     front = next(pid for pid in descendants(served.job.pid) if b"server.process" in command_of(pid))
     assert chat(served, [{"role": "user", "content": "a"}]).status_code == 200
@@ -591,9 +591,9 @@ def test_who_asks_is_told_that_a_rank_died() -> None:
         os.kill(served.pid_of(1), signal.SIGKILL)
         rest = list(lines)
         assert rest[-1] == "[DONE]" and json.loads(rest[-2])["error"]["code"] == 503
-        told = whole.result(timeout=10)
-        assert told.status_code == 503 and int(told.headers["retry-after"]) > 0
-        assert "the job behind this server has ended" in told.json()["error"]["message"]
+        reported = whole.result(timeout=10)
+        assert reported.status_code == 503 and int(reported.headers["retry-after"]) > 0
+        assert "the job behind this server has ended" in reported.json()["error"]["message"]
         late = httpx.get(f"{served.url}/health")
         assert late.status_code == 503 and "retry-after" in late.headers
         assert served.wait(timeout_s=5) not in (0, 130)

@@ -23,12 +23,11 @@ from click.testing import CliRunner
 from pipeinfer.cli.serve import serve_command
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
+from pipeinfer.job.requests.body import Defaults
 from pipeinfer.job.requests.fields import PassedOver
-from pipeinfer.job.requests.request_body import Defaults
 from pipeinfer.server.access import Access
-from pipeinfer.server.asked import read_asked
-from pipeinfer.server.front import HttpFront
-from pipeinfer.server.options import HttpOptions
+from pipeinfer.server.front import HttpOptions, HttpServer
+from pipeinfer.server.prompting import parse_request
 from tests.support.jobs import command_of, descendants, finish
 from tests.support.serving import Served
 
@@ -60,8 +59,8 @@ def guarded(certificate: tuple[Path, Path], tmp_path_factory: pytest.TempPathFac
     words = ["--api-key", "one,four", "--api-key-file", str(keys), "--max-body", "2048", "--timeout", str(TIMEOUT_S)]
     words += ["--ssl-key-file", str(certificate[0]), "--ssl-cert-file", str(certificate[1]), "--max-connections", "9"]
     trusted = ssl.create_default_context(cafile=str(certificate[1]))
-    with Served(1, ["-md", "none", *words], verify=trusted) as found:
-        yield found
+    with Served(1, ["-md", "none", *words], verify=trusted) as server:
+        yield server
 
 
 def test_a_key_opens_and_nothing_else_does(guarded: Served) -> None:
@@ -102,10 +101,10 @@ def test_with_a_key_a_server_may_have_any_name(guarded: Served) -> None:
 def test_which_names_a_host_has_is_known_of_the_loopback_interface(
     host: str, address: str, name: str, keys: tuple[str, ...], lets: bool
 ) -> None:
-    asked: list[str] = []
+    query: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
-        asked.append(scope["path"])
+        query.append(scope["path"])
 
     async def nothing(*_: Any) -> Any:
         pass
@@ -113,7 +112,7 @@ def test_which_names_a_host_has_is_known_of_the_loopback_interface(
     headers = [(b"host", name.encode()), (b"authorization", b"Bearer key")]
     scope = {"type": "http", "method": "GET", "path": "/slots", "headers": headers if name else []}
     asyncio.run(Access(app, keys, host, address)(scope, nothing, nothing))
-    assert bool(asked) is lets
+    assert bool(query) is lets
 
 
 def test_pages_of_other_sites_may_not_ask(guarded: Served) -> None:
@@ -130,7 +129,7 @@ def test_a_request_that_is_too_long_is_refused_whatever_it_says_of_itself(guarde
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "why"),
     [
         (b"", "the body is not JSON"),
         (b"\xff\xfe", "the body is not UTF-8"),
@@ -144,10 +143,10 @@ def test_a_request_that_is_too_long_is_refused_whatever_it_says_of_itself(guarde
         (b'{"prompt": ' + b"9" * 1000 + b"}", "prompt is 9"),
     ],
 )
-def test_nonsense_is_a_400_that_says_why(guarded: Served, content: bytes, said: str) -> None:
+def test_nonsense_is_a_400_that_says_why(guarded: Served, content: bytes, why: str) -> None:
     answer = guarded.http.post("/v1/completions", content=content, headers=KEY)
     error = answer.json()["error"]
-    assert answer.status_code == 400 and said in error["message"] and error["type"] == "invalid_request_error"
+    assert answer.status_code == 400 and why in error["message"] and error["type"] == "invalid_request_error"
 
 
 def test_a_body_of_two_lengths_is_refused_and_ends_the_connection(guarded: Served) -> None:
@@ -156,8 +155,10 @@ def test_a_body_of_two_lengths_is_refused_and_ends_the_connection(guarded: Serve
             b"content-length: %d\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n")  # fmt: skip
     with connect(guarded) as link:
         link.sendall(head % (len(body), len(body), body) + b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
-        said = b"".join(iter(lambda: link.recv(4096), b""))
-    assert said.startswith(b"HTTP/1.1 400 ") and b"send one of them" in said and said.count(b"HTTP/1.1 ") == 1, said
+        response = b"".join(iter(lambda: link.recv(4096), b""))
+    assert (
+        response.startswith(b"HTTP/1.1 400 ") and b"send one of them" in response and response.count(b"HTTP/1.1 ") == 1
+    ), response
 
 
 def test_what_is_no_endpoint_is_said_in_openai_s_form(guarded: Served) -> None:
@@ -227,18 +228,18 @@ def test_what_reads_no_answer_is_cut_off(guarded: Served) -> None:
 
 
 def test_tokens_and_back(guarded: Served) -> None:
-    def ask(path: str, **asked: Any) -> Any:
-        answer = guarded.http.post(path, json=asked, headers=KEY)
+    def ask(path: str, **query: Any) -> Any:
+        answer = guarded.http.post(path, json=query, headers=KEY)
         assert answer.status_code == 200, answer.text
         return answer.json()
 
     text = "def f(x):\n    return 'é'\n"
-    found = ask("/tokenize", content=text)
-    assert ask("/detokenize", tokens=found["tokens"])["content"].lstrip() == text and found["count"] > 5
-    assert ask("/tokenize", prompt=text)["tokens"] == found["tokens"]
+    result = ask("/tokenize", content=text)
+    assert ask("/detokenize", tokens=result["tokens"])["content"].lstrip() == text and result["count"] > 5
+    assert ask("/tokenize", prompt=text)["tokens"] == result["tokens"]
     pieces = ask("/tokenize", content=text, with_pieces=True)["tokens"]
-    assert [piece["id"] for piece in pieces] == found["tokens"]
-    assert len(ask("/tokenize", content=text, add_special=True)["tokens"]) >= found["count"]
+    assert [piece["id"] for piece in pieces] == result["tokens"]
+    assert len(ask("/tokenize", content=text, add_special=True)["tokens"]) >= result["count"]
     for wrong in ({}, {"content": 5}, {"content": "a", "with_pieces": 1}):
         assert guarded.http.post("/tokenize", json=wrong, headers=KEY).status_code == 400
     for tokens in (None, "a", [-1], [10**9], [True]):
@@ -248,8 +249,8 @@ def test_tokens_and_back(guarded: Served) -> None:
 def test_metrics_count_what_was_served(guarded: Served) -> None:
     def metrics() -> dict[str, float]:
         lines = guarded.http.get("/metrics", headers=KEY).text.splitlines()
-        found = (line.rpartition(" ") for line in lines if not line.startswith("#"))
-        return {name.partition("{")[0] if "bucket" not in name else name: float(value) for name, _, value in found}
+        result = (line.rpartition(" ") for line in lines if not line.startswith("#"))
+        return {name.partition("{")[0] if "bucket" not in name else name: float(value) for name, _, value in result}
 
     before = metrics()
     guarded.http.post("/v1/completions", json={**SMALL, "max_tokens": 5, "ignore_eos": True, "n": 2}, headers=KEY)
@@ -272,7 +273,7 @@ def test_settings_that_cannot_be_are_said(tmp_path: Path, certificate: tuple[Pat
     empty = tmp_path / "empty"
     empty.write_text("\n")
     key, chain = certificate
-    for given, said in (
+    for values, why in (
         (HttpOptions(port=0, api_key_file=empty), "has no keys"),
         (HttpOptions(port=0, api_key_file=tmp_path / "none"), "No such file"),
         (HttpOptions(port=0, ssl_key_file=key), "go together"),
@@ -281,33 +282,44 @@ def test_settings_that_cannot_be_are_said(tmp_path: Path, certificate: tuple[Pat
         (HttpOptions(port=0, origins=("chat.example.org",)), "--allow-origin chat.example.org: give SCHEME://HOST"),
         (HttpOptions(port=0, origins=("https://a.org/",)), "--allow-origin https://a.org/: give SCHEME://HOST"),
     ):
-        with pytest.raises(UserError, match=said):
-            HttpFront(given)
-    HttpFront(HttpOptions(port=0, origins=("*", "null", "https://[::1]:8080"))).close()
+        with pytest.raises(UserError, match=why):
+            HttpServer(values)
+    HttpServer(HttpOptions(port=0, origins=("*", "null", "https://[::1]:8080"))).close(0)
     assert "secret" not in repr(HttpOptions(api_keys=("secret",)))
 
 
 def test_a_port_is_one_servers_from_the_start() -> None:
-    first = HttpFront(HttpOptions(port=0))
+    first = HttpServer(HttpOptions(port=0))
     port = int(first.address.rpartition(":")[2])
     with pytest.raises(UserError, match=f"--port {port}: Address already in use"):
-        HttpFront(HttpOptions(port=port))
-    first.close()
-    HttpFront(HttpOptions(port=port)).close()
+        HttpServer(HttpOptions(port=port))
+    first.close(0)
+    HttpServer(HttpOptions(port=port)).close(0)
 
 
 def test_a_port_that_others_reach_without_a_key_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     for host, keys, is_said in (("0.0.0.0", (), True), ("0.0.0.0", ("one",), False), ("127.0.0.1", (), False)):
-        HttpFront(HttpOptions(port=0, host=host, api_keys=keys)).close()
+        HttpServer(HttpOptions(port=0, host=host, api_keys=keys)).close(0)
         assert ("--host 0.0.0.0 without --api-key" in capsys.readouterr().err) == is_said, (host, keys)
 
 
-def test_the_way_to_a_port_that_only_this_host_reaches_is_said() -> None:
-    for host, there in (("127.0.0.1", "127.0.0.1"), ("::1", "[::1]"), ("0.0.0.0", "")):
-        front = HttpFront(HttpOptions(port=0, host=host, api_keys=("one",)))
-        port = front.address.rpartition(":")[2]
-        assert front.tunnel == (f"ssh -L {port}:{there}:{port} {socket.gethostname()}" if there else ""), host
-        front.close()
+def test_the_way_to_a_port_from_another_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def way_in(host: str) -> str:
+        server = HttpServer(HttpOptions(port=0, host=host, api_keys=("one",)))
+        server.close(0)
+        return server.tunnel.replace(server.address.rpartition(":")[2], "PORT")
+
+    node = socket.gethostname()
+    for name in ("SLURMD_NODENAME", "SLURM_SUBMIT_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    forward = f"ssh -L PORT:127.0.0.1:PORT {node}, then http://127.0.0.1:PORT"
+    assert way_in("127.0.0.1") == forward
+    assert way_in("::1") == f"ssh -L PORT:[::1]:PORT {node}, then http://[::1]:PORT"
+    assert way_in("0.0.0.0") == f"http://{node}:PORT, or {forward}"
+    monkeypatch.setenv("SLURM_SUBMIT_HOST", "login")
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
+    assert way_in("127.0.0.1") == "ssh -J login -L PORT:127.0.0.1:PORT n7, then http://127.0.0.1:PORT"
+    assert way_in("0.0.0.0") == "ssh -L PORT:n7:PORT login, then http://127.0.0.1:PORT"
 
 
 def test_a_key_of_nothing_opens_no_server() -> None:
@@ -319,7 +331,7 @@ def test_a_key_of_nothing_opens_no_server() -> None:
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeinfer.server.front.NEEDS", ("fastapi", "no_such_module"))
     with pytest.raises(UserError, match=r"needs no_such_module, .* pip install 'pipeinfer\[serve\]'"):
-        HttpFront(HttpOptions(port=0))
+        HttpServer(HttpOptions(port=0))
 
 
 def test_few_sequences_for_many_texts_are_refused() -> None:
@@ -334,14 +346,16 @@ def test_a_context_of_less_than_all_requests_is_refused() -> None:
 
 def test_one_request_is_as_many_texts_as_it_asks_for() -> None:
     defaults = Defaults(SamplingParams(), -1, (), False)
-    asked = read_asked(
+    query = parse_request(
         {"prompt": [[1, 2], [3]], "n": 2, "seed": 2**32 - 1, "best_of": 2}, "/v1/completions", defaults, PassedOver()
     )
-    assert [(body.prompt, body.sampling.seed) for body in asked.bodies] == [
+    assert [(body.prompt, body.sampling.seed) for body in query.bodies] == [
         ((1, 2), 2**32 - 1), ((1, 2), 0), ((3,), 2**32 - 1), ((3,), 0),
     ]  # fmt: skip
-    assert len(asked.prompts) == 2 and not asked.keep and not asked.stream
-    chat = read_asked({"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions", defaults, PassedOver())
+    assert len(query.prompts) == 2 and not query.keep and not query.stream
+    chat = parse_request(
+        {"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions", defaults, PassedOver()
+    )
     assert chat.keep and chat.bodies[0].n_predict == -1
     with pytest.raises(UserError, match="up to 128"):
-        read_asked({"prompt": ["a"] * 65, "n": 2}, "/v1/completions", defaults, PassedOver())
+        parse_request({"prompt": ["a"] * 65, "n": 2}, "/v1/completions", defaults, PassedOver())

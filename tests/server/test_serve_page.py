@@ -60,9 +60,9 @@ def test_the_page_talks_and_shows_the_pipeline(tmp_path: Path) -> None:
         say(page, "def f(x):", tokens="30", seed="5", temperature="0.7")
         page.until(ENDED)
         headers = {"authorization": "Bearer secret"}
-        asked = {"messages": [{"role": "user", "content": "def f(x):"}], "max_tokens": 30, "seed": 5,
+        query = {"messages": [{"role": "user", "content": "def f(x):"}], "max_tokens": 30, "seed": 5,
                  "temperature": 0.7}  # fmt: skip
-        answer = served.http.post("/v1/chat/completions", json=asked, headers=headers).json()
+        answer = served.http.post("/v1/chat/completions", json=query, headers=headers).json()
         text = answer["choices"][0]["message"]["content"]
         assert page.evaluate(SAID) == text
         note = page.evaluate("document.querySelector('.turn.assistant small').textContent")
@@ -115,12 +115,12 @@ def test_markdown_becomes_elements_and_no_text_is_html(tmp_path: Path) -> None:
         page.evaluate(
             f"document.getElementById('said').append(turn({{role: 'assistant', content: {json.dumps(MARKDOWN)}}}))"
         )
-        found = page.evaluate(
+        result = page.evaluate(
             "Object.fromEntries(['h1', 'em', 'strong code', 'a', 'script', '.code pre', 'ol > li', 'li li', 'td', "
             "'blockquote p']"
             ".map(each => [each, [...document.querySelectorAll(`#said ${each}`)].map(it => it.textContent)]))"
         )
-        assert found == {
+        assert result == {
             "h1": ["Head"], "em": ["words"], "strong code": ["x"], "a": ["https://a.example/b"], "script": [],
             ".code pre": ['def f(x):\n    return "<b>"'], "ol > li": ["oneinner", "two"], "li li": ["inner"],
             "td": ["1", "2"], "blockquote p": ["said"],

@@ -35,8 +35,8 @@ USER = {"role": "user", "content": "What is 1 + 1?"}
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     template = Path(tmp_path_factory.mktemp("template")) / "tools.jinja"
     template.write_text(TEMPLATE)
-    with Served(2, ["--chat-template-file", str(template), "-c", "4096", "--parallel", "4"]) as found:
-        yield found
+    with Served(2, ["--chat-template-file", str(template), "-c", "4096", "--parallel", "4"]) as server:
+        yield server
 
 
 @pytest.fixture(scope="module")
@@ -44,9 +44,9 @@ def client(served: Served) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0)
 
 
-def whole(client: openai.OpenAI, **asked: Any) -> tuple[list[tuple[str, str]], str, str | None]:
+def whole(client: openai.OpenAI, **query: Any) -> tuple[list[tuple[str, str]], str, str | None]:
     """Calls, the reason of the end, content."""
-    choice = client.chat.completions.create(**ASKED | asked).choices[0]
+    choice = client.chat.completions.create(**ASKED | query).choices[0]
     calls: Any = choice.message.tool_calls or []
     assert all(len(call.id) == 9 and call.type == "function" for call in calls)
     return (
@@ -56,9 +56,9 @@ def whole(client: openai.OpenAI, **asked: Any) -> tuple[list[tuple[str, str]], s
     )
 
 
-def streamed(client: openai.OpenAI, **asked: Any) -> tuple[list[tuple[str, str]], str, str | None]:
+def streamed(client: openai.OpenAI, **query: Any) -> tuple[list[tuple[str, str]], str, str | None]:
     calls, content, finish = dict[int, list[str]](), "", ""
-    for piece in client.chat.completions.create(stream=True, **ASKED | asked):
+    for piece in client.chat.completions.create(stream=True, **ASKED | query):
         choice = piece.choices[0]
         finish, content = choice.finish_reason or finish, content + (choice.delta.content or "")
         for call in choice.delta.tool_calls or []:
@@ -66,24 +66,24 @@ def streamed(client: openai.OpenAI, **asked: Any) -> tuple[list[tuple[str, str]]
                 assert call.index == len(calls)
                 calls[call.index] = [call.function.name, ""]
             calls[call.index][1] += call.function.arguments or ""
-    return [(name, given) for name, given in calls.values()], finish, content or None
+    return [(name, params) for name, params in calls.values()], finish, content or None
 
 
-def check(name: str, given: str) -> None:
+def check(name: str, params: str) -> None:
     """Raises what is wrong with a call by its schema."""
-    found = json.loads(given)
+    result = json.loads(params)
     if name == "calculate":
-        assert found.keys() == {"left", "operator"} and found["operator"] in "+-" and found["left"] <= 99
+        assert result.keys() == {"left", "operator"} and result["operator"] in "+-" and result["left"] <= 99
     else:
-        assert name == "list_files" and found.keys() == {"hidden"} and isinstance(found["hidden"], bool)
+        assert name == "list_files" and result.keys() == {"hidden"} and isinstance(result["hidden"], bool)
 
 
 def test_a_loop_of_required_calls_streamed_or_not(client: openai.OpenAI) -> None:
     messages: list[Any] = [USER]
     for step in range(5):
-        asked = {"messages": messages, "tool_choice": "required", "parallel_tool_calls": False, "seed": step}
-        calls, finish, content = whole(client, **asked)
-        assert streamed(client, **asked) == (calls, finish, content) and len(calls) == 1
+        query = {"messages": messages, "tool_choice": "required", "parallel_tool_calls": False, "seed": step}
+        calls, finish, content = whole(client, **query)
+        assert streamed(client, **query) == (calls, finish, content) and len(calls) == 1
         assert finish == "tool_calls" and content is None
         check(*calls[0])
         function = {"name": calls[0][0], "arguments": calls[0][1]}
@@ -96,16 +96,18 @@ def test_a_function_may_be_named_and_several_calls_be_made(client: openai.OpenAI
     named: Any = {"type": "function", "function": {"name": "list_files"}}
     calls, finish, _ = whole(client, messages=[USER], tool_choice=named)
     assert [name for name, _ in calls] == ["list_files"] and finish == "tool_calls"
-    found = [whole(client, messages=[USER], tool_choice="required", seed=seed) for seed in range(6)]
-    assert max(len(calls) for calls, *_ in found) > 1
-    for name, given in (call for calls, finish, _ in found for call in calls[: None if finish == "tool_calls" else -1]):
-        check(name, given)
+    result = [whole(client, messages=[USER], tool_choice="required", seed=seed) for seed in range(6)]
+    assert max(len(calls) for calls, *_ in result) > 1
+    for name, params in (
+        call for calls, finish, _ in result for call in calls[: None if finish == "tool_calls" else -1]
+    ):
+        check(name, params)
 
 
 def test_a_call_that_is_cut_off_is_told_as_far_as_it_came(client: openai.OpenAI) -> None:
-    asked = {"messages": [USER], "tool_choice": "required", "max_tokens": 24}
-    calls, finish, _ = whole(client, **asked)
-    assert finish == "length" and streamed(client, **asked)[:2] == (calls, finish)
+    query = {"messages": [USER], "tool_choice": "required", "max_tokens": 24}
+    calls, finish, _ = whole(client, **query)
+    assert finish == "length" and streamed(client, **query)[:2] == (calls, finish)
 
 
 def test_without_a_choice_the_model_decides(client: openai.OpenAI, served: Served) -> None:
@@ -119,16 +121,16 @@ def test_without_a_choice_the_model_decides(client: openai.OpenAI, served: Serve
 
 def test_the_template_is_steered_and_reasoning_split_off(served: Served) -> None:
     def ask(**more: Any) -> dict[str, Any]:
-        asked = {"messages": [USER], "max_tokens": 12, "seed": 3, **more}
-        found: dict[str, Any] = served.http.post("/v1/chat/completions", json=asked).json()
-        return found
+        query = {"messages": [USER], "max_tokens": 12, "seed": 3, **more}
+        result: dict[str, Any] = served.http.post("/v1/chat/completions", json=query).json()
+        return result
 
     plain, longer = ask(), ask(chat_template_kwargs={"effort": "much much more"})
     assert longer["usage"]["prompt_tokens"] > plain["usage"]["prompt_tokens"]
     thought = ask(reasoning_effort="high")["choices"][0]["message"]
     assert thought["reasoning_content"] and thought["content"] == ""
-    kept = ask(reasoning_effort="high", reasoning_format="none")["choices"][0]["message"]
-    assert kept["content"].strip() == thought["reasoning_content"].strip() and "reasoning_content" not in kept
+    retained = ask(reasoning_effort="high", reasoning_format="none")["choices"][0]["message"]
+    assert retained["content"].strip() == thought["reasoning_content"].strip() and "reasoning_content" not in retained
     deltas = [
         json.loads(line.removeprefix("data: "))["choices"][0]["delta"]
         for line in served.http.post("/v1/chat/completions", json={
@@ -140,7 +142,7 @@ def test_the_template_is_steered_and_reasoning_split_off(served: Served) -> None
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "why"),
     [
         ({"tools": {}}, "tools is {}; give a list of up to 128 functions"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "there are no tools of type function"),
@@ -163,7 +165,7 @@ def test_the_template_is_steered_and_reasoning_split_off(served: Served) -> None
         ({"prompt": "a", "tools": TOOLS}, "tools are for chats"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_with_tools_is_said(served: Served, fields: dict[str, Any], said: str) -> None:
+def test_what_is_wrong_with_tools_is_said(served: Served, fields: dict[str, Any], why: str) -> None:
     url, more = ("/v1/completions", {}) if "prompt" in fields else ("/v1/chat/completions", {"messages": [USER]})
     answer = served.http.post(url, json=more | fields)
-    assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
+    assert answer.status_code == 400 and why in answer.json()["error"]["message"], answer.text

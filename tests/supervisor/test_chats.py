@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from tests.support.jobs import COMMAND, environment
-from tests.support.supervised import Supervised, until
+from tests.support.jobs import COMMAND, environment, until
+from tests.support.supervised import Supervised
 
 WORDS = ["chat", "-n", "150", "-c", "2048", "-t", "1", "--temp", "0.8", "-s", "3", "--ignore-eos"]
 TYPED = ["def f(x):\n", "/regen\n", "class \\\nA:\n", "/clear\n", "import os\n", "/nothing\n", "x = 3\n"]

@@ -4,9 +4,8 @@ import os
 import signal
 from pathlib import Path
 
-from tests.support.jobs import COMMAND, ROOT, finish
+from tests.support.jobs import COMMAND, ROOT, finish, until
 from tests.support.slurm import Slurm, slurm
-from tests.support.supervised import until
 
 __all__ = ["slurm"]
 TEXT = ["run", "-p", "def fibonacci(n):", "-n", "300", "--ignore-eos", "-s", "3", "-t", "1"]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.supervisor.kept_input import AHEAD_BYTES, KeptInput
-from tests.support.supervised import until
+from pipeinfer.supervisor.job import AHEAD_BYTES, KeptInput
+from tests.support.jobs import until
 
 
 @pytest.fixture

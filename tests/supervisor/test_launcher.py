@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.errors import UserError
-from pipeinfer.supervisor.attempt import Loss, loss_in
+from pipeinfer.supervisor.job import Loss, loss_in
 from pipeinfer.supervisor.launcher import read_launcher
 
 RUN = ["pipeinfer", "run", "-n", "8", "-f", "x"]

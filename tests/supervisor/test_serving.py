@@ -15,7 +15,8 @@ import pytest
 
 from pipeinfer.models.demo import DRAFT, TARGET
 from tests.long.asking import Stream, ask, random_request
-from tests.support.supervised import Supervised, until
+from tests.support.jobs import until
+from tests.support.supervised import Supervised
 
 WORDS = ["serve", "--port", "0", "-t", "1", "-c", "4096", "--rank-timeout", "5"]
 

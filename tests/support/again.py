@@ -19,18 +19,19 @@ def main() -> None:
 
     generate = Session.generate
 
-    def generate_again(session: Session, asked: Any, *hear: Any, **more: Any) -> Generation:
-        def once(asked: Any, settings: EngineSettings | None = None) -> list[int]:
-            found = generate(session, asked, lambda tokens: None, settings=settings)
-            check(found)
-            return found.request.tokens
+    def generate_again(session: Session, request: Any, *hear: Any, **more: Any) -> Generation:
+        def once(request: Any, settings: EngineSettings | None = None) -> list[int]:
+            session.configure(settings or session.plan.engine)
+            generation = generate(session, request)
+            check(generation)
+            return generation.request.tokens
 
-        cut = replace(asked, n_predict=asked.n_predict // 2)
-        assert generate(session, cut, lambda tokens: None).request.finish is Finish.LENGTH
+        cut = replace(request, n_predict=request.n_predict // 2)
+        assert generate(session, cut).request.finish is Finish.LENGTH
         lone = session.plan.capacity.n_requests  # sequences without partitions
         without = replace(session.plan.engine, cancel=False, n_seq=lone, n_target_seq=lone)
-        texts = [once(asked), once(asked, without), once(replace(asked, policy=Iterative()))]
-        last = generate(session, asked, *hear, **more)
+        texts = [once(request), once(request, without), once(replace(request, policy=Iterative()))]
+        last = generate(session, request, *hear, **more)
         check(last)
         assert texts == [last.request.tokens] * 3
         return last

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pipeinfer.cluster.hosts.launch import exit_together
 from pipeinfer.errors import JobError, UserError
 from pipeinfer.job.launch.start import Crew, start_job
-from pipeinfer.job.options.options import DEFAULT
+from pipeinfer.job.options.sections import PlacementOptions
 
 
 def main() -> int:
@@ -37,7 +37,7 @@ def main() -> int:
         link.agree_all(act)
         return 0
 
-    return start_job(part, DEFAULT, DEFAULT)
+    return start_job(part, PlacementOptions(), PlacementOptions())
 
 
 exit_together(main())

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from pipeinfer.core.engine import Engine
-from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
+from pipeinfer.core.requests import Emission
+from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import Node, TokenTree
 
 Live = Mapping[int, Sequence[Node]]
 """The live nodes of each open request's tree, root first, by its id."""
+
+
+def emitted(engine: Engine) -> Iterator[Emission]:
+    """Steps the engine until all requests have finished; yields what they emit."""
+    emissions: list[Emission] = []
+    engine.on_tokens = emissions.extend
+    while engine.busy:
+        engine.step()
+        yield from emissions
+        emissions.clear()
 
 
 def audit_engine(engine: Engine) -> None:

@@ -7,13 +7,22 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 COMMAND = [sys.executable, "-m", "pipeinfer"]
+
+
+def installed_script(folder: Path) -> Path:
+    """The script as it is installed: beside a Python, this one."""
+    (folder := folder / "bin").mkdir()
+    (folder / "python3").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (folder / "python3").chmod(0o755)
+    return Path(shutil.copy(ROOT / "scripts" / "pipeinfer", folder))
 
 
 def launcher(n_ranks: int) -> list[str]:
@@ -24,6 +33,9 @@ def launcher(n_ranks: int) -> list[str]:
     version = subprocess.run([MPIRUN, "--version"], capture_output=True, text=True).stdout
     extra = ["--oversubscribe", "--bind-to", "none"] if "Open MPI" in version or "open-mpi" in version else []
     return [MPIRUN, *extra, "-np", str(n_ranks)]
+
+
+BY_MPICH = MPIRUN is None or "--oversubscribe" not in launcher(2)
 
 
 def environment() -> dict[str, str]:
@@ -68,7 +80,18 @@ def descendants(pid: int) -> list[int]:
 
 
 def command_of(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
+    """The words of a process, each with a zero byte behind it; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def until(done: Callable[[], bool], timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not done():
+        assert time.monotonic() < deadline, "it takes too long"
+        time.sleep(0.02)
 
 
 def plain_tokens(model: Path, prompt: Sequence[int], n_predict: int, grammar: str = "") -> list[int]:

@@ -96,7 +96,7 @@ def missing() -> str:
 def main() -> None:
     from pipeinfer.cli.main import main as pipeinfer
     from pipeinfer.cluster.hosts import cores
-    from pipeinfer.cluster.hosts.free_memory import FreeMemory
+    from pipeinfer.cluster.hosts.cores import FreeMemory
 
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(cores, "free_memory", FreeMemory)

@@ -15,7 +15,7 @@ import numpy as np
 
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.errors import ModelFault, UserError
-from pipeinfer.models.gguf.header import metadata_spans, read_header
+from pipeinfer.models.gguf.header import read_header
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
@@ -30,7 +30,7 @@ class Mutator:
 
     def __init__(self, source: Path) -> None:
         self.data = source.read_bytes()
-        spans = metadata_spans(source)
+        spans = read_header(source).spans
         end = min(tensor.offset for tensor in read_header(source).tensors)
         vocabulary = [span for key, span in spans.items() if key.startswith("tokenizer.")]
         values = [(stop - 4, stop) for start, stop in spans.values() if stop - start < 200]

@@ -9,6 +9,7 @@ Nothing leads out of them. Needs root, iproute2 and a kernel with veth, bridge a
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import shutil
@@ -22,6 +23,7 @@ from typing import Any
 from tests.support.jobs import COMMAND, MPIRUN, environment
 
 NETWORK = "10.77.0"
+COUNT = itertools.count()
 LAUNCHER = """#!/bin/sh
 # what hydra takes for ssh: [-x] HOST COMMAND…
 [ "$1" = -x ] && shift
@@ -30,15 +32,15 @@ exec {ip} netns exec {prefix}$host {unshare} --uts sh -c "hostname $host; exec $
 """
 
 
-def missing() -> str:
-    """Why there can be no such hosts here; empty where there can."""
+def missing(needs_hydra: bool = True) -> str:
+    """Why there can be no such hosts here; empty where there can. `needs_hydra`: jobs are started by `Hosts`."""
     if os.geteuid() != 0:
         return "namespaces with links need root"
     for tool in ("ip", "tc", "unshare"):
         if _tool(tool) is None:
             return f"there is no {tool}"
     version = subprocess.run([str(MPIRUN), "--version"], capture_output=True, text=True).stdout if MPIRUN else ""
-    if "HYDRA" not in version:
+    if needs_hydra and "HYDRA" not in version:
         return "the launcher is not MPICH's"
     try:
         with hosts(1):
@@ -126,7 +128,7 @@ class Hosts:
 @contextmanager
 def hosts(n: int, folder: Path | None = None) -> Iterator[Hosts]:
     """`folder`: for the launcher's files. Raises CalledProcessError where the kernel does not allow it."""
-    prefix, names = f"pi{os.getpid()}-", [f"node{index + 1}" for index in range(n)]
+    prefix, names = f"pi{os.getpid()}.{next(COUNT)}-", [f"node{index + 1}" for index in range(n)]
     made = Hosts(names, prefix, folder or Path("/nonexistent"))
     try:
         _ip("netns", "add", f"{prefix}bridge")

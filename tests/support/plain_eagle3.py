@@ -12,7 +12,7 @@ import llama_cpp
 import numpy as np
 from llama_cpp import llama_cpp_ext as extension
 
-from pipeinfer.cluster.messages.activations import WireType, read_activations, rounded
+from pipeinfer.cluster.wire import WireType, read_activations, rounded
 from tests.support.plain_llama import FEW, SILENT, decoding, make_context
 
 LIBRARY = llama_cpp.llama_cpp._lib

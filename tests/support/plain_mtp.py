@@ -11,7 +11,7 @@ import llama_cpp
 import numpy as np
 from llama_cpp import llama_cpp_ext as extension
 
-from pipeinfer.cluster.messages.activations import WireType, read_activations, rounded
+from pipeinfer.cluster.wire import WireType, read_activations, rounded
 from tests.support.plain_eagle3 import decode_pairs, judged
 from tests.support.plain_llama import FEW, SILENT, make_context
 

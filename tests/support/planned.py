@@ -1,12 +1,19 @@
-"""Plans of tests."""
+"""Options and plans of tests."""
 
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from pipeinfer.cluster.hosts.cores import Host
-from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement import lay_out as planning
+from pipeinfer.job.options.options import JobModels, RunOptions
 from pipeinfer.job.placement.job_plan import JobPlan
+from pipeinfer.job.planning import deploy as planning
 from pipeinfer.models.gguf.model_info import ModelInfo
+
+
+def options_of(model: Path = Path("m.gguf"), drafts: tuple[Path, ...] = (), **values: Any) -> RunOptions:
+    """`values`: of fields of the sections, by their names."""
+    return RunOptions(models=JobModels(target=model, drafts=drafts)).changed(**values)
 
 
 def lay_out(
@@ -14,3 +21,9 @@ def lay_out(
 ) -> JobPlan:
     """Whether it fits or not. Raises UserError, as planning does."""
     return planning.lay_out(planning.PlanInputs(options, hosts, info, drafts, n_ctx, n_prompt))
+
+
+def timed_ranks(options: RunOptions, hosts: Sequence[Host]) -> list[int]:
+    """The ranks whose layers are timed before there is a plan."""
+    schedule = planning.schedule_of(options, hosts)
+    return schedule.ranks if schedule else []

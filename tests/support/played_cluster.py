@@ -13,14 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from pipeinfer.cluster.hosts.cores import Host
-from pipeinfer.cluster.hosts.speed import Speed
+from pipeinfer.cluster.hosts.cores import Host, Speed
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.profiling.host_speeds import known_speeds
+from pipeinfer.job.planning.deploy import schedule_of
+from pipeinfer.job.profiling.hosts import host_speeds
 from pipeinfer.job.profiling.layer_times import with_layer_times
 from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.llama.params import LlamaParams
@@ -137,7 +137,9 @@ def job(ranks: Sequence[Played], options: RunOptions) -> Found:
         HERE.number, HERE.ranks = number, ranks
         own.now_s, own.n_runs, own.n_loads = 0.0, 0, 0
         crew: Any = SimpleNamespace(link=link, watch=SimpleNamespace(describe=own.told.append), hosts=hosts)
-        return with_layer_times(crew, hosts, options), known_speeds(crew.link, hosts)
+        schedule, target = schedule_of(options, hosts), options.models.target
+        timed = with_layer_times(crew, hosts, schedule, target, options.numerics) if schedule else hosts
+        return timed, host_speeds(crew.link, hosts)
 
     with ThreadPoolExecutor(len(ranks)) as threads:
         everyone: list[Any] = list(threads.map(part, range(len(ranks)), timeout=WAIT_S))

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.observe.columns import SAMPLING
-from pipeinfer.observe.results import LOADS, Record, result_row
+from pipeinfer.observe.columns import SAMPLING, Record
+from pipeinfer.observe.figures import Result
+from pipeinfer.observe.table import LOADS
 
 SAMPLING_PARAMS = SamplingParams(seed=7, temp=0.0)
 SPEEDS = {"iterative": 10.0, "speculative": 14.0, "pipeinfer": 20.0}
@@ -70,13 +71,13 @@ def make_row(policy: str = "pipeinfer", prompt: str = "tale", repetition: int = 
     """`more`: `ranks` and `speed`, and what was asked otherwise."""
     result = make_result(policy, more.get("ranks", 3), more.pop("speed", 0.0))
     asked = make_asked(policy, prompt=prompt, prompt_hash=f"hash of {prompt}", repetition=repetition, **more)
-    return result_row(result, asked) | {"predicted_n": asked["predicted_n"]}
+    return Result(asked, result).columns() | {"predicted_n": asked["predicted_n"]}
 
 
 def make_load(policy: str = "pipeinfer", concurrency: int = 4, rate: float = float("nan"), **more: Any) -> Record:
     """A row of load.csv; `speed` in tokens a second, and what was asked otherwise."""
     speed = more.pop("speed", SPEEDS[policy] * max(1, concurrency))
-    asked = {name: value for name, value in make_asked(policy).items() if name in LOADS.asked}
+    asked = {name: value for name, value in make_asked(policy).items() if name in LOADS.key}
     asked |= {"n_requests": 8, "predict": 16, "concurrency": concurrency, "rate": rate, "parallel": 16}
     at_s = {"ttft": 0.2, "tpot": 1 / speed, "itl": 1 / speed}
     shares = {"mean": 1.0, "p50": 0.9, "p90": 1.5, "p95": 2.0, "p99": 3.0}

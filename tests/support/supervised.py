@@ -4,14 +4,13 @@ import contextlib
 import os
 import signal
 import subprocess
-import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeinfer.cluster.hosts.launch import rank_from_environment, size_from_environment
-from tests.support.jobs import COMMAND, environment, launcher
+from tests.support.jobs import COMMAND, command_of, environment, launcher, until
 
 MARK = "SUPERVISED_MARK"
 
@@ -43,12 +42,12 @@ class Supervised:
         return {
             rank_from_environment(environ): pid
             for pid, environ in self.processes().items()
-            if size_from_environment(environ) > 1 and b"\0-m\0pipeinfer\0" in _command(pid)
+            if size_from_environment(environ) > 1 and b"\0-m\0pipeinfer\0" in command_of(pid)
         }
 
     def http(self) -> int:
         """The process that speaks with clients; 0 while there is none."""
-        return next((pid for pid in self.processes() if b"server.process" in _command(pid)), 0)
+        return next((pid for pid in self.processes() if b"server.process" in command_of(pid)), 0)
 
     def strike(self, rank: int, number: int = signal.SIGKILL, timeout_s: float = 60) -> None:
         """Once the rank is there."""
@@ -79,16 +78,3 @@ class Supervised:
 
 
 COMMAND_FILE = Path(COMMAND[0]).with_name("pipeinfer")
-
-
-def _command(pid: int) -> bytes:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    return b""
-
-
-def until(done: Callable[[], bool], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not done():
-        assert time.monotonic() < deadline, "it takes too long"
-        time.sleep(0.02)

@@ -6,19 +6,19 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.core.engine import Engine
-from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Request
+from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.runs import Guess, Run
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.scheduling.run_cost import RunCost
+from pipeinfer.core.sequences import SequencePool
 from pipeinfer.virtual.choices import Branch
+from pipeinfer.virtual.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.virtual.drafts import SimDrafter
 from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
-from tests.support.audit import audit_engine
+from tests.support.audit import audit_engine, emitted
 
 TEXT = (1, 2, 3, 4, 5, 6, 7, 8, 9)
 
@@ -72,7 +72,7 @@ def timesteps(
     drafter.timeout_s = engine.timeout_s
     request = Request(0, TEXT[:1], n_predict, SamplingParams(temp=0.0), 50)
     engine.add(request, policy)
-    for _ in engine.generate():
+    for _ in emitted(engine):
         audit_engine(engine)
     assert tuple(request.tokens) == TEXT[: 1 + n_predict]
     return sent

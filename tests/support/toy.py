@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.cluster.messages.activations import WireType
-from pipeinfer.cluster.messages.verdicts import decode_guess_verdict, decode_verdict, encode_verdict
-from pipeinfer.cluster.messages.wire import encode
-from pipeinfer.cluster.stages.prunings import LocalPrunings
+from pipeinfer.cluster.stages.runs import LocalPrunings
 from pipeinfer.cluster.stages.stage import DraftWorker, StageWorker, room_for
+from pipeinfer.cluster.verdicts import decode_guess_verdict, decode_verdict, encode_verdict
+from pipeinfer.cluster.wire import WireType, encode
 from pipeinfer.core.interfaces import Batch, StageModel
 from pipeinfer.core.policy import NOTHING, Answer, Policy, PolicyView, Send
 from pipeinfer.core.requests import Request
@@ -303,7 +302,7 @@ class ToyPipeline:
         self.n_messages = 0
 
     def _worker(self, index: int, model: StageModel) -> StageWorker:
-        return StageWorker(model, self.prunings[index], lambda: 0.0, is_first=index == 0)
+        return StageWorker(model, lambda: 0.0, is_first=index == 0)
 
     def decode(self, message: np.ndarray) -> Any:
         return decode_verdict(message)
@@ -323,7 +322,7 @@ class ToyPipeline:
         index = self.rng.choice(ready)
         message = self.queues[index].popleft()
         transaction = room_for(message, self.n_embd, self.wire_type, self.workers[index].n_features)
-        verdict = self.workers[index].process(transaction)
+        verdict = self.workers[index].process(transaction, self.prunings[index])
         self.n_messages += 1
         if index + 1 == self.n_stages:
             assert verdict
@@ -344,7 +343,7 @@ class ToyDraftPipeline(ToyPipeline):
     """A larger draft by itself, over one or several stages."""
 
     def _worker(self, index: int, model: StageModel) -> StageWorker:
-        return DraftWorker(model, self.prunings[index], lambda: 0.0, is_first=index == 0, couple=True)
+        return DraftWorker(model, lambda: 0.0, is_first=index == 0, couple=True)
 
     def decode(self, message: np.ndarray) -> Any:
         return decode_guess_verdict(message)

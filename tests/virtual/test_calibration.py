@@ -11,7 +11,7 @@ from experiments.calibration import (
 )
 from experiments.cells import Setting, run
 from pipeinfer.policies import Speculative
-from pipeinfer.virtual.recorded import RecordedChoices
+from pipeinfer.virtual.choices import RecordedChoices
 
 
 def text_of(hits: str) -> RecordedChoices:

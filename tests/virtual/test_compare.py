@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile, Work
-from pipeinfer.policies.registry import POLICIES
-from pipeinfer.virtual.compare import COLUMNS, limit_of
+from pipeinfer.policies import POLICIES
+from pipeinfer.virtual.costs import HeadCost, LinkCost, ModelCost, Profile, Work
+from pipeinfer.virtual.study import COLUMNS
 from tests.support.jobs import finish
 
 CELL = ["--profile", "pipeinfer-c", "--nodes", "4", "-n", "48", "-r", "2"]
@@ -46,5 +46,5 @@ def test_other_forms_have_the_same_policies_as_rows() -> None:
 def test_the_limit_is_the_slowest_stages() -> None:
     stages = tuple(ModelCost("stage", layers, Work((1.0,), (0.01,), (1e-5,))) for layers in (3, 4, 2))
     profile = Profile("x", 4, stages, (), LinkCost(0.0, 1e9), HeadCost())
-    assert limit_of(profile, 0) == pytest.approx(1 / 0.04)
-    assert limit_of(profile, 100) == pytest.approx(1 / (4 * (0.01 + 1e-3)))
+    assert profile.limit_per_s(0) == pytest.approx(1 / 0.04)
+    assert profile.limit_per_s(100) == pytest.approx(1 / (4 * (0.01 + 1e-3)))

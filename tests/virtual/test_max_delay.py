@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,23 +14,23 @@ from click.testing import CliRunner
 
 from pipeinfer.cli.bench import bench
 from pipeinfer.cli.simulate import simulate_command
-from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile, Work
+from pipeinfer.core.batch_planner import ONE_CHUNK
 from pipeinfer.core.engine import Engine
-from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Request
+from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.scheduling.batch_planner import ONE_CHUNK
-from pipeinfer.core.scheduling.run_cost import RunCost
-from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.requests.experiment import ExperimentSettings
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.job.session.result import ExperimentSettings
 from pipeinfer.models.demo import TARGET
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import Iterative
 from pipeinfer.virtual.choices import SyntheticChoices
+from pipeinfer.virtual.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
 from pipeinfer.virtual.simulation import row_costs
 from tests.support.jobs import finish
+from tests.support.planned import options_of
 
 STAGE = ModelCost("stage", 10, Work((1.0, 8.0, 64.0), (0.001, 0.0012, 0.006)))  # a row 10 ms, a block of 64 rows 60 ms
 N_PROMPT, N_CHUNK, BLOCK_S = 4000, 256, 0.060
@@ -121,8 +120,7 @@ def test_prompts_by_themselves_are_read_as_without_a_limit() -> None:
                         max_delay_s=max_delay_s)  # fmt: skip
         for number, found in enumerate(choices):
             engine.add(Request(number, found.prompt, 1, SamplingParams(temp=0.0), 5000), Iterative())
-        for _ in engine.generate():
-            pass
+        engine.complete()
         return clock.now
 
     assert ttft_s(0.05) == pytest.approx(ttft_s(math.inf), rel=0.1), "but for the end of the one, when the other writes"
@@ -175,10 +173,10 @@ def test_it_is_of_many_requests(command: Any, words: list[str]) -> None:
 
 
 def test_loads_with_other_limits_are_other_loads() -> None:
-    options = RunOptions(model=Path("m.gguf"))
+    options = options_of(model=Path("m.gguf"))
     of = ExperimentSettings.of
-    assert of(options).options == "" and of(replace(options, max_delay_s=0.25)).options == "max-delay 0.25"
-    assert of(replace(options, max_delay_s=ONE_CHUNK)).options == "max-delay chunk"
+    assert of(options).options == "" and of(options.changed(max_delay_s=0.25)).options == "max-delay 0.25"
+    assert of(options.changed(max_delay_s=ONE_CHUNK)).options == "max-delay chunk"
 
 
 def test_real_ranks_write_the_same_texts_and_say_what_a_block_takes(tmp_path: Path) -> None:

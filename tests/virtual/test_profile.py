@@ -14,18 +14,18 @@ import numpy as np
 import pytest
 
 from pipeinfer.cluster.assignment import Sizes, assign
-from pipeinfer.cluster.timing.costs import Work, roofline
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import UserError
-from pipeinfer.job.profiling.timing import StageRun, overheads, slowdowns, time_model
-from pipeinfer.observe.ledger import HeadLedger
+from pipeinfer.job.bench.measure import StageRun, overheads, slowdowns, time_model
+from pipeinfer.observe.trace import HeadLedger
 from pipeinfer.policies import PipeInfer
 from pipeinfer.virtual.choices import ranks_for, synthetic_team
-from pipeinfer.virtual.measured import ModelTimes, Overheads, disturbed_line, profile_toml
+from pipeinfer.virtual.costs import Work, roofline
 from pipeinfer.virtual.profile import SHIPPED, load_profile, share_layers, shipped_profiles
 from pipeinfer.virtual.simulation import simulate
+from pipeinfer.virtual.toml_text import ModelTimes, Overheads, disturbed_line, profile_toml
 from plots.timeline import read_trace
 from tests.support.jobs import environment, finish, launcher, run_json
 from tests.support.toy import check_blocks
@@ -115,8 +115,10 @@ def test_shipped_profiles_can_be_laid_out(name: str) -> None:
         with_draft, without = file.lay_out(0, pair), file.lay_out(0, pair, has_draft=False)
         assert with_draft.n_ranks == without.n_ranks == file.n_nodes_max
         assert with_draft.n_stages == without.n_stages - len(with_draft.drafts)
-        layers = sum(stage.layers for stage in with_draft.stages)
-        assert layers == sum(stage.layers for stage in without.stages) > 30
+        target = file.top.tables("pairs")[pair].text("target", list(file.top.tables("models")))
+        layers = file.top.tables("models")[target].count("layers")
+        assert sum(stage.layers for stage in with_draft.stages) == layers
+        assert sum(stage.layers for stage in without.stages) == layers
         assert len(with_draft.acceptance) == len(with_draft.drafts) >= 1
         assert all(0.5 <= share < 0.9 for share in with_draft.acceptance)
         total_s = sum(stage.seconds(1, 0) for stage in with_draft.stages)
@@ -135,10 +137,19 @@ def test_layers_go_where_they_are_fast() -> None:
 def test_layers_need_room() -> None:
     file = load_profile("pipedec-14")
     nodes = list(file.machines())
-    target, _, _ = file._pair("")
+    target, _, _ = file.models_of("")
     assert sum(share_layers(nodes[1:], target)) == 80
     with pytest.raises(UserError, match="more nodes"):
         share_layers(nodes[1:8], target)
+
+
+def test_more_stages_than_layers_are_refused_for_that(tmp_path: Path) -> None:
+    text = re.sub(r"layers = \d+", "layers = 2", (SHIPPED / "pipedec-14.toml").read_text())
+    (tmp_path / "shallow.toml").write_text(text)
+    profile = load_profile(str(tmp_path / "shallow.toml"))
+    with pytest.raises(UserError, match=r"--nodes 9: .* has 2 layers, too few for 8 stages; give at most 3$"):
+        profile.lay_out(9)
+    assert len(profile.lay_out(3).stages) == 2
 
 
 def test_a_measured_profile(tmp_path: Path) -> None:
@@ -447,13 +458,13 @@ import sys
 from pipeinfer.errors import UserError
 from pipeinfer.job.loading import load as loading
 
-load = loading.load_stage
-def refused(context, *given):
+load = loading.load_part
+def refused(context, *arguments):
     if context.rank:
         raise UserError("target.gguf differs")
-    return load(context, *given)
+    return load(context, *arguments)
 
-loading.load_stage = refused
+loading.load_part = refused
 from pipeinfer.cli.main import main
 main()
 """

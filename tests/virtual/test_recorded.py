@@ -2,17 +2,18 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from experiments.record import Prompt, read_prompts, record_pair
+from experiments.record import N_OFF_PATH, Prompt, read_prompts, record_pair
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.virtual.recorded import RecordedChoices, read_choices, write_choices
+from pipeinfer.virtual.choices import RecordedChoices, read_choices, write_choices
 from tests.support.jobs import finish, run_json
 
 TEXT = RecordedChoices("set/0", 2, [3, 4], [[(3, 0.9), (8, 0.1)], [(7, 0.5), (4, 0.25)], [(5, 1.0)]])
@@ -25,6 +26,14 @@ def test_recorded_choices_survive_a_file(tmp_path: Path) -> None:
     _, loaded = read_choices(tmp_path / "c.jsonl")
     assert loaded.guesses(2, (), 1) == [Guess(7, 0.5)] and loaded.prompt == TEXT.prompt
     assert loaded.guesses(3, (9, 9), 1), "a wrong branch gets some recorded guesses"
+
+
+def test_a_wrong_branch_has_the_guesses_that_were_recorded_there() -> None:
+    after_wrong = [[(5, 0.9)], [(6, 0.8)]]
+    text = replace(TEXT, off_path=[[], after_wrong])
+    assert text.guesses(2, (7,), 4) == [Guess(5, 0.9)] and text.guesses(2, (7, 5), 4) == [Guess(6, 0.8)]
+    assert text.guesses(2, (7, 5, 6, 6), 4) == [Guess(6, 0.8)], "the last ones go on"
+    assert text.guesses(1, (8,), 4) == [Guess(5, 0.9)], "a branch that was not recorded has those of one that was"
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", "x", '{"name":"a","n_prompt":1,"tokens":[],"known":[[]]}'])
@@ -46,6 +55,7 @@ def test_a_set_of_questions_is_recorded_by_name_and_in_the_models_template(tmp_p
     assert b"User: def f" in b"".join(map(tokenizer.decode_piece, asked.tokens))
     text = record_pair(TARGET, DRAFT, first, 12, n_threads=1)
     assert len(text.tokens) == 12 and len(text.known) == 13 and 0 < text.acceptance <= 1
+    assert [len(chain) for chain in text.off_path] == [0 if hit else N_OFF_PATH for hit in text.hits]
     ended = record_pair(TARGET, DRAFT, first, 12, n_threads=1, ends=text.tokens[4:5])
     assert ended.tokens == text.tokens[: text.tokens.index(text.tokens[4]) + 1]
     assert record_pair(TARGET, DRAFT, Prompt("", first.tokens), 1, n_threads=1).tokens == text.tokens[:1]

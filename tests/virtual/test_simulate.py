@@ -19,16 +19,15 @@ from click.testing import CliRunner
 
 from experiments import reproduced_pipeinfer
 from pipeinfer.cli.simulate import simulate_command
-from pipeinfer.cluster.messages.wire import encode
-from pipeinfer.cluster.timing.costs import HeadCost, LinkCost, ModelCost, Profile, Work
+from pipeinfer.cluster.wire import encode
 from pipeinfer.core.runs import Row, Run
 from pipeinfer.errors import UserError
-from pipeinfer.observe.columns import ASKED
-from pipeinfer.observe.results import key_of, read_results
-from pipeinfer.policies import Auto, Iterative, PipeInfer
-from pipeinfer.policies.registry import POLICIES, USUAL, make_policy
+from pipeinfer.observe.columns import KEY
+from pipeinfer.observe.figures import itl_s, ttft_s
+from pipeinfer.observe.table import RESULTS
+from pipeinfer.policies import POLICIES, USUAL, Auto, Iterative, PipeInfer, make_policy
 from pipeinfer.virtual.choices import SyntheticChoices, ranks_for, synthetic_team
-from pipeinfer.virtual.outcome import make_result
+from pipeinfer.virtual.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
 from pipeinfer.virtual.profile import load_profile
 from pipeinfer.virtual.simulation import Simulated, simulate
@@ -81,8 +80,8 @@ def test_a_chunk_of_the_prompt_pays_for_the_tokens_before_it_alone() -> None:
     found = simulate(profile, choices, Iterative(), 2)
     per_row_s = 1e-4 + (1e-5 - 1e-4) * 71 / 127
     chunks_s = 2 * 0.1 + 2 * (0.001 + 0.099 * 71 / 127 + 72 * 128 * per_row_s)
-    assert found.metrics.ttft_s == pytest.approx(chunks_s)
-    assert found.metrics.itl_s == pytest.approx([2 * (0.001 + 200 * 1e-4)])
+    assert ttft_s(found.metrics) == pytest.approx(chunks_s)
+    assert itl_s(found.metrics) == pytest.approx([2 * (0.001 + 200 * 1e-4)])
 
 
 def test_a_prompt_in_blocks_has_its_last_token_in_a_run_of_its_own() -> None:
@@ -90,7 +89,7 @@ def test_a_prompt_in_blocks_has_its_last_token_in_a_run_of_its_own() -> None:
     profile = Profile("one", 64, (stage,), (), LinkCost(0.0, math.inf), HeadCost(), head_is_first=True, blocks=True)
     choices = SyntheticChoices((1.0,), n_prompt=128)
     found = simulate(profile, choices, Iterative(), 1)
-    assert found.metrics.n_runs == 2 and found.metrics.ttft_s == pytest.approx(2 * 0.1 + 2 * 0.001)
+    assert found.metrics.n_runs == 2 and ttft_s(found.metrics) == pytest.approx(2 * 0.1 + 2 * 0.001)
 
 
 def test_only_the_first_of_a_prompts_blocks_pays_for_its_context() -> None:
@@ -114,12 +113,12 @@ def test_a_draft_that_is_not_the_heads_is_asked_over_the_link() -> None:
         assert (profile.n_ranks, profile.drafts_elsewhere) == (2, True)
         choices = SyntheticChoices((1.0,), n_prompt=8)
         plain, guessed = (simulate(profile, choices, policy, 40) for policy in (Iterative(), PipeInfer()))
-        assert plain.metrics.itl_s == pytest.approx([0.1] * 39)
+        assert itl_s(plain.metrics) == pytest.approx([0.1] * 39)
         steps = guessed.pipeline.neighbours[1].stages[0].ledger.moved(0.0)
         assert len(steps) > 10 and all(end_s - start_s == pytest.approx(0.001) for _, _, start_s, end_s, _ in steps)
         between = [second[2] - first[3] for first, second in pairwise(steps)]
         assert min(between) == pytest.approx(2 * latency_s)
-        ranks = make_result(guessed, defaultdict(str))["ranks"]
+        ranks = guessed.result(defaultdict(str)).data["ranks"]
         assert [(rank["rank"], rank["role"]) for rank in ranks] == [(1, "draft 1"), (0, "stage")]
 
 
@@ -225,7 +224,7 @@ def test_every_policy_gives_the_targets_text(policy: str, acceptance: float) -> 
 def test_iterative_is_the_sum_of_stages_and_hops() -> None:
     done = generate("iterative", even_profile(4, None), n=50)
     token_s = 4 * N_LAYERS * LAYER_S + 5 * 0.001
-    assert done.metrics.itl_s == pytest.approx([token_s] * 49)
+    assert itl_s(done.metrics) == pytest.approx([token_s] * 49)
 
 
 def test_the_same_seed_gives_the_same_times_and_another_seed_others() -> None:
@@ -424,7 +423,7 @@ def test_rows_that_were_simulated_otherwise_are_told_apart(tmp_path: Path) -> No
     for question in questions:
         done = CliRunner().invoke(simulate_command, [*common, *question])
         assert done.exception is None, done.output
-    rows = read_results(results)
-    assert len({key_of(row) for row in rows}) == len(rows) == len(questions)
-    assert [column for column in ASKED if column not in rows[0]] == []
+    rows = RESULTS.read(results)
+    assert len({RESULTS.key_of(row) for row in rows}) == len(rows) == len(questions)
+    assert [column for column in KEY if column not in rows[0]] == []
     assert {row["numerics"] for row in rows} == {"virtual"}

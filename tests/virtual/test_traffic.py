@@ -13,13 +13,13 @@ from click.testing import CliRunner
 
 from pipeinfer.cli.bench import bench
 from pipeinfer.cli.simulate import simulate_command
-from pipeinfer.cluster.timing.costs import HeadCost, HostWork, LinkCost, ModelCost, Profile, Work
-from pipeinfer.core.scheduling.scheduler import BatchBudget
-from pipeinfer.observe.traffic import falls_behind
-from pipeinfer.policies.registry import make_policy
+from pipeinfer.core.batch_planner import BatchBudget
+from pipeinfer.observe.summary import falls_behind
+from pipeinfer.policies import make_policy
 from pipeinfer.virtual.choices import ranks_for
+from pipeinfer.virtual.costs import HeadCost, HostWork, LinkCost, ModelCost, Profile, Work
 from pipeinfer.virtual.profile import load_profile
-from pipeinfer.virtual.traffic import Load, simulate_load, synthetic_texts
+from pipeinfer.virtual.simulation import Load, simulate_load, synthetic_texts
 from tests.support.jobs import finish
 
 STAGE = ModelCost("stage", 10, Work((1.0, 64.0), (0.001, 0.001)))  # 10 ms a run, whatever its rows

@@ -1,50 +1,40 @@
-"""How a command reads its words: llama.cpp's spellings, such as `-fa`, and its flags that have no effect here."""
+"""Commands that read llama.cpp's spellings, such as `-fa`, and its flags that have no effect here."""
 
 import os
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from functools import partial
 
 import click
 from click.core import ParameterSource
 
-from pipeinfer.cli.options.llama_flags import (
-    ANY,
-    ANYWAY,
-    HARMLESS,
-    INSTEAD,
-    NODES,
-    OF_RUN,
-    OPTIONAL,
-    RANKS,
-)
+from pipeinfer.cli.options.llama_cpp import ANY, HARMLESS, IMPLIED, INSTEAD, NODES, OF_RUN, OPTIONAL, RANKS
 
-MEANS_THE_SAME = {
-    "model": ("hf_repo", "hf_file"), "hf_repo": ("model",), "drafts": ("hf_drafts",), "hf_drafts": ("drafts",),
-}  # fmt: skip
+SYNONYMS = {"model": ("hf_repo", "hf_file"), "hf_repo": ("model",), "drafts": ("hf_drafts",), "hf_drafts": ("drafts",)}
 """Parameters, and those that name the same in another way."""
 
 NEAR = 0.75
-"""How alike an unknown option and one that is suggested for it are at least: 1 is the same."""
+"""The least similarity of an unknown option and a suggested one; 1: they are equal."""
 
 ATTACHED = re.compile(r"-[A-Za-z][0-9][0-9.,]*")
-"""`-n8`: the only thing that may stand behind an option's letter is its number."""
+"""`-n8`: only a number may follow an option's letter directly."""
 
 
 class Command(click.Command):
-    """Raises click.UsageError for unknown options, with the way out. Help has usual options first, then a section
-    each."""
+    """Raises click.UsageError for unknown options, with the way out. Its help lists the usual options first, then a
+    section each."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         params = self.get_params(ctx)
-        own = f"Options of {self.name}" if any(getattr(param, "is_first", False) for param in params) else "Options"
-        groups: dict[str, list[tuple[str, str]]] = {"Options": [], own: []}
+        has_usual = any(getattr(param, "is_first", False) for param in params)
+        default = f"Options of {self.name}" if has_usual else "Options"
+        groups: dict[str, list[tuple[str, str]]] = {"Options": [], default: []}
         for param in params:
             if record := param.get_help_record(ctx):
                 is_usual = getattr(param, "is_first", False) or param is self.get_help_option(ctx)
-                heading = "Options" if is_usual else getattr(param, "heading", "") or own
+                heading = "Options" if is_usual else getattr(param, "heading", "") or default
                 groups.setdefault(heading, []).append(record)
         for heading, records in filter(lambda group: group[1], groups.items()):
             with formatter.section(heading):
@@ -53,8 +43,8 @@ class Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words = args
         if not ctx.resilient_parsing:
-            anyway = ANYWAY.get(str(self.name), frozenset())
-            words = list(read_words(args, self.get_params(ctx), anyway, ctx.allow_interspersed_args))
+            implied = IMPLIED.get(str(self.name), [])
+            words = list(read_words(args, self.get_params(ctx), implied, ctx.allow_interspersed_args))
         try:
             rest = super().parse_args(ctx, words)
             _prefer_command_line(ctx)
@@ -67,8 +57,8 @@ class Command(click.Command):
 
 
 def _prefer_command_line(ctx: click.Context) -> None:
-    """What it names is not named a second time by variables, under another option."""
-    for name, others in MEANS_THE_SAME.items():
+    """Drop values of variables for which the command line has a synonym."""
+    for name, others in SYNONYMS.items():
         if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
             for other in filter(partial(is_from_environment, ctx), others):
                 ctx.params[other] = () if isinstance(ctx.params[other], tuple) else None
@@ -86,17 +76,18 @@ def variable_of(param: click.Parameter) -> str:
     return next((name for name in names if os.environ.get(name)), "the environment")
 
 
-class Group(click.Group):
-    """A group of such commands, whose own options are few: those of a command, written before it, are told so."""
+class CommandGroup(click.Group):
+    """A group of such commands. Options of a command that stand before it are refused with a hint."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         first = args[0] if args else ""
-        ours = {name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)}
-        if first.startswith("-") and first not in ours and not ctx.resilient_parsing:
+        flags = {name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)}
+        if first.startswith("-") and first not in flags and not ctx.resilient_parsing:
             names = self.list_commands(ctx)
-            example = "run" if "run" in names else names[0]
-            raise click.UsageError(f"{first}: options come after a command, as in {ctx.command_path} {example} …; "
-                                   f"there are {', '.join(names)}")  # fmt: skip
+            example = f"{ctx.command_path} {'run' if 'run' in names else names[0]} …"
+            raise click.UsageError(
+                f"{first}: options come after a command, as in {example}; there are {', '.join(names)}"
+            )
         return super().parse_args(ctx, args)
 
     def resolve_command(
@@ -105,80 +96,71 @@ class Group(click.Group):
         names = self.list_commands(ctx)
         near = get_close_matches(args[0], names, cutoff=NEAR)
         if args[0] not in names and not args[0].startswith("-") and not ctx.resilient_parsing:
-            meant = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
-            raise click.UsageError(f"there is no command {args[0]!r}; {meant}")
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+            raise click.UsageError(f"there is no command {args[0]!r}; {hint}")
         return super().resolve_command(ctx, args)
 
 
-def read_words(
-    args: list[str], params: list[click.Parameter], anyway: Set[str], interspersed: bool
-) -> Iterator[str]:  # fmt: skip
-    """The words that click parses. `anyway`: flags of no effect. Unless `interspersed`, all words from the first
-    argument on are left as they are."""
-    known = {name: param for param in params for name in (*param.opts, *param.secondary_opts)}
+def read_words(args: list[str], params: list[click.Parameter], implied: list[str], interspersed: bool) -> Iterator[str]:
+    """The words that click parses. `implied`: flags without effect. Unless `interspersed`, all words from the first
+    argument on are passed unchanged."""
+    options = {name: param for param in params for name in (*param.opts, *param.secondary_opts)}
     words = deque(args)
     while words:
         word = words.popleft()
-        name = _name(word, known)
-        if word in anyway:
+        name = _name(word, options)
+        if word in implied:
             continue
-        if name in known:
+        if name in options:
             yield name + word[len(name) :]
-            if word == name and _takes_value(known[name]):
-                yield from _next(words)
+            if word == name and _takes_value(options[name]) and words:
+                yield words.popleft()
         elif word == "--":
             yield word
             yield from words
             return
-        elif not word.startswith("-") or word == "-" or (ATTACHED.fullmatch(word) and word[:2] in known):
+        elif not word.startswith("-") or word == "-" or (ATTACHED.fullmatch(word) and word[:2] in options):
             yield word
             if not (interspersed or word.startswith("-")):
                 yield from words
                 return
-        elif name == RANKS and NODES in known:
+        elif name == RANKS and NODES in options:
             raise click.UsageError(f"{RANKS}: here {NODES} N says how many nodes there are")
         elif name in HARMLESS:
             _check_harmless(name, HARMLESS[name], words)
-        elif name in INSTEAD:
-            raise click.UsageError(f"{name}: {INSTEAD[name]}")
-        elif name in OF_RUN:
-            raise click.UsageError(f"{name}: {OF_RUN[name]}")
+        elif hint := INSTEAD.get(name) or OF_RUN.get(name):
+            raise click.UsageError(f"{name}: {hint}")
         else:
-            raise click.NoSuchOption(name, possibilities=_near_misses(name, known))
+            raise click.NoSuchOption(name, possibilities=_near_misses(name, options))
 
 
-def _near_misses(name: str, known: Iterable[str]) -> list[str]:
+def _near_misses(name: str, options: Iterable[str]) -> list[str]:
     """Options that `name` may be meant for, the likeliest first. Dashes, which all have, do not count."""
-    names = {option.lstrip("-"): option for option in known}
+    names = {option.lstrip("-"): option for option in options}
     return [names[bare] for bare in get_close_matches(name.lstrip("-"), names, cutoff=NEAR)]
 
 
-def _name(word: str, known: dict[str, click.Parameter]) -> str:
+def _name(word: str, options: dict[str, click.Parameter]) -> str:
     """The option of `--name=value`; llama.cpp takes `--n_predict` for `--n-predict`."""
     if not word.startswith("--"):
         return word
     name = word.partition("=")[0]
-    return name if name in known else name.replace("_", "-")
+    return name if name in options else name.replace("_", "-")
 
 
 def _takes_value(param: click.Parameter) -> bool:
     return isinstance(param, click.Option) and not param.is_flag and not param.count
 
 
-def _next(words: deque[str]) -> Iterator[str]:
-    if words:
-        yield words.popleft()
-
-
 def _check_harmless(name: str, values: tuple[str, ...] | None, words: deque[str]) -> None:
     """Take the flag's value. Raises click.UsageError for one that is not harmless."""
-    if values is None or (values is OPTIONAL and (not words or words[0] not in values)):
+    if values is None or (OPTIONAL in values and (not words or words[0] not in values)):
         return
     value = words.popleft() if words else ""
-    if values is ANY and value:
+    if value in values or (value and ANY in values):
         return
-    if value not in values and (not value or value.startswith("-")):
-        raise click.UsageError(f"{name} needs a value: {', '.join(values)}; it has no effect here and may be left out")
-    if value not in values:
-        raise click.UsageError(f"{name} {value}: {INSTEAD.get(name, 'it cannot be had here')}; "
-                               f"accepted, and without effect: {', '.join(values)}")  # fmt: skip
+    choices = "" if ANY in values else ", ".join(values)
+    if not value or value.startswith("-"):
+        raise click.UsageError(f"{name} needs a value: {choices}; it has no effect here and may be left out")
+    reason = INSTEAD.get(name, "it cannot be had here")
+    raise click.UsageError(f"{name} {value}: {reason}; accepted, and without effect: {choices}")

@@ -1,7 +1,5 @@
-"""Options made of settings: those of sections, and those of all policies, each of which takes its own.
-
-A command names its sections; what it gets are the values of their settings by name.
-"""
+"""Options made of settings: of the sections that a command names, and of all policies. The command gets their values
+by name, and each policy takes its settings from them."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
@@ -9,44 +7,48 @@ from typing import Any, TypeVar
 import click
 
 from pipeinfer.cli.options.command import Command
-from pipeinfer.cli.options.environment import read_variables
+from pipeinfer.cli.options.llama_cpp import read_variables
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.settings import REQUIRED, Setting, settings_of, value_text
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import INT32_MAX
 from pipeinfer.job.options.options import choose_policy
 from pipeinfer.job.options.values import Number, Whole
-from pipeinfer.policies import PipeInfer
-from pipeinfer.policies.registry import POLICIES, make_policy
+from pipeinfer.policies import POLICIES, PipeInfer, make_policy
 
 Section = TypeVar("Section")
 
 
 class SettingOption(click.Option):
-    """`heading`: of the help's part that has it. `is_first`: it is one of those that most users need."""
+    """`heading`: of its section in the help. `is_first`: most users need it."""
 
     heading = ""
     is_first = False
 
 
 def command(
-    name: str, *sections: type[Any], without: Collection[str] = (), helps: Mapping[str, str] = {},
-    defaults: Mapping[str, Any] = {}, has_variables: bool = False,
-) -> Callable[[Callable[..., Any]], Command]:  # fmt: skip
-    """A command that has, beside its own options, those of these sections; `Policy` stands for all policies' settings.
+    name: str,
+    *sections: type[Any],
+    without: Collection[str] = (),
+    helps: Mapping[str, str] = {},
+    defaults: Mapping[str, Any] = {},
+    has_variables: bool = False,
+) -> Callable[[Callable[..., Any]], Command]:
+    """A command with the options of these sections beside those of its function; `Policy`: the settings of all
+    policies.
 
-    Of options with one name the first counts, the command's own above all. `without`: names of settings that it does
-    not have. `helps`, `defaults`: what is different here. `has_variables`: llama.cpp's variables give the sections'
+    Of options with one name the first counts, those of the function above all. `without`: names of settings that it
+    lacks. `helps`, `defaults`: other texts and defaults. `has_variables`: llama.cpp's variables give the sections'
     options too.
     """
 
     def make(function: Callable[..., Any]) -> Command:
         made = click.command(name, cls=Command)(function)
-        known = {param.name for param in made.params} | set(without)
+        names = {param.name for param in made.params} | set(without)
         for kind in sections:
             for option in policy_options() if kind is Policy else section_options(kind, defaults):
-                if option.name not in known:
-                    known.add(option.name)
+                if option.name not in names:
+                    names.add(option.name)
                     option.help = helps.get(str(option.name), option.help)
                     if has_variables:
                         read_variables(option)
@@ -57,16 +59,16 @@ def command(
 
 
 def section_options(kind: type[Any], defaults: Mapping[str, Any] = {}) -> Iterator[SettingOption]:
-    """An option for each setting of a section; `defaults`: other than the section's."""
+    """An option for each setting of a section. `defaults`: other ones."""
     for name, default, setting in settings_of(kind):
         option = _option(name, defaults.get(name, default), setting)
         option.heading, option.is_first = getattr(kind, "heading", ""), setting.first
         yield option
 
 
-def take(kind: type[Section], given: dict[str, Any]) -> Section:
+def take(kind: type[Section], values: dict[str, Any]) -> Section:
     """Move the values of a section out of a command's keyword arguments."""
-    return kind(**{name: given.pop(name) for name, _, _ in settings_of(kind) if name in given})
+    return kind(**{name: values.pop(name) for name, _, _ in settings_of(kind) if name in values})
 
 
 def _option(name: str, default: Any, setting: Setting) -> SettingOption:
@@ -75,12 +77,11 @@ def _option(name: str, default: Any, setting: Setting) -> SettingOption:
         if default and "/" not in setting.flag:  # its flags switch it off
             return SettingOption(names, flag_value=False, type=bool, default=True, help=setting.help)
         return SettingOption(names, is_flag=True, default=default, show_default=default, help=setting.help)
-    more = {"required": True} if default is REQUIRED else {"default": setting.written or default}
-    is_shown = setting.written is not None or (default not in (None, ()) and "[default:" not in setting.help)
-    return SettingOption(
-        names, type=_type_of(default, setting), multiple=setting.repeated, show_default=is_shown, help=setting.help,
-        **more,
-    )  # fmt: skip
+    more: dict[str, Any] = {"required": True} if default is REQUIRED else {"default": setting.written or default}
+    more["show_default"] = setting.written is not None or (
+        default not in (None, ()) and "[default:" not in setting.help
+    )
+    return SettingOption(names, type=_type_of(default, setting), multiple=setting.repeated, help=setting.help, **more)
 
 
 def _names(setting: Setting, name: str) -> list[str]:
@@ -90,44 +91,46 @@ def _names(setting: Setting, name: str) -> list[str]:
 
 
 def policy_options() -> Iterator[SettingOption]:
-    """An option for each setting that some policy has; `take_policies` collects what they gave."""
+    """An option for each setting of some policy."""
     for name, owners in _owners().items():
         option = _policy_option(name, owners)
         option.heading = "Options of policies"
         yield option
 
 
-def policy_meant(policy: str | None, has_guesses: bool, given: Mapping[str, Any]) -> str:
-    """The policy asked for, by its name or by options that PipeInfer itself has; else the best. Raises UserError."""
-    asked = [owners for name, owners in _owners().items() if given.get(name) is not None]
-    if policy is None and has_guesses and asked and all(PipeInfer.name in owners for owners in asked):
+def select_policy(policy: str | None, has_guesses: bool, values: Mapping[str, Any]) -> str:
+    """The policy by its name; else PipeInfer if options are given that all are its own; else the best. Raises
+    UserError."""
+    requested = [owners for name, owners in _owners().items() if values.get(name) is not None]
+    if policy is None and has_guesses and requested and all(PipeInfer.name in owners for owners in requested):
         return PipeInfer.name
     return choose_policy(policy, has_guesses)
 
 
-def asks_for_guesses(given: Mapping[str, Any]) -> bool:
-    """Whether a command line asks for a policy that needs a draft, by its name or by its options, and no lookup."""
-    asked = given["policy"] not in (None, "iterative") or any(given.get(name) is not None for name in _owners())
-    return asked and not given["lookup"]
+def requests_guesses(values: Mapping[str, Any]) -> bool:
+    """Whether a command line names a policy that needs a draft, or one of its options, and no lookup."""
+    is_named = values["policy"] not in (None, "iterative") or any(values.get(name) is not None for name in _owners())
+    return is_named and not values["lookup"]
 
 
-def take_policies(names: Iterable[str], given: dict[str, Any]) -> tuple[Policy, ...]:
-    """Each named policy with its own options out of `given`. Raises UserError for an option that none of them has."""
-    found = {name: value for name in _owners() if (value := given.pop(name, None)) is not None}
+def take_policies(names: Iterable[str], values: dict[str, Any]) -> tuple[Policy, ...]:
+    """Move the policies' settings out of a command's values: each named policy with those that it has. Raises UserError
+    for a setting that none of them has."""
+    settings = {name: value for name in _owners() if (value := values.pop(name, None)) is not None}
     chosen = tuple(names)
-    for name in found:
+    for name in settings:
         if not set(chosen) & _owners()[name].keys():
             raise UserError(_foreign(name, chosen))
-    return tuple(make_policy(policy, found) for policy in chosen)
+    return tuple(make_policy(policy, settings) for policy in chosen)
 
 
 def _owners() -> Mapping[str, Mapping[str, tuple[Any, Setting]]]:
-    """Of each setting the policies that have it, with its default there."""
-    found: dict[str, dict[str, tuple[Any, Setting]]] = {}
+    """Setting -> the policies that have it -> its default and setting there."""
+    owners: dict[str, dict[str, tuple[Any, Setting]]] = {}
     for policy, kind in POLICIES.items():
         for name, default, setting in settings_of(kind):
-            found.setdefault(name, {})[policy] = (default, setting)
-    return found
+            owners.setdefault(name, {})[policy] = (default, setting)
+    return owners
 
 
 def policy_ablations() -> tuple[str, ...]:
@@ -137,19 +140,17 @@ def policy_ablations() -> tuple[str, ...]:
 
 def _policy_option(name: str, owners: Mapping[str, tuple[Any, Setting]]) -> SettingOption:
     default, setting = next(iter(owners.values()))
-    names = _names(setting, name)
-    whose = f"({', '.join(owners)})"
+    names, help = _names(setting, name), f"{setting.help} ({', '.join(owners)})"
     if default is True:
-        return SettingOption(names, flag_value=False, type=bool, default=None, help=f"{setting.help} {whose}")
+        return SettingOption(names, flag_value=False, type=bool, default=None, help=help)
     defaults = ", ".join(dict.fromkeys(value_text(default) for default, _ in owners.values()))
-    return SettingOption(names, type=_type_of(default, setting), default=None,
-                         help=f"{setting.help} {whose}  [default: {defaults}]")  # fmt: skip
+    return SettingOption(names, type=_type_of(default, setting), default=None, help=f"{help}  [default: {defaults}]")
 
 
 def _type_of(default: Any, setting: Setting) -> click.ParamType:
     if setting.type is not None:
-        found: click.ParamType = setting.type
-        return found
+        param_type: click.ParamType = setting.type
+        return param_type
     if setting.choices:
         return click.Choice(setting.choices)
     if isinstance(default, int):
@@ -158,9 +159,9 @@ def _type_of(default: Any, setting: Setting) -> click.ParamType:
 
 
 def _foreign(name: str, chosen: tuple[str, ...]) -> str:
-    """An option that none of the chosen policies has: whose it is, and what they have instead."""
+    """The message for an option that none of the chosen policies has: its policies, and the options of the chosen."""
     owners = _owners()[name]
     flag = next(iter(owners.values()))[1].flag
-    own = {policy: [setting.flag for _, _, setting in settings_of(POLICIES[policy])] for policy in chosen}
-    offered = "; ".join(f"{policy} has {', '.join(flags) or 'no such options'}" for policy, flags in own.items())
+    flags = {policy: ", ".join(each.flag for _, _, each in settings_of(POLICIES[policy])) for policy in chosen}
+    offered = "; ".join(f"{policy} has {names or 'no such options'}" for policy, names in flags.items())
     return f"{flag} is an option of --policy {', '.join(owners)}; {offered}"

@@ -47,8 +47,8 @@ def is_first_here() -> bool:
 
 def n_ranks_here() -> int:
     """The number of ranks on this host; 1 if the launcher does not say."""
-    found = next((os.environ[name] for name in LOCAL_SIZE if name in os.environ), "")
-    return int(found) if found.isdecimal() else 1
+    size = next((os.environ[name] for name in LOCAL_SIZE if name in os.environ), "")
+    return int(size) if size.isdecimal() else 1
 
 
 def is_launched() -> bool:

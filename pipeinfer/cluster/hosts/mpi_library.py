@@ -1,5 +1,5 @@
-"""Which MPI is installed. Its library is loaded in a process of its own, so that no MPI starts here and a broken one
-does no harm. Imports no MPI."""
+"""The MPI that is installed. Its library is loaded by a child process, so that no MPI starts here and a broken one does
+no harm."""
 
 import json
 import subprocess
@@ -24,8 +24,8 @@ def describe_mpi() -> dict[str, Any]:
         done = subprocess.run(
             python_command(PROBE), capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=PROBE_TIMEOUT_S
         )
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found | {"error": None}
+        versions: dict[str, Any] = json.loads(done.stdout)
+        return versions | {"error": None}
     except subprocess.TimeoutExpired:
         why = f"it does not answer within {PROBE_TIMEOUT_S:.0f} s"
     except ValueError:

@@ -1,4 +1,4 @@
-"""What each rank says of itself at the start of a job, and whether the ranks fit together. Knows no MPI."""
+"""Version, host and settings of each rank at the start of a job, and whether they fit together. Knows no MPI."""
 
 import hashlib
 from collections.abc import Iterator, Sequence
@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pipeinfer
-from pipeinfer.cluster.watch.rendezvous import own_place
+from pipeinfer.cluster.watch.rendezvous import own_location
 from pipeinfer.errors import UserError
 
 RankInfo = tuple[str, str, str, dict[str, str]]
-"""(version, host, place, settings by name): plain types, which another version of this program can unpickle."""
+"""(version, host, location, settings by name): plain types, which another version of this program can unpickle."""
 
 SHOWN = 60
 
@@ -20,10 +20,10 @@ COMMAND = "the command"
 
 
 def own_info(settings: object) -> RankInfo:
-    """This rank's info; `settings`: a dataclass of what was asked for."""
+    """This rank's; `settings`: a dataclass."""
     assert is_dataclass(settings)
-    place = own_place()
-    return version_text(), place.host, place.where, {COMMAND: type(settings).__name__, **dict(_named(settings))}
+    location = own_location()
+    return version_text(), location.host, location.where, {COMMAND: type(settings).__name__, **dict(_named(settings))}
 
 
 def _named(settings: Any) -> Iterator[tuple[str, str]]:
@@ -35,7 +35,7 @@ def _named(settings: Any) -> Iterator[tuple[str, str]]:
         if is_dataclass(value):
             yield field.name, type(value).__name__
             yield from _named(value)
-        elif field.compare:  # else it is not asked for, but learned while running
+        elif field.compare:  # else it is no setting, but learned while running
             yield field.name, _text(value)
 
 

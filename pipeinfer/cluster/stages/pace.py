@@ -5,46 +5,81 @@ Models, messages and cancellations stay real; only their times are stretched. Kn
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
-from pipeinfer.cluster.messages.activations import Buffer, WireType, activation_bytes
-from pipeinfer.cluster.messages.wire import Transaction, feature_bytes
-from pipeinfer.cluster.timing.costs import NOTHING, LinkCost, ModelCost
+from pipeinfer.cluster.wire import Buffer, Transaction, WireType, activation_bytes, feature_bytes
 from pipeinfer.core.interfaces import Batch, FeatureStage, HeadModel, LoadedModel
-from pipeinfer.core.runs import KvOp
 from pipeinfer.core.types import Clock, FloatArray
 
 N_STAMP = 8  # bytes: when a message is due, a float64
 NO_FEATURES = np.empty((0, 0, 0), np.float32)
-SHARE_OF_NEW = 0.3  # of the newest measurement in the running mean of the model's own time
+SHARE_OF_NEW = 0.3  # of the newest measurement in the running mean of the model's time
+
+
+class StageCost(Protocol):
+    """What a stage costs in a profile; see `virtual.costs`."""
+
+    @property
+    def run_s(self) -> float: ...
+    @property
+    def n_stops(self) -> int: ...
+    def layer_s(self, n_rows: int, context: int) -> float: ...
+    def seconds(self, n_rows: int, context: int, reshapes: bool = ..., *, begins: bool = ...) -> float: ...
+
+
+class LinkCost(Protocol):
+    """What a link costs in a profile."""
+
+    @property
+    def latency_s(self) -> float: ...
+    def transfer_s(self, n_bytes: float) -> float: ...
+
+
+class JobClock:
+    """The seconds of a job: real ones, or `dilation` real ones each in a job whose pace is dilated."""
+
+    def __init__(self, dilation: float = 1.0) -> None:
+        self.dilation = dilation
+
+    def __call__(self) -> float:
+        return time.monotonic() / self.dilation
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(self.real_s(seconds))
+
+    def real_s(self, seconds: float) -> float:
+        return seconds * self.dilation
+
+
+REAL_CLOCK = JobClock()
 
 
 class PacedStage:
     """A model whose evaluations take the time that `cost` says. It first sleeps, layer by layer, and calls `stop` in
-    between as a model does; the model's own work comes last, so that a stopped run leaves no trace in it. A run's cost
-    outside the model (`run_s`) is real and not added."""
+    between as a model does; the model's own work comes last, so that a stopped run leaves no trace in it. Of a
+    run's cost outside the model (`run_s`) the real one is a part, which is not added."""
 
-    def __init__(
-        self, model: LoadedModel, cost: ModelCost, clock: Clock = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
-    ) -> None:  # fmt: skip
-        self.model, self.cost, self.clock, self.sleep = model, cost, clock, sleep
+    def __init__(self, model: LoadedModel, cost: StageCost, clock: JobClock) -> None:
+        self.model, self.cost, self.clock = model, cost, clock
         self.n_embd, self.is_last, self.n_vocab = model.n_embd, model.is_last, model.n_vocab
-        self._read = model if isinstance(model, FeatureStage) else None
-        self.n_features = self._read.n_features if self._read else 0
-        # rows, whether a prompt's blocks begin -> the model's own time
-        self._own_s: dict[tuple[int, bool], float] = {}
+        self.apply, self.next_position = model.apply, model.next_position
+        self.clear, self.close = model.clear, model.close
+        self._feature_stage = model if isinstance(model, FeatureStage) else None
+        self.n_features = self._feature_stage.n_features if self._feature_stage else 0
+        # rows, whether a prompt's blocks begin -> mean seconds of the model itself
+        self._model_s: dict[tuple[int, bool], float] = {}
         self._n_rows_before = 0
         self._late_s = 0.0
 
     @property
     def features(self) -> FloatArray:
-        return self._read.features if self._read else NO_FEATURES
+        return self._feature_stage.features if self._feature_stage else NO_FEATURES
 
     def take_late_s(self) -> float:
-        """By how much evaluations ended later than they should have, since the last time."""
+        """Seconds by which evaluations since the last call ended late."""
         late_s, self._late_s = self._late_s, 0.0
         return late_s
 
@@ -52,13 +87,14 @@ class PacedStage:
         start_s, n_rows = self.clock(), len(batch.positions)
         context, kind = int(batch.positions[0]), _kind(batch)
         reshapes, self._n_rows_before = n_rows != self._n_rows_before, n_rows
-        end_s = start_s + self.cost.seconds(n_rows, context, reshapes, begins=batch.begins_blocks) - self.cost.run_s
-        begin_s, is_known = end_s - self._own_s.get(kind, 0.0), kind in self._own_s
+        real_run_s = self.cost.run_s / self.clock.dilation
+        end_s = start_s + self.cost.seconds(n_rows, context, reshapes, begins=batch.begins_blocks) - real_run_s
+        begin_s, is_timed = end_s - self._model_s.get(kind, 0.0), kind in self._model_s
         if not self._sleep_through_layers(start_s, begin_s, n_rows, context, stop):
             return None
         result = self._evaluate(batch, stop)
         if result is not None:
-            if is_known:
+            if is_timed:
                 self._late_s += max(0.0, self.clock() - end_s)
             self._sleep_until(end_s)
         return result
@@ -66,10 +102,9 @@ class PacedStage:
     def _sleep_through_layers(
         self, first_s: float, end_s: float, n_rows: int, context: int, stop: Callable[[], bool]
     ) -> bool:
-        """Sleep until `end_s`; the layers begin at `first_s`. False if stopped after one of them."""
-        layer_s = self.cost.layer.at(n_rows, context)
-        n_asked = self.cost.layers - (self.cost.output is NOTHING)  # after the last layer only if the output follows
-        for index in range(1, n_asked + 1):
+        """Sleep until `end_s`; the layers begin at `first_s`. Returns False if stopped after one of them."""
+        layer_s = self.cost.layer_s(n_rows, context)
+        for index in range(1, self.cost.n_stops + 1):
             if first_s + index * layer_s > end_s:
                 break
             self._sleep_until(first_s + index * layer_s)
@@ -83,31 +118,19 @@ class PacedStage:
         result = self.model.evaluate(batch, stop)
         took_s = self.clock() - start_s
         if result is not None:
-            known_s = self._own_s.get(kind, took_s)
-            self._own_s[kind] = known_s + SHARE_OF_NEW * (took_s - known_s)
+            mean_s = self._model_s.get(kind, took_s)
+            self._model_s[kind] = mean_s + SHARE_OF_NEW * (took_s - mean_s)
         return result
 
     def _sleep_until(self, when_s: float) -> None:
         while (left_s := when_s - self.clock()) > 0:
-            self.sleep(left_s)
-
-    def apply(self, ops: Sequence[KvOp]) -> None:
-        self.model.apply(ops)
-
-    def next_position(self, seq: int) -> int:
-        return self.model.next_position(seq)
-
-    def clear(self) -> None:
-        self.model.clear()
-
-    def close(self) -> None:
-        self.model.close()
+            self.clock.sleep(left_s)
 
 
 class PacedHead(PacedStage):
-    """The same of a HeadModel. `encode` takes the time that it takes."""
+    """A paced HeadModel; `encode` is not paced."""
 
-    def __init__(self, model: HeadModel, cost: ModelCost, clock: Clock = time.monotonic) -> None:
+    def __init__(self, model: HeadModel, cost: StageCost, clock: JobClock) -> None:
         super().__init__(model, cost, clock)
         self.head = model
 
@@ -124,10 +147,8 @@ def _kind(batch: Batch) -> tuple[int, bool]:
 
 
 class Courier:
-    """Stamps messages with the time at which a link of `cost` would deliver them; `clock` is common to all ranks.
-
-    `n_embd`: the model's; `modelled_embd`: the profile's width, with which activations are counted.
-    """
+    """Stamps messages with the time at which a link of `cost` would deliver them, on a `clock` common to all ranks.
+    Activations count with the profile's width `modelled_embd` in the place of the model's `n_embd`."""
 
     def __init__(
         self, cost: LinkCost, clock: Clock, n_embd: int, modelled_embd: int, wire_type: WireType = WireType.F32

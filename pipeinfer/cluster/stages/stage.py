@@ -8,13 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from pipeinfer.cluster.messages.activations import Buffer, WireType
-from pipeinfer.cluster.messages.logprobs import scored
-from pipeinfer.cluster.messages.wire import SentRow, Transaction, feature_bytes
-from pipeinfer.cluster.stages.history import TokenHistory
-from pipeinfer.cluster.stages.pending_run import Evaluated, PendingRun, Question
-from pipeinfer.cluster.stages.prunings import Pruned
-from pipeinfer.cluster.stages.samplers import Samplers
+from pipeinfer.cluster.stages.runs import Evaluated, PendingRun, Pruned, Question, Samplers, TokenHistory
+from pipeinfer.cluster.verdicts import scored
+from pipeinfer.cluster.wire import Buffer, SentRow, Transaction, WireType, feature_bytes
 from pipeinfer.core.drafting import guess_next
 from pipeinfer.core.interfaces import AsyncStage, Batch, DeviceRows, DeviceStage, FeatureStage, StageFuture, StageModel
 from pipeinfer.core.runs import Guess, GuessVerdict, Opening, OpKind, Verdict
@@ -31,7 +27,7 @@ class StageStats:
     n_skipped: int = 0  # cancelled runs that it never began
     n_stopped: int = 0  # cancelled runs that it left between layers
     n_layers_saved: int = 0  # layers that cancellation spared it
-    n_left: int = 0  # runs whose tokens were left to samplers
+    n_left: int = 0  # runs whose tokens samplers choose
     n_rows_pruned: int = 0  # dead rows left out of runs that it evaluated
     busy_s: float = 0.0
 
@@ -41,78 +37,78 @@ NO_LOGITS = np.empty((0, 0), np.float32)
 
 class StageWorker:
     """One stage. `n_layers`: of the model, for the statistics. `constrain`: makes a Constraint of a request's grammar;
-    None, as for drafts: grammars are ignored. `leaves_as`: activations stay on the model's device in this type; None:
-    they go to the host."""
+    None, as for drafts: grammars are ignored. `leaves_as`: the type of activations that stay on the model's device;
+    None: they go to the host."""
 
     UNIT = "run"
     """A transaction's name in timelines."""
 
     def __init__(
-        self, model: StageModel, pruned: Pruned, clock: Callable[[], float], is_first: bool,
-        tracer: Tracer = NO_TRACE, n_layers: int = 0, constrain: Callable[[str], Constraint] | None = None,
-        leaves_as: WireType | None = None,
+        self, model: StageModel, clock: Callable[[], float], is_first: bool, tracer: Tracer = NO_TRACE,
+        n_layers: int = 0, constrain: Callable[[str], Constraint] | None = None, leaves_as: WireType | None = None,
     ) -> None:  # fmt: skip
-        self.constrain, self.leaves_as = constrain, leaves_as
-        self.model, self.pruned, self.clock, self.is_first, self.tracer = model, pruned, clock, is_first, tracer
-        self._async_stage = model if isinstance(model, AsyncStage) else None  # asking a Protocol takes a while
-        self._read = model if isinstance(model, FeatureStage) and model.n_features else None
-        self.samplers: Samplers | None = None
-        self.n_layers, self._n_asked = n_layers, 0
+        self.model, self.clock, self.is_first, self.tracer = model, clock, is_first, tracer
+        self.n_layers, self.constrain, self.leaves_as = n_layers, constrain, leaves_as
+        self._async_stage = model if isinstance(model, AsyncStage) else None  # isinstance of a Protocol is slow
+        self._feature_stage = model if isinstance(model, FeatureStage) and model.n_features else None
+        self._n_stop_checks = 0  # of the last run
         self._free_s = -math.inf  # when the last run was done
         self.stats = StageStats()
         self._opened: dict[int, Opening] = {}
         self._constraints: dict[int, Constraint] = {}
-        # also of requests that do not look back: a later one that does may begin with their cells
+        # also of requests that do not look back: a later one may begin with their cells
         self._history = TokenHistory() if model.is_last else None
 
     @property
     def n_features(self) -> int:
-        """Of its layers, how many drafts read."""
-        return self._read.n_features if self._read else 0
+        """The number of its layers that drafts read."""
+        return self._feature_stage.n_features if self._feature_stage else 0
 
-    def process(self, transaction: Transaction) -> Verdict | GuessVerdict | None:
+    def process(
+        self, transaction: Transaction, pruned: Pruned, samplers: Samplers | None = None
+    ) -> Verdict | GuessVerdict | None:
         """`begin` and `finish`."""
-        return self.finish(self.begin(transaction))
+        return self.finish(self.begin(transaction, pruned), samplers)
 
-    def begin(self, transaction: Transaction) -> PendingRun:
+    def begin(self, transaction: Transaction, pruned: Pruned) -> PendingRun:
         """Begin to evaluate the transaction. If the model is an AsyncStage, the next one may begin before this one is
         finished, and both finish in order; else it is done when this returns."""
-        begun = PendingRun(transaction, self.clock())
+        pending = PendingRun(transaction, self.clock())
         self._keep_books(transaction)
-        if not transaction.cancelled and self.pruned.is_cancelled(transaction.run_id):
+        if not transaction.cancelled and pruned.is_cancelled(transaction.run_id):
             transaction.cancel()
         if transaction.cancelled:
             self.stats.n_skipped += 1
             self.stats.n_layers_saved += self.n_layers
         else:
-            self._n_asked = 0
-            self._evaluate(begun)
+            self._n_stop_checks = 0
+            self._evaluate(pending, pruned)
             if transaction.cancelled:
                 self.stats.n_stopped += 1
-                self.stats.n_layers_saved += max(0, self.n_layers - self._n_asked)
-        return begun
+                self.stats.n_layers_saved += max(0, self.n_layers - self._n_stop_checks)
+        return pending
 
-    def finish(self, begun: PendingRun) -> Verdict | GuessVerdict | None:
-        """Wait for the result. The last stage returns the verdict, unless that is left to its samplers; the verdict of
+    def finish(self, pending: PendingRun, samplers: Samplers | None = None) -> Verdict | GuessVerdict | None:
+        """Wait for the result. The last stage returns the verdict, or None if its samplers will have it; the verdict of
         a cancelled run has no rows. Other stages return None and put the residual stream into `activations`."""
-        transaction, questions, logits = begun.transaction, begun.questions, NO_LOGITS
+        transaction, questions, logits = pending.transaction, pending.questions, NO_LOGITS
         if not transaction.cancelled:
-            logits = self._result(begun)
+            logits = self._result(pending)
         answers: list[Any] = [] if transaction.cancelled else [self._no_answer] * transaction.n_rows
 
         def answer(index: int, row_logits: FloatArray) -> None:
             answers[questions[index].row] = self._answer(row_logits, questions[index])
 
-        samplers = self.samplers if self.samplers and self.samplers.wanted else None
-        left = []
+        samplers = samplers if samplers and samplers.take_next else None
+        for_samplers = []
         for index, question in enumerate(questions):
             if samplers and (question.params.temp > 0.0 or question.allowed or question.params.n_logprobs >= 0):
-                left.append(index)
+                for_samplers.append(index)
             else:
                 answer(index, logits[index])
         self.stats.n_runs += 1
         # of two overlapping runs, the later one took the time after the end of the first
-        end_s, start_s = self.clock(), max(begun.start_s, self._free_s)
+        end_s, start_s = self.clock(), max(pending.start_s, self._free_s)
         self._free_s, busy_s = end_s, end_s - start_s
         transaction.took(busy_s)
         self.stats.busy_s += busy_s
@@ -125,8 +121,8 @@ class StageWorker:
         )
         if samplers is None:
             return verdict()
-        self.stats.n_left += bool(left)
-        samplers.submit(logits, left, answer, verdict)
+        self.stats.n_left += bool(for_samplers)
+        samplers.submit(logits, for_samplers, answer, verdict)
         return None
 
     def _keep_books(self, transaction: Transaction) -> None:
@@ -134,8 +130,8 @@ class StageWorker:
         ops = transaction.ops
         for op in ops:
             if op.kind is OpKind.CLOSE:
-                for known in (self._opened, self._constraints):
-                    known.pop(op.src, None)
+                for by_request in (self._opened, self._constraints):
+                    by_request.pop(op.src, None)
         opens = transaction.opens
         self._opened.update(opens)
         self.model.apply([op for op in ops if op.kind is not OpKind.CLOSE])
@@ -145,34 +141,34 @@ class StageWorker:
         if self._history:
             self._history.apply(ops)
 
-    def _evaluate(self, begun: PendingRun) -> None:
-        transaction = begun.transaction
+    def _evaluate(self, pending: PendingRun, pruned: Pruned) -> None:
+        transaction = pending.transaction
         seqs = transaction.seqs
-        if pruned := self.pruned.rows(transaction.run_id):
-            transaction.rows["dropped"][list(pruned)] = True
-        alive = begun.alive = self._alive(transaction, seqs)
+        if dead := pruned.rows(transaction.run_id):
+            transaction.rows["dropped"][list(dead)] = True
+        alive = pending.alive = self._alive(transaction, seqs)
         if n_dropped := transaction.n_rows - len(alive):
             transaction.rows["dropped"][sorted(set(range(transaction.n_rows)) - set(alive))] = True
             self.stats.n_rows_pruned += n_dropped
         if alive:
-            begun.rows = self._begin_rows(transaction, alive, seqs)
-            if begun.rows is None:
+            pending.rows = self._begin_rows(transaction, alive, seqs, pruned)
+            if pending.rows is None:
                 transaction.cancel()
                 return
         if self.model.is_last:
-            begun.questions = self._questions(transaction, seqs)
+            pending.questions = self._questions(transaction, seqs)
 
-    def _result(self, begun: PendingRun) -> FloatArray:
-        """The logits of each question on the last stage; else nothing, and the activations are in the transaction."""
-        transaction, alive = begun.transaction, begun.alive
-        result = begun.rows.result() if begun.rows else np.empty((0, self.model.n_embd), np.float32)
-        if self._read:
-            features = np.zeros((self._read.n_features, transaction.n_rows, self.model.n_embd), np.float32)
+    def _result(self, pending: PendingRun) -> FloatArray:
+        """The logits of each question on the last stage; else none, and the activations are in the transaction."""
+        transaction, alive = pending.transaction, pending.alive
+        result = pending.rows.result() if pending.rows else np.empty((0, self.model.n_embd), np.float32)
+        if self._feature_stage:
+            features = np.zeros((self.n_features, transaction.n_rows, self.model.n_embd), np.float32)
             if alive:
-                features[:, alive] = self._read.features
+                features[:, alive] = self._feature_stage.features
             transaction.add_features(features)
         if self.model.is_last:
-            assert isinstance(result, np.ndarray), "logits were left on a device"
+            assert isinstance(result, np.ndarray), "logits are on a device"
             return result
         if len(alive) < transaction.n_rows:
             result = _spread(result, alive, transaction.n_rows)
@@ -200,7 +196,7 @@ class StageWorker:
         return alive
 
     def _begin_rows(
-        self, transaction: Transaction, alive: list[int], seqs: Sequence[tuple[int, ...]]
+        self, transaction: Transaction, alive: list[int], seqs: Sequence[tuple[int, ...]], pruned: Pruned
     ) -> StageFuture[FloatArray] | StageFuture[DeviceRows] | None:
         rows, out_of_band = transaction.rows, transaction.out_of_band
         hidden = None if self.is_first or out_of_band else transaction.activations
@@ -210,7 +206,7 @@ class StageWorker:
             out_of_band = out_of_band.pick(alive) if out_of_band else None
         wanted = rows["n_wanted"] > 0
         batch = Batch(rows["token"], rows["position"], list(seqs), hidden, wanted, transaction.span, out_of_band)
-        stop = partial(self._asked, transaction.run_id)
+        stop = partial(self._is_cancelled, pruned, transaction.run_id)
         if self.leaves_as:
             assert isinstance(self.model, DeviceStage), "there is no device to leave activations on"
             return self.model.begin_on_device(batch, stop, self.leaves_as is not WireType.F32)
@@ -219,10 +215,10 @@ class StageWorker:
         result = self.model.evaluate(batch, stop)
         return None if result is None else Evaluated(result)
 
-    def _asked(self, run_id: int) -> bool:
-        """Whether the run is cancelled; called between layers."""
-        self._n_asked += 1
-        return self.pruned.is_cancelled(run_id)
+    def _is_cancelled(self, pruned: Pruned, run_id: int) -> bool:
+        """Called between layers."""
+        self._n_stop_checks += 1
+        return pruned.is_cancelled(run_id)
 
     def _questions(self, transaction: Transaction, seqs: Sequence[tuple[int, ...]]) -> list[Question]:
         assert self._history, "only the last stage answers"
@@ -247,12 +243,12 @@ class StageWorker:
 
     _no_answer: Any = NO_TOKEN
 
-    def _answer(self, logits: FloatArray, asked: Question) -> Any:
+    def _answer(self, logits: FloatArray, question: Question) -> Any:
         """One row's part of the verdict: the target's token at the position after it."""
-        params = asked.params
-        own = logits.copy() if params.n_logprobs >= 0 else logits
+        params = question.params
+        changed = logits.copy() if params.n_logprobs >= 0 else logits  # in place
         try:
-            token = choose(own, params, asked.position, asked.history, asked.allowed)
+            token = choose(changed, params, question.position, question.history, question.allowed)
         except ConstraintFailed:
             return FAILED
         return scored(logits, token, params.n_logprobs) if params.n_logprobs >= 0 else token
@@ -268,9 +264,9 @@ def _spread(values: FloatArray | DeviceRows, rows: Sequence[int], n_rows: int) -
     """`n_rows` rows: `values` at the indices `rows`, else zeros."""
     if not isinstance(values, np.ndarray):
         return values.spread(rows, n_rows)
-    found = np.zeros((n_rows, values.shape[1]), np.float32)
-    found[rows] = values
-    return found
+    spread = np.zeros((n_rows, values.shape[1]), np.float32)
+    spread[rows] = values
+    return spread
 
 
 class DraftWorker(StageWorker):
@@ -279,14 +275,15 @@ class DraftWorker(StageWorker):
 
     UNIT = "question"
 
-    def __init__(self, *args: Any, couple: bool, **others: Any) -> None:
-        super().__init__(*args, **others)
+    def __init__(self, *args: Any, couple: bool, **settings: Any) -> None:
+        super().__init__(*args, **settings)
         self.couple = couple
 
     _no_answer: Any = ()
 
-    def _answer(self, logits: FloatArray, asked: Question) -> list[Guess]:
-        return guess_next(logits, asked.params, asked.position, asked.history, asked.n_wanted, self.couple)
+    def _answer(self, logits: FloatArray, question: Question) -> list[Guess]:
+        wanted = question.n_wanted
+        return guess_next(logits, question.params, question.position, question.history, wanted, self.couple)
 
     @staticmethod
     def _verdict(

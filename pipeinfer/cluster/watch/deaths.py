@@ -21,7 +21,8 @@ LOOK_S = 0.15
 HIGHEST_FILE = 1024  # what select(2) can take, and the usual limit
 N_SPARE_FILES = 8
 KILLED = " of SIGKILL"
-ASKED_TO_END = (" of SIGINT", " of SIGTERM", " of SIGHUP")
+ORDERLY = (" of SIGINT", " of SIGTERM", " of SIGHUP")
+LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "prterun", "prun", "orterun")
 KILLS_S = 0.1
 """Time between a rank's closed files, which the launcher sees, and its reported end: its memory is freed in between."""
 
@@ -50,14 +51,13 @@ class Process:
         deadline = time.monotonic() + LOOK_S
         while (status := self._status()) is None and time.monotonic() < deadline:
             time.sleep(0.002)
-        return "" if status is None else _in_words(status)
+        return "" if status is None else _describe(status)
 
     def _status(self) -> int | None:
         """Its wait status: from /proc until its parent has reaped it, then from the pidfd."""
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
-            if fields[0] in "ZX" and self.pid:
-                return int(fields[49])
+        fields = _stat(self.pid)
+        if fields and fields[0] in "ZX" and self.pid:
+            return int(fields[49])
         with contextlib.suppress(OSError):
             info = bytearray(struct.pack(INFO_LAYOUT, INFO_EXIT, *[0] * 14))
             fcntl.ioctl(self._fd, GET_INFO, info)
@@ -81,8 +81,8 @@ def first_to_close(link: Connection) -> Connection:
 
 
 def is_death(how: str) -> bool:
-    """Whether a process that ended in this way was ended by a signal that asks for nothing."""
-    return how.startswith(" of ") and how not in ASKED_TO_END
+    """Whether a signal ended the process that is no request to stop."""
+    return how.startswith(" of ") and how not in ORDERLY
 
 
 def first_to_die(processes: dict[int, Process], rank: int, how: str) -> tuple[int, str]:
@@ -90,35 +90,50 @@ def first_to_die(processes: dict[int, Process], rank: int, how: str) -> tuple[in
     if how == KILLED:
         time.sleep(KILLS_S)
         for other, process in processes.items():
-            ended = process.how_it_ended(wait_s=0.0)
-            if is_death(ended) and ended != KILLED:
-                return other, ended
+            other_how = process.how_it_ended(wait_s=0.0)
+            if is_death(other_how) and other_how != KILLED:
+                return other, other_how
     return rank, how
 
 
 def ranks_beside(pid: int) -> dict[int, int]:
     """Rank -> process id of the job's ranks on this host: processes with the same parent as `pid`, one of them."""
-    parent, found = _parent(pid), dict[int, int]()
+    parent, pids = _parent(pid), dict[int, int]()
     for folder in Path("/proc").glob("[0-9]*"):
-        other = int(folder.name)
-        if _parent(other) != parent:
+        if _parent(int(folder.name)) != parent:
             continue
         with contextlib.suppress(OSError):
-            pairs = (entry.partition(b"=") for entry in (folder / "environ").read_bytes().split(b"\0"))
-            environ = {name.decode("utf-8", "replace"): value.decode("utf-8", "replace") for name, _, value in pairs}
+            entries = (folder / "environ").read_bytes().decode("utf-8", "replace").split("\0")
+            environ = dict(entry.partition("=")[::2] for entry in entries)
             if size_from_environment(environ) > 1:
-                found[rank_from_environment(environ)] = other
-    return found
+                pids[rank_from_environment(environ)] = int(folder.name)
+    return pids
+
+
+def launcher_of(pid: int) -> tuple[list[str], Path]:
+    """The words of the mpirun above a process, and the folder where it runs; no words where it is on another host."""
+    while (pid := _parent(pid)) > 1:
+        with contextlib.suppress(OSError):
+            words = os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).split("\0")
+            if os.path.basename(words[0]) in LAUNCHERS:
+                return words, Path(os.readlink(f"/proc/{pid}/cwd"))
+    return [], Path()
 
 
 def _parent(pid: int) -> int:
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
-        return int(parent) if state not in "ZX" else 0
-    return 0
+    """0 of a process that has ended."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields and fields[0] not in "ZX" else 0
 
 
-def _in_words(status: int) -> str:
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; none if there is no such process."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return []
+
+
+def _describe(status: int) -> str:
     if os.WIFEXITED(status):
         return f" with exit code {os.WEXITSTATUS(status)}"
     number = os.WTERMSIG(status)

@@ -28,20 +28,6 @@ RANK_BYTES = 1_400_000
 """MPICH's need for a rank; with less a bus error ends ranks (measured: 4 MB for 3 ranks)."""
 
 
-def short_of_room(n_ranks: int) -> str:
-    """A warning if this host has too little shared memory for so many ranks; else empty."""
-    with contextlib.suppress(OSError):
-        found = os.statvfs(FOLDER)
-        free = found.f_bavail * found.f_frsize
-        if free < RANK_BYTES * n_ranks:
-            return (
-                f"{FOLDER} has {free / 1e6:.1f} MB free, and MPI needs about {RANK_BYTES * n_ranks / 1e6:.1f} MB of it "
-                f"for {n_ranks} ranks: where that is missing ranks die of a bus error; make it larger (of a container "
-                "with --shm-size), or remove what is left there"
-            )
-    return ""
-
-
 def segments_of(pid: int) -> set[Path]:
     """The segments that a process of this user maps or has open."""
     names = []
@@ -90,14 +76,18 @@ def sweep() -> None:
 
 def remove_dead(paths: Iterable[Path]) -> bool:
     """Remove the segments that no process uses. True when all of them are gone."""
-    left = {path for path in paths if path.exists()}
-    if not left:
+    present = {path for path in paths if path.exists()}
+    if not present:
         return True
-    used = set[Path]().union(*(segments_of(pid) for pid in _own_processes()))
-    for path in left - used:
+    used = set[Path]()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if folder.stat().st_uid == os.getuid():
+                used |= segments_of(int(folder.name))
+    for path in present - used:
         with contextlib.suppress(OSError):
             path.unlink()
-    return not left & used
+    return not present & used
 
 
 def _remove_unopened(path: Path) -> None:
@@ -125,12 +115,3 @@ def _is_marked(path: Path) -> bool:
 
 def _namespace() -> bytes:
     return os.readlink("/proc/self/ns/pid").encode()
-
-
-def _own_processes() -> list[int]:
-    owned = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if folder.stat().st_uid == os.getuid():
-                owned.append(int(folder.name))
-    return owned

@@ -1,4 +1,4 @@
-"""The process beside rank 0 that holds a connection to every rank, and reports ranks that died or never came.
+"""The process beside rank 0 that holds a connection to every rank, and reports ranks that died or never joined.
 
 It runs in a session of its own, which the launcher does not kill, and imports only the standard library and files of
 this package that do the same. Knows no MPI.
@@ -6,24 +6,26 @@ this package that do the same. Knows no MPI.
 
 import contextlib
 import errno
+import json
+import math
 import os
 import selectors
 import signal
 import socket
-import sys
+import subprocess
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
 
-from pipeinfer.cluster.watch.deaths import Process, first_to_die, is_death, ranks_beside
-from pipeinfer.cluster.watch.flow import Flow, Flows
-from pipeinfer.cluster.watch.heartbeats import HeartbeatMonitor
-from pipeinfer.cluster.watch.limits import BEATS, Limits
-from pipeinfer.cluster.watch.listener import Listener
-from pipeinfer.cluster.watch.protocol import Message, receive, send, title, write_line
+from pipeinfer.cluster.hosts.launcher_words import hosts_by_rank
+from pipeinfer.cluster.watch.deaths import Process, first_to_die, is_death, launcher_of, ranks_beside
+from pipeinfer.cluster.watch.heartbeats import Flow, FlowMonitor, HeartbeatMonitor
+from pipeinfer.cluster.watch.inquiry import Inquiry
+from pipeinfer.cluster.watch.protocol import BEATS, JOIN_VARIABLE, Limits, Message, receive, send, title, write_line
+from pipeinfer.cluster.watch.rendezvous import Listener
 from pipeinfer.cluster.watch.segments import remove_dead, segments_of, sweep
-from pipeinfer.cluster.watch.step import end_step
 
 EXIT_CODE = 1
 ABORT_GRACE_S = 1.0
@@ -38,34 +40,44 @@ UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
 LOOK_EVERY_S = 0.05
 FIND_S = 1.0
 """Time to look for ranks on this host: a launcher starts them together."""
+
+NOTICE_S, NOTICE_HERE_S = 3.0, 10.0
+"""Time after which missing ranks are reported; if all of them are on this host, of which many start slowly."""
+
+MAX_SHOWN = 8
+"""Missing ranks that are named."""
+
 REMAINS_S = 2.0
+SCANCEL_TIMEOUT_S = 5.0
 
 
 class Sentinel:
     """Listens until every rank has joined or time is up; after that it talks to the ranks only."""
 
     def __init__(
-        self, head: Connection, head_pid: int, host: str, size: int, join_s: float, limits: Limits, goes_on_from: str
-    ) -> None:
-        self._goes_on_from = goes_on_from
-        self._head_pid = head_pid
-        self._size = size
-        self._join_s = join_s
-        self._until_s = time.monotonic() + join_s
-        self._limits = limits
-        self._heartbeats, self._flows = HeartbeatMonitor(limits.silent_s), Flows(BEATS)
+        self, head: Connection, head_pid: int, host: str, size: int, join_s: float, limits: Limits, resume_file: str,
+        inquiry: Sequence[str],
+    ) -> None:  # fmt: skip
+        """`head`: the connection to rank 0. `resume_file`: with which the same command goes on, or empty. `inquiry`:
+        the command of `Inquiry`."""
+        self._head_pid, self._size, self._limits, self._resume_file = head_pid, size, limits, resume_file
+        self._join_s, self._until_s = join_s, time.monotonic() + join_s
+        self._find_until_s = time.monotonic() + FIND_S
+        self._notice_s = time.monotonic() + NOTICE_S
+        self._notice_here_s = time.monotonic() + NOTICE_HERE_S
+        self._heartbeats, self._flows = HeartbeatMonitor(limits.silent_s), FlowMonitor(BEATS)
         self._key = ""
         self._listener: Listener | None = None
         self._links: dict[int, Connection] = {0: head}
         self._hosts = {0: host}
         self._abouts: dict[int, str] = {}
         self._processes = {0: Process(head_pid)}
-        self._beside: dict[int, Process] = {}  # ranks on this host, until every rank has come
-        self._find_until_s = time.monotonic() + FIND_S
+        self._beside: dict[int, Process] = {}  # ranks on this host, until every rank has joined
         self._segments: set[Path] = set()
         self._stopping = False
         # epoll reports events in their order: the first death comes first, even if the launcher kills others meanwhile
         self._selector = selectors.DefaultSelector()
+        self._inquiry = Inquiry(inquiry, self._selector)
         self._selector.register(head, selectors.EVENT_READ, 0)
 
     def run(self) -> None:
@@ -76,10 +88,12 @@ class Sentinel:
                     self._ended(key.data)
                 elif isinstance(key.data, Listener):
                     key.data.accept()
+                elif isinstance(key.data, Inquiry):
+                    key.data.hear()
                 else:
                     self._receive(key.data)
             if self._complete:
-                self._listen()
+                self._check_heartbeats()
             else:
                 self._look()
 
@@ -97,16 +111,38 @@ class Sentinel:
             self._admit(self._listener)
         if time.monotonic() > self._until_s:
             here = "" if self._key else f", nor does it run on host {self._hosts[0]}"
-            late = f"{self._who_is_missing()} did not join within {self._join_s:g} s"
-            self._end(f"{late}{here}; ending the job", died=False)
+            about = "".join(f"; {line}" for line in self._inquiry.lines)
+            self._end(
+                f"{self._missing()} did not join within {self._join_s:g} s{here}{about}; ending the job", died=False
+            )
+        if time.monotonic() > self._notice_s:
+            self._report_missing()
 
-    def _listen(self) -> None:
-        """Once all have joined: check for a rank without heartbeats."""
-        silent = self._heartbeats.look(time.monotonic())
-        if silent is not None:
-            said = f"has said nothing for {self._limits.silent_s:g} s (--rank-timeout)"
-            why = "its process or its host stands still, or the way to it is cut"
-            self._end(f"{self._title(silent)} {said}: {why}; ending the job", died=False)
+    def _report_missing(self) -> None:
+        """Name the ranks that are missing after some seconds, and start the inquiry into their hosts."""
+        missing = self._missing_ranks()
+        if not missing and time.monotonic() < self._notice_here_s:
+            self._notice_s = self._notice_here_s
+            return
+        self._notice_s = math.inf
+        launched = hosts_by_rank(*launcher_of(self._head_pid), self._size)
+        if {rank for rank, host in enumerate(launched) if host == launched[0]} != {0, *ranks_beside(self._head_pid)}:
+            launched = []  # this launcher places ranks in another way
+        if not self._key:
+            self._hosts = dict(enumerate(launched)) | self._hosts
+        who = self._missing() if missing else f"MPI to start; all ranks run on host {self._hosts[0]}"
+        write_line(f"waiting for {who}, {self._join_s:g} s at most ({JOIN_VARIABLE})")
+        hosts = dict(enumerate(launched)) or self._hosts
+        others = dict.fromkeys(hosts[rank] for rank in missing if hosts.get(rank, hosts[0]) != hosts[0])
+        self._inquiry.start(self._size, hosts[0], list(others))
+
+    def _find_ranks(self) -> None:
+        for rank, pid in ranks_beside(self._head_pid).items():
+            process = Process(pid)
+            if rank not in self._beside and process.fileno() >= 0:
+                self._beside[rank] = process
+                self._hosts[rank] = self._hosts[0]
+                self._selector.register(process, selectors.EVENT_READ, process)
 
     def _admit(self, listener: Listener) -> None:
         """Take over the connections that have authenticated."""
@@ -120,18 +156,26 @@ class Sentinel:
             self._selector.register(link, selectors.EVENT_READ, rank)
             send(link, {"head": self._title(0)})
         if self._complete:
-            self._all_have_come()
+            self._selector.unregister(listener)
+            listener.close()
+            self._listener = None
+            self._begin()
 
-    def _all_have_come(self) -> None:
+    def _begin(self) -> None:
+        """All have joined: from now on the connections report deaths, and heartbeats are checked."""
         for process in self._beside.values():
             with contextlib.suppress(KeyError):  # it has ended
                 self._selector.unregister(process)
         self._beside.clear()
-        if self._listener:
-            self._selector.unregister(self._listener)
-            self._listener.close()
-            self._listener = None
+        self._inquiry.end()
         self._heartbeats.begin(self._links, time.monotonic())
+
+    def _check_heartbeats(self) -> None:
+        silent = self._heartbeats.look(time.monotonic())
+        if silent is not None:
+            time_text = f"{self._limits.silent_s:g} s (--rank-timeout)"
+            why = "its process or its host stands still, or the way to it is cut"
+            self._end(f"{self._title(silent)} has said nothing for {time_text}: {why}; ending the job", died=False)
 
     # -- messages
 
@@ -161,20 +205,11 @@ class Sentinel:
                 self._tell_all({"head": self._title(0)})
         elif "flow" in message:
             if cut := self._flows.hear(rank, Flow(*message["flow"])):
-                self._end_of_way(*cut)
+                self._end_cut_link(*cut)
         elif "pid" in message:
             self._processes[rank] = Process(message["pid"])
-        elif "key" in message:  # from rank 0: MPI has started, the others may join
-            self._key, self._size = message["key"], message["size"]
-            self._hosts = dict(enumerate(message["hosts"]))
-            self._segments |= segments_of(self._head_pid)
-            listener = socket.socket(fileno=recv_handle(self._links[0]))
-            if self._complete:
-                listener.close()
-                self._all_have_come()
-            else:
-                self._listener = Listener(listener, self._key, self._size, self._limits)
-                self._selector.register(self._listener, selectors.EVENT_READ, self._listener)
+        elif "key" in message:
+            self._invite(message)
         elif "bye" in message:
             if rank == 0:
                 self._tell_all(message)
@@ -183,15 +218,25 @@ class Sentinel:
             self._heartbeats.forget(rank)
             self._selector.unregister(self._links[rank])
 
-    # -- ends
+    def _invite(self, message: Message) -> None:
+        """Rank 0: MPI has started, the others may join at the socket that it sends."""
+        self._key, self._size = message["key"], message["size"]
+        self._hosts = dict(enumerate(message["hosts"]))
+        self._segments |= segments_of(self._head_pid)
+        listener = Listener(socket.socket(fileno=recv_handle(self._links[0])), self._key, self._size, self._limits)
+        if self._complete:
+            listener.close()
+            self._begin()
+        else:
+            self._listener = listener
+            self._selector.register(listener, selectors.EVENT_READ, listener)
 
-    def _find_ranks(self) -> None:
-        for rank, pid in ranks_beside(self._head_pid).items():
-            process = Process(pid)
-            if rank not in self._beside and process.fileno() >= 0:
-                self._beside[rank] = process
-                self._hosts[rank] = self._hosts[0]
-                self._selector.register(process, selectors.EVENT_READ, process)
+    def _tell_all(self, message: Message) -> None:
+        for rank in self._links:
+            if rank > 0:
+                send(self._links[rank], message)
+
+    # -- ends
 
     def _ended(self, process: Process) -> None:
         """A rank on this host ended before all have joined. One that exits has said why itself."""
@@ -210,11 +255,13 @@ class Sentinel:
             self._died(rank, self._processes[rank].how_it_ended() if rank in self._processes else "")
 
     def _died(self, rank: int, how: str) -> None:
-        if self._stopping:
-            self._end("", died=True)
-        self._end(f"{self._who_died(rank)} died{how}; ending the job", died=True)
+        who = self._title(rank)
+        if self._size not in (len(self._links), len(self._beside)):
+            # if a rank dies before it has joined, only the launcher's kill of another one may be seen
+            who += f", or {self._missing()}, which had not joined yet,"
+        self._end("" if self._stopping else f"{who} died{how}; ending the job", died=True)
 
-    def _end_of_way(self, source: int, dest: int) -> None:
+    def _end_cut_link(self, source: int, dest: int) -> None:
         self._end(
             f"nothing comes from {self._title(source)} to {self._title(dest)} any more: a message has not come for "
             f"{self._limits.silent_s:g} s (--rank-timeout) though both are there; the way between their hosts is cut; "
@@ -222,9 +269,10 @@ class Sentinel:
         )  # fmt: skip
 
     def _end(self, line: str, died: bool) -> None:
+        """Print the line, end the job, and this process."""
+        self._inquiry.end()
         if line:
-            way_out = f"; the same command goes on from {self._goes_on_from}" if self._goes_on_from else ""
-            write_line(f"{line}{way_out}")
+            write_line(f"{line}; the same command goes on from {self._resume_file}" if self._resume_file else line)
         self._tell_all({"end": True})
         if died:
             self._await_head(LAUNCHER_GRACE_S)
@@ -234,7 +282,7 @@ class Sentinel:
             os.kill(self._head_pid, signal.SIGKILL)
         self._clear_up()
         if len(self._links) < self._size:
-            end_step()  # missing ranks could not be told
+            end_slurm_step()  # missing ranks could not be told
         os._exit(EXIT_CODE)
 
     def _await_head(self, timeout_s: float) -> None:
@@ -244,7 +292,7 @@ class Sentinel:
                 self._links[0].recv_bytes()
 
     def _clear_up(self) -> None:
-        """Remove the shared memory that killed ranks leave on this host. Nobody waits for it."""
+        """Remove the shared memory that killed ranks leave on this host. Nothing waits for it."""
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         deadline = time.monotonic() + REMAINS_S
@@ -253,39 +301,37 @@ class Sentinel:
         time.sleep(LAUNCHER_GRACE_S)
         sweep()  # segments of other ranks, and those that rank 0 marked before it was looked at
 
-    def _tell_all(self, message: Message) -> None:
-        for rank in self._links:
-            if rank > 0:
-                send(self._links[rank], message)
-
     # -- texts
 
-    def _who_died(self, rank: int) -> str:
-        """If a rank dies before it has joined, only the launcher's kill of another one may be seen."""
-        if self._size in (len(self._links), len(self._beside)):
-            return self._title(rank)
-        return f"{self._title(rank)}, or {self._who_is_missing()}, which had not joined yet,"
-
-    def _who_is_missing(self) -> str:
+    def _missing_ranks(self) -> list[int]:
         """Ranks that have not joined; before MPI has started, when none can, those that are not on this host."""
         here = set(self._links) if self._key else {0, *ranks_beside(self._head_pid)}
-        missing = [rank for rank in range(self._size) if rank not in here]
-        named = ", ".join(self._title(rank) if rank in self._hosts else f"rank {rank}" for rank in missing)
-        return named or "a rank"
+        return [rank for rank in range(self._size) if rank not in here]
+
+    def _missing(self) -> str:
+        missing = self._missing_ranks()
+        more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
+        return ", ".join(map(self._title, missing[:MAX_SHOWN])) + more or "a rank"
 
     def _title(self, rank: int) -> str:
         return title(rank, self._hosts.get(rank, ""), self._abouts.get(rank, ""))
 
 
-def main(
-    head_fd: str, head_pid: str, host: str, size: str, join_s: str, link_s: str, silent_s: str, goes_on_from: str
-) -> None:
+def end_slurm_step() -> None:
+    """Kill all tasks of this process's Slurm step, if it is in one, and perhaps this process: srun leaves its tasks
+    running when one of them has died. Raises nothing."""
+    step = os.environ.get("SLURM_STEP_ID")
+    jobs = {value for name, value in os.environ.items() if name.startswith("SLURM_JOB_ID")}  # each group is a job
+    if step and jobs:
+        command = ["scancel", "--signal=KILL", *(f"{job}.{step}" for job in jobs)]
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SCANCEL_TIMEOUT_S)
+
+
+def main(arguments: str) -> None:
+    """`arguments`: the file descriptor of the connection to rank 0 and those of `Sentinel`, as JSON."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
-    limits = Limits(float(link_s), float(silent_s))
-    head = Connection(int(head_fd))
-    Sentinel(head, int(head_pid), host, int(size), float(join_s), limits, goes_on_from).run()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    head_fd, limits, *others = json.loads(arguments)
+    head_pid, host, size, join_s, *texts = others
+    Sentinel(Connection(head_fd), head_pid, host, size, join_s, Limits(*limits), *texts).run()

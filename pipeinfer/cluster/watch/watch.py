@@ -5,12 +5,13 @@ process that would say so. So rank 0 starts a *sentinel*, a small process of its
 rank that never comes. Every rank holds a TCP connection to the sentinel (rank 0 a socket pair), on which the kernel
 reports a death at once; keepalive reports a vanished host. Each rank sends heartbeats, which reveal a process that
 hangs. A heartbeat has the numbers of messages received and passed on, which reveal a cut link between two ranks
-(`flow`).
+(`heartbeats`).
 
     rank 1..n ── TCP ──> sentinel <── socket pair ── rank 0
 """
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -27,21 +28,29 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer.cluster.hosts.launch import is_launched
-from pipeinfer.cluster.watch.deaths import Process, first_to_close
-from pipeinfer.cluster.watch.flow import Flow
-from pipeinfer.cluster.watch.limits import Limits, join_limit_s
-from pipeinfer.cluster.watch.protocol import Message, receive, send, title, write_line
-from pipeinfer.cluster.watch.rendezvous import Place, Rendezvous, connect, open_listener
+from pipeinfer.cluster.watch.deaths import Process, first_to_close, ranks_beside
+from pipeinfer.cluster.watch.heartbeats import Flow
+from pipeinfer.cluster.watch.protocol import (
+    JOIN_VARIABLE,
+    Limits,
+    Message,
+    join_limit_s,
+    receive,
+    send,
+    title,
+    write_line,
+)
+from pipeinfer.cluster.watch.rendezvous import Location, Rendezvous, connect, open_listener
 from pipeinfer.cluster.watch.sentinel import ABORT_GRACE_S, EXIT_CODE
 from pipeinfer.errors import UserError
+
+NOTICE_S = 10.0
+"""Time after which rank 1 says that it waits; rank 0 is faster, if it is there."""
 
 HEAD_FIRST_S = 3.0
 """How much longer the others wait than rank 0, which can name the missing ranks."""
 
-START = (
-    "import sys; sys.path.append(sys.argv.pop(1)); "
-    "from pipeinfer.cluster.watch.sentinel import main; main(*sys.argv[1:])"
-)
+START = "import sys; sys.path.append(sys.argv[1]); from pipeinfer.cluster.watch.sentinel import main; main(sys.argv[2])"
 
 
 class Watch:
@@ -52,34 +61,35 @@ class Watch:
     """
 
     def __init__(
-        self, rank: int, size: int, end: Callable[[int], object], on_stop: Callable[[str], object],
-        limits: Limits = Limits(), goes_on_from: Path | None = None,  # noqa: B008 (it is frozen)
+        self, rank: int, size: int, end: Callable[[int], object], limits: Limits = Limits(),  # noqa: B008 (it is frozen)
+        resume_file: Path | None = None, inquiry: Sequence[str] = (),
     ) -> None:  # fmt: skip
-        """`end(code)` ends all ranks; it is called from a thread and may return. `on_stop` is called on rank 0, from a
-        thread, when a rank asks for an orderly stop. `limits` must be the same on every rank. `goes_on_from`: the file
-        with which the same command goes on."""
-        self.rank, self._size, self._limits, self._goes_on_from = rank, size, limits, goes_on_from
+        """`end(code)` ends all ranks; it is called from a thread and may return. `limits` must be the same on every
+        rank. `resume_file`: with which the same command goes on. `inquiry`: see `Sentinel`."""
+        self.rank, self._size, self._limits, self._resume_file = rank, size, limits, resume_file
+        self._inquiry = inquiry
         self._end_all = end
-        self._on_stop = on_stop
+        self._on_stop: Callable[[str], object] = lambda reason: None
         self._link: Connection | None = None
         self._sentinel: subprocess.Popen[bytes] | None = None
         self._about = ""
         self.flow = Flow()
         """This rank's part in a pipeline, which is sent with every heartbeat."""
-        self._about_head = title(0, "", "")
-        self._closing = False
+        self._head_title = title(0, "", "")
         self._sending = threading.RLock()  # a signal's thread may send too
         self._joined = threading.Event()
         self._closed = threading.Event()
 
-    def open(self) -> "Watch":
-        """Watch the launcher's process from now on, and on rank 0 start the sentinel."""
+    def open(self, on_stop: Callable[[str], object]) -> "Watch":
+        """Watch the launcher's process from now on, and on rank 0 start the sentinel. `on_stop` is called on rank 0,
+        from a thread, when a rank asks for an orderly stop."""
+        self._on_stop = on_stop
         if is_launched():
             self._start(self._await_launcher, Process(os.getppid()))
         if self.rank == 0:
             ours, theirs = Pipe()
             self._link = first_to_close(ours)
-            self._sentinel = _start_sentinel(theirs, self._size, self._limits, self._goes_on_from)
+            self._sentinel = self._start_sentinel(theirs)
             self._start(self._listen, self._link)
         else:
             self._start(self._await_joining)
@@ -90,13 +100,13 @@ class Watch:
         """Whether this rank has joined, so that the others can be told what happens here."""
         return self._joined.is_set()
 
-    def join(self, places: Sequence[Place], broadcast: Callable[[Rendezvous | None], Rendezvous]) -> None:
+    def join(self, locations: Sequence[Location], broadcast: Callable[[Rendezvous | None], Rendezvous]) -> None:
         """Connect to the sentinel. Collective, to be called before anything slow, such as loading.
 
-        `places`: of every rank; `broadcast` returns rank 0's argument on all ranks.
+        `locations`: of every rank; `broadcast` returns rank 0's argument on all ranks.
         """
         if self.rank == 0:
-            broadcast(self._invite(places))
+            broadcast(self._invite(locations))
         else:
             link = connect(broadcast(None), self.rank, self._limits)
             if link:
@@ -124,11 +134,10 @@ class Watch:
 
     def close(self) -> None:
         """Leave: from now on this rank may end. Rank 0 calls it last, after the others were told to leave."""
-        if self._closing:
+        if self._closed.is_set():
             return
-        self._closing = True
-        self._joined.set()
         self._closed.set()
+        self._joined.set()
         self._send({"bye": True})
         if self._sentinel is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -142,17 +151,32 @@ class Watch:
             self.fault(str(error) if issubclass(kind, UserError) else f"{kind.__name__}: {error}")
         self.close()
 
-    def _invite(self, places: Sequence[Place]) -> Rendezvous:
+    def _invite(self, locations: Sequence[Location]) -> Rendezvous:
         """Open the listening socket and hand it, with the key, to the sentinel."""
         assert self._link and self._sentinel
-        rendezvous, listener = open_listener(places)
+        rendezvous, listener = open_listener(locations)
         with listener, self._sending:
-            send(self._link, {"key": rendezvous.key, "size": len(places), "hosts": [place.host for place in places]})
+            send(
+                self._link,
+                {"key": rendezvous.key, "size": len(locations), "hosts": [location.host for location in locations]},
+            )
             send_handle(self._link, listener.fileno(), self._sentinel.pid)
         return rendezvous
 
-    def _start(self, what: Callable[..., object], *arguments: Any) -> None:
-        threading.Thread(target=what, args=arguments, name="watch", daemon=True).start()
+    def _start_sentinel(self, theirs: Connection) -> subprocess.Popen[bytes]:
+        arguments = [
+            theirs.fileno(), astuple(self._limits), os.getpid(), socket.gethostname(), self._size, join_limit_s(),
+            str(self._resume_file or ""), self._inquiry,
+        ]  # fmt: skip
+        command = [sys.executable, "-I", "-S", "-c", START, str(Path(__file__).parents[3]), json.dumps(arguments)]
+        with theirs:
+            return subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )  # fmt: skip
+
+    def _start(self, act: Callable[..., object], *arguments: Any) -> None:
+        threading.Thread(target=act, args=arguments, name="watch", daemon=True).start()
 
     def _send(self, message: Message) -> bool:
         with self._sending:
@@ -166,9 +190,11 @@ class Watch:
     def _await_joining(self) -> None:
         """MPI may wait forever for a rank that has ended. Rank 0's sentinel reports that first, if rank 0 has
         started."""
-        limit_s = join_limit_s() + HEAD_FIRST_S
-        if not self._joined.wait(limit_s):
-            here = title(self.rank, socket.gethostname(), "")
+        limit_s, here = join_limit_s() + HEAD_FIRST_S, title(self.rank, socket.gethostname(), "")
+        first_s = NOTICE_S if self.rank == 1 and limit_s > NOTICE_S else 0.0
+        if first_s and not self._joined.wait(first_s) and 0 not in ranks_beside(os.getpid()):
+            write_line(f"{here} has waited {first_s:g} s for rank 0, {limit_s:g} s at most ({JOIN_VARIABLE})")
+        if not self._joined.wait(limit_s - first_s):
             write_line(
                 f"{here} has waited {limit_s:g} s for the other ranks to join, and rank 0 says nothing; ending the job"
             )
@@ -176,7 +202,7 @@ class Watch:
 
     def _await_launcher(self, launcher: Process) -> None:
         """Without the launcher's process on this host nothing would end this rank, or report its end."""
-        if launcher.wait() and not self._closing:
+        if launcher.wait() and not self._closed.is_set():
             self.fault(f"the launcher's process on this host died{launcher.how_it_ended()}; ending the job")
 
     def _listen(self, link: Connection) -> None:
@@ -185,7 +211,7 @@ class Watch:
                 if "stop" in message:
                     self._on_stop(message["stop"])
                 elif "head" in message:
-                    self._about_head = message["head"]
+                    self._head_title = message["head"]
                 elif "end" in message:
                     self._leave()
             return
@@ -193,7 +219,7 @@ class Watch:
             lost = "ended"
         except OSError as error:
             lost = f"cannot be reached any more ({error.strerror or error})"
-        if not self._closing:
+        if not self._closed.is_set():
             self._lost_sentinel(lost)
 
     def _lost_sentinel(self, how: str) -> None:
@@ -203,7 +229,7 @@ class Watch:
             self._end()
         time.sleep(2 * ABORT_GRACE_S)
         if self.rank == 1:
-            write_line(f"the watch on the host of {self._about_head} {how}, and rank 0 says nothing; ending the job")
+            write_line(f"the watch on the host of {self._head_title} {how}, and rank 0 says nothing; ending the job")
         self._end()
 
     def _sentinel_end(self) -> str:
@@ -227,16 +253,3 @@ class Watch:
             self._end_all(EXIT_CODE)
         finally:
             os._exit(EXIT_CODE)
-
-
-def _start_sentinel(
-    theirs: Connection, size: int, limits: Limits, goes_on_from: Path | None
-) -> subprocess.Popen[bytes]:
-    root = str(Path(__file__).parents[3])
-    about = [theirs.fileno(), os.getpid(), socket.gethostname(), size, join_limit_s(), limits.link_s, limits.silent_s,
-             goes_on_from or ""]  # fmt: skip
-    with theirs:
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", START, root, *map(str, about)], stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL, pass_fds=(theirs.fileno(),), start_new_session=True,
-        )  # fmt: skip

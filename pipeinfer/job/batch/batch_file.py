@@ -1,8 +1,12 @@
-"""The requests of a batch, a JSON object a line: what they may say, and what is wrong with them. Tokenises nothing."""
+"""The files of a batch, a JSON object a line: its requests, their fields and errors, and its results, appended when
+each is complete. Tokenises nothing."""
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -10,29 +14,31 @@ from typing import Any
 
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.process.limited import MAX_LENGTH
-from pipeinfer.job.requests.field_names import CHAT, COMPLETION
-from pipeinfer.job.requests.fields import PassedOver, refuse, shown, without_null
-from pipeinfer.job.requests.request_body import Body, Defaults, read_body, read_json
+from pipeinfer.job.process.streams import MAX_LENGTH, complain
+from pipeinfer.job.requests.body import Body, Defaults, read_body, read_json
+from pipeinfer.job.requests.fields import CHAT, COMPLETION, PassedOver, refuse, shown, without_null
+from pipeinfer.outputs import write_error
+from pipeinfer.text import json_text
 
 ENVELOPE = ("custom_id", "method", "url", "body")
 N_ID_DIGITS, DEFAULTS = 24, SamplingParams()
 IF_ANY = ("tools", "variables", "more", "stop_tokens", "text_biases")
-"""Fields of a body and of its messages that ids do not have where they are empty."""
+"""Fields of a body and of its messages that are left out of ids if they are empty."""
 
 ADDED = {"continues": False, "parse_special": None, "adds_special": True}
-"""Fields of a body that ids do not have at these values."""
+"""Fields of a body that are left out of ids at these values."""
 
 IN_EVERY_ID = {
     "seed", "temp", "top_k", "top_p", "min_p", "repeat_last_n", "repeat_penalty", "frequency_penalty",
     "presence_penalty",
 }  # fmt: skip
-"""What decides which tokens are chosen, in ids also at its default. All else is not, so that known ids stay."""
+"""Sampling parameters that ids have also at their defaults. Newer ones are left out there, so that ids stay."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """One line. `url`: as what it was asked; empty: plainly. `passed_over`: what of it is not served, and why."""
+    """One line. `url`: the OpenAI endpoint whose format it has; empty: the plain format. `passed_over`: fields that are
+    not served, and why."""
 
     index: int
     custom_id: str | None
@@ -41,31 +47,31 @@ class BatchRequest:
     passed_over: Mapping[str, str] = field(default_factory=dict)
 
     def id(self, salt: str) -> str:
-        """The same for the same question at the same place, or with the same custom_id."""
-        asked = asdict(self)
-        asked |= asked.pop("body")
+        """The same for the same request at the same place, or with the same custom_id."""
+        fields = asdict(self)
+        fields |= fields.pop("body")
         for name in ("priority", "splits", "passed_over"):
-            del asked[name]  # no text depends on them
-        for said in (asked, *asked["messages"]):
-            for name in {*IF_ANY} & said.keys():
-                if not said[name]:
-                    del said[name]
+            del fields[name]  # no text depends on them
+        for part in (fields, *fields["messages"]):
+            for name in {*IF_ANY} & part.keys():
+                if not part[name]:
+                    del part[name]
         for name, default in ADDED.items():
-            if asked[name] == default:
-                del asked[name]
-        asked["sampling"] = {
+            if fields[name] == default:
+                del fields[name]
+        fields["sampling"] = {
             name: value
-            for name, value in asked["sampling"].items()
+            for name, value in fields["sampling"].items()
             if name in IN_EVERY_ID or value != getattr(DEFAULTS, name)
         }
         if self.custom_id is not None:
-            del asked["index"]
-        text = json.dumps([asked, salt], sort_keys=True)
+            del fields["index"]
+        text = json.dumps([fields, salt], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:N_ID_DIGITS]
 
 
 class BatchFile:
-    """An open file of requests, read line by line as often as asked."""
+    """An open file of requests. Each `requests` reads it again, line by line."""
 
     def __init__(self, path: Path, defaults: Defaults) -> None:
         """Raises UserError when it cannot be opened or read twice."""
@@ -77,7 +83,7 @@ class BatchFile:
             raise UserError(f"{path}: {error.strerror or error}; name a file with a JSON object a line") from None
 
     def requests(self) -> Iterator[BatchRequest]:
-        """From the first line on; empty lines are left out. Raises UserError, with the line, for what is no request."""
+        """From the first line on, without empty lines. Raises UserError, with the line, for what is no request."""
         offset = index = 0
         while True:
             self._file.seek(offset)
@@ -101,35 +107,119 @@ class BatchFile:
 
 
 def read_request(line: bytes, index: int, defaults: Defaults) -> BatchRequest:
-    """Raises UserError, which says what is wrong with the line."""
+    """Raises UserError with what is wrong with the line."""
     if len(line) > MAX_LENGTH:
         refuse(f"the request is longer than {MAX_LENGTH >> 20} MiB")
-    given = read_json(line, "the request")
-    custom_id = given.pop("custom_id", None)
+    fields = read_json(line, "the request")
+    custom_id = fields.pop("custom_id", None)
     if custom_id is not None and not isinstance(custom_id, str):
         refuse(f"custom_id is {shown(custom_id)}; give a text")
     url = ""
-    if "body" in given or "url" in given:
-        url, given = _unwrap(given, custom_id)
+    if "body" in fields or "url" in fields:
+        url, fields = _unwrap(fields, custom_id)
     passed = PassedOver(defaults.strict)
-    body = read_body(given, defaults, defaults.as_chat and not url, passed)
+    body = read_body(fields, defaults, defaults.as_chat and not url, passed)
     return BatchRequest(index, custom_id, url, body, passed.reasons)
 
 
-def _unwrap(given: dict[str, Any], custom_id: str | None) -> tuple[str, dict[str, Any]]:
-    """OpenAI's envelope: where it goes to, and what is asked."""
-    if unknown := set(given) - set(ENVELOPE):
+def _unwrap(envelope: dict[str, Any], custom_id: str | None) -> tuple[str, dict[str, Any]]:
+    """(url, body) of OpenAI's envelope."""
+    if unknown := set(envelope) - set(ENVELOPE):
         refuse(f"{min(unknown)} is no field of OpenAI's batch format; it has {', '.join(ENVELOPE)}")
-    url, body = given.get("url"), given.get("body")
+    url, body = envelope.get("url"), envelope.get("body")
     if url not in (COMPLETION, CHAT):
         refuse(f"url is {shown(url)}; {COMPLETION} and {CHAT} are served")
-    if given.get("method", "POST") != "POST":
-        refuse(f"method is {shown(given['method'])}; it must be POST")
+    if envelope.get("method", "POST") != "POST":
+        refuse(f"method is {shown(envelope['method'])}; it must be POST")
     if custom_id is None:
         refuse("there is no custom_id; give each request one of its own")
     if not isinstance(body, dict):
         refuse(f"body is {shown(body)}; give a JSON object")
-    wanted, other = ("messages", "prompt") if url == CHAT else ("prompt", "messages")
-    if wanted not in body or body.get(other) is not None:
-        refuse(f"a body for {url} has {wanted}, and no {other}")
+    needed, other = ("messages", "prompt") if url == CHAT else ("prompt", "messages")
+    if needed not in body or body.get(other) is not None:
+        refuse(f"a body for {url} has {needed}, and no {other}")
     return str(url), without_null(body)
+
+
+WHAT = "--output"
+BEGINNING = b'{"id": "'
+"""How each line begins. A torn line that begins otherwise is not cut off."""
+
+
+class BatchOutput:
+    """An open file that this job alone appends to."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises UserError when it cannot be written, is no file, or another job writes it."""
+        self.path = path
+        self._was_there = path.exists()
+        self._n_whole, self._n_torn = 0, 0  # bytes of whole lines, and of a line that an interruption has torn
+        self._lacks_newline = False
+        try:
+            if self._was_there and not stat.S_ISREG(path.stat().st_mode):
+                raise UserError(f"{WHAT} {path} is no file; results are added to a file, so that a job can be resumed")
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise write_error(path, WHAT, error) from None
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._fd)
+            raise UserError(f"{WHAT} {path}: another job is writing it; wait for that, or name another file") from None
+        except OSError:
+            pass  # some network file systems have no locks
+
+    def ids(self) -> Iterator[tuple[int, str]]:
+        """(line, id) of each result, without a last one that an interruption has torn; one that lacks its newline alone
+        is whole. The file stays as it is. Raises UserError for a line that is no result."""
+        self._n_whole, self._n_torn, self._lacks_newline = 0, 0, False
+        with open(os.dup(self._fd), "rb") as file:
+            file.seek(0)
+            for number, line in enumerate(file, start=1):
+                id = _id_in(line)
+                self._lacks_newline = not line.endswith(b"\n")
+                written = line.rstrip(b"\0")  # a power cut may leave a file longer than what was written
+                if id is None and self._lacks_newline and BEGINNING.startswith(written[: len(BEGINNING)]):
+                    self._n_torn, self._lacks_newline = len(line), False
+                    return
+                if id is None:
+                    raise UserError(f"{WHAT} {self.path} line {number} is no result of a batch; name another file, or "
+                                    "remove the line")  # fmt: skip
+                self._n_whole += len(line)
+                yield number, id
+
+    def go_on(self) -> None:
+        """Make the file end with a whole line, before a result is added. Raises UserError when there is no room."""
+        if self._n_torn:
+            complain(f"{self.path}: what stands behind the last whole line, {self._n_torn} bytes, is cut off")
+            os.ftruncate(self._fd, self._n_whole)
+        elif self._lacks_newline:
+            self._append(b"\n")
+        self._n_torn, self._lacks_newline = 0, False
+
+    def write(self, result: dict[str, Any]) -> None:
+        """Append one result, whose first field is its id. Raises UserError when there is no room."""
+        self._append(f"{json_text(result)}\n".encode())
+
+    def _append(self, data: bytes) -> None:
+        rest = memoryview(data)
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError as error:
+            raise write_error(self.path, WHAT, error) from None
+
+    def close(self) -> None:
+        """Close the file, and remove it if this job has made it and written nothing."""
+        if not self._was_there and not os.fstat(self._fd).st_size:
+            self.path.unlink(missing_ok=True)
+        os.close(self._fd)
+
+
+def _id_in(line: bytes) -> str | None:
+    """None if it is no whole result."""
+    with contextlib.suppress(ValueError, RecursionError):
+        result = json.loads(line)
+        if isinstance(result, dict) and isinstance(result.get("id"), str):
+            return str(result["id"])
+    return None

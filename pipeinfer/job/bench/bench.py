@@ -1,4 +1,4 @@
-"""Measure generations, one at a time: every case of a sweep, on models that are loaded once a group."""
+"""Measure generations, one at a time: conversations with each policy, on models that are loaded once."""
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
@@ -6,22 +6,31 @@ from dataclasses import dataclass, replace
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
-from pipeinfer.job.bench.sweep import Group, Key, Sweep, Variant, describe, variants_of
-from pipeinfer.job.bench.sweep_job import WARM_UP_TOKENS, SweepHead, start_sweep
+from pipeinfer.job.bench.sweep import (
+    WARM_UP_TOKENS,
+    Group,
+    Key,
+    Sweep,
+    SweepHead,
+    Variant,
+    describe,
+    start_sweep,
+    variants_of,
+)
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deploy import deploy
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.placement.model_files import open_models
-from pipeinfer.job.requests.conversation import Conversation, Turn, conversation_of
-from pipeinfer.job.requests.experiment import experiment_columns
-from pipeinfer.job.requests.request import GenerationRequest, fit_context, make_request
-from pipeinfer.job.session.outcome import make_result
+from pipeinfer.job.planning.deploy import deploy
+from pipeinfer.job.planning.prepare import make_request
+from pipeinfer.job.requests.conversation import BenchTurn, Conversation, conversation_of
+from pipeinfer.job.requests.request import GenerationRequest, fit_context
+from pipeinfer.job.session.result import experiment_columns, generation_result
 from pipeinfer.job.session.session import Generation, Session
 from pipeinfer.models.gguf.model_info import ModelInfo
-from pipeinfer.observe.report import number
-from pipeinfer.observe.results import RESULTS, as_read, key_of, result_row
+from pipeinfer.observe.columns import Record
 from pipeinfer.observe.summary import print_summary
-from pipeinfer.observe.table import Record
+from pipeinfer.observe.table import RESULTS
+from pipeinfer.text import number
 
 
 def run_sweep(sweep: Sweep) -> int:
@@ -30,64 +39,71 @@ def run_sweep(sweep: Sweep) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """A conversation to measure: one generation a turn, each from an empty cache."""
+class GenerationCase:
+    """A conversation to measure: a generation for each turn, each from an empty cache."""
 
     variant: Variant
-    request: GenerationRequest  # its prompt is the first turn's
+    request: GenerationRequest  # with the prompt of the first turn
     conversation: Conversation
     repetition: int
 
     @property
-    def n_left(self) -> int:
-        """Generations to measure."""
+    def n_generations(self) -> int:
         return sum(not turn.measured for turn in self.conversation.turns)
 
-    def without(self, plan: JobPlan, known: Set[Key]) -> "Case | None":
-        """With the turns that are `known` marked, and none after the last that is to be measured."""
+    def without(self, plan: JobPlan, measured: Set[Key]) -> "GenerationCase | None":
         lengths = self.conversation.lengths(self.request.n_predict)
         turns = [
-            replace(turn, measured=key_of(as_read(self.asked(plan, turn, length))) in known)
+            replace(turn, measured=RESULTS.key_of(RESULTS.as_read(self.columns(plan, turn, length))) in measured)
             for turn, length in zip(self.conversation.turns, lengths, strict=True)
         ]
         while turns and turns[-1].measured:
             turns.pop()
         return replace(self, conversation=replace(self.conversation, turns=tuple(turns))) if turns else None
 
-    def asked(self, plan: JobPlan, turn: Turn, n_prompt: int = 0) -> Record:
-        """The columns that say what is asked of a turn. `n_prompt`: as it will be; without it the generation tells."""
+    def warm_up(self) -> "GenerationCase":
+        request = replace(self.request, n_predict=min(WARM_UP_TOKENS, self.request.n_predict))
+        conversation = replace(self.conversation, turns=self.conversation.turns[:1])
+        return replace(self, request=request, conversation=conversation, repetition=0)
+
+    def columns(self, plan: JobPlan, turn: BenchTurn, n_prompt: int = 0) -> Record:
+        """The columns known before a turn. `n_prompt`: the expected length of its prompt."""
         settings = self.variant.settings
         row = experiment_columns(plan, self.request, settings, turn.name, turn.digest, self.repetition)
         return row | {"prompt_n": n_prompt}
 
+    def describe(self, turn: BenchTurn) -> str:
+        repeated = ["again, for its answer"] if self.repetition and turn.measured else []
+        length = f"n {self.request.n_predict}"
+        return describe(self.variant.settings, self.repetition, turn.name, length, *repeated)
 
-def group_of(options: RunOptions, policies: Sequence[Policy], sweep: Sweep, hosts: Sequence[Host]) -> Group[Case]:
-    """What is measured of some policies on what they share, a generation at a time."""
-    info, tokenizer = open_models(options.model, options.drafts_in_use)
+
+def group_of(
+    options: RunOptions, policies: Sequence[Policy], sweep: Sweep, hosts: Sequence[Host]
+) -> Group[GenerationCase]:
+    """The cases of policies that share loaded models. Raises UserError for what does not fit."""
+    info, tokenizer = open_models(options.models.target, options.drafts_in_use)
     conversations = [conversation_of(prompt, tokenizer, sweep.cut) for prompt in sweep.prompts]
     n_predict = max(sweep.predicts)
-    longest = replace(options, predict=n_predict)
-    n_prompt = _longest_prompt(options.ctx_size, n_predict, info, conversations)
+    longest = options.changed(predict=n_predict)
+    n_prompt = _longest_prompt(options.context.ctx_size, n_predict, info, conversations)
     request = make_request(longest, info, tokenizer, conversations[0].turns[0].tokens, n_prompt)
     plan = deploy(options, hosts, info, request.n_ctx, n_prompt)
-    measured = variants_of(options, policies, sweep.ablations, info.layers.rewinds)
+    variants = variants_of(options, policies, sweep.ablations, info.layers.rewinds)
     cases = tuple(
-        Case(
-            chosen,
-            replace(request, prompt=conversation.turns[0].tokens, n_predict=n),
-            conversation,
-            repetition,
+        GenerationCase(
+            variant, replace(request, prompt=conversation.turns[0].tokens, n_predict=n), conversation, repetition
         )
         for repetition in range(1, sweep.repetitions + 1)
         for conversation in conversations
         for n in sweep.predicts
-        for chosen in measured
+        for variant in variants
     )
     return Group(plan, cases)
 
 
 def _longest_prompt(ctx_size: int, n_predict: int, info: ModelInfo, conversations: Sequence[Conversation]) -> int:
-    """Tokens of the longest prompt. Raises UserError when only first turns fit into the context."""
+    """Tokens of the longest prompt. Raises UserError if only first turns fit into the context."""
     lengths = [conversation.lengths(n_predict) for conversation in conversations]
     first, longest = max(turns[0] for turns in lengths), max(map(max, lengths))
     if longest > first:
@@ -99,55 +115,32 @@ def _longest_prompt(ctx_size: int, n_predict: int, info: ModelInfo, conversation
     return longest
 
 
-class Bench(SweepHead[Case]):
-    """Rank 0's part of a sweep."""
+class Bench(SweepHead[GenerationCase]):
+    """The part of rank 0."""
 
     def run(self) -> int:
-        """Returns the exit code."""
-        n_left = sum(case.n_left for group in self.groups for case in group.cases)
-        return self.run_all(f"{n_left} generations to measure", n_left, print_summary)
+        n = sum(case.n_generations for group in self.groups for case in group.cases)
+        return self.run_all(f"{n} generations to measure", n, print_summary)
 
-    def measure(self, session: Session, group: Group[Case]) -> None:
-        for case in [*[_warm_up(group.cases[0])] * self.sweep.warm_up, *group.cases]:
-            self._measure(session, case)
-
-    def _measure(self, session: Session, case: Case) -> None:
-        """One turn after another; each one's prompt needs the answers before it."""
-        said: Sequence[int] = ()
-        session.unlearn()  # no case gains by those before it
-        settings = case.variant.settings
-        policy = settings.policy.fresh()
+    def measure_case(self, session: Session, case: GenerationCase) -> None:
+        """One turn after another: the prompt of each has the answers before it."""
+        tokens: Sequence[int] = ()
+        session.configure(case.variant.engine)
+        policy = case.variant.settings.policy.fresh()
         for turn in case.conversation.turns:
             if self.crew.flag.reason:
                 return
-            self.progress.update(self.task, description=describe(settings, case.repetition, *_about(case, turn)))
-            request = replace(case.request, prompt=case.conversation.prompt(said, turn), policy=policy)
-            generation = session.generate(request, lambda tokens: None, settings=case.variant.engine)
-            said = generation.request.tokens
+            self.progress.update(self.task, description=case.describe(turn))
+            request = replace(case.request, prompt=case.conversation.prompt(tokens, turn), policy=policy)
+            generation = session.generate(request)
+            tokens = generation.request.tokens
             if case.repetition and not turn.measured and not self.crew.flag.reason:
                 self._keep(session.plan, case, turn, generation)
 
-    def _keep(self, plan: JobPlan, case: Case, turn: Turn, generation: Generation) -> None:
-        asked = case.asked(plan, turn)
-        row = self.keep(result_row(make_result("", generation, plan, asked), asked))
+    def _keep(self, plan: JobPlan, case: GenerationCase, turn: BenchTurn, generation: Generation) -> None:
+        row = self.keep(generation_result(generation, plan, case.columns(plan, turn)).columns())
         self.progress.advance(self.task)
-        about = describe(case.variant.settings, case.repetition, *_about(case, turn))
-        if self.progress.disable:
-            speed, accepted = number(row["predicted_per_second"]), number(row["acceptance_rate"])
-            figures = f"{speed} tokens/s" + ("" if accepted == "-" else f", acceptance {accepted}")
-            self.console.print(f"[{len(self.rows)}] {about}: {figures}", markup=False)
-        name = about.rpartition(", ")[0]  # whichever repetition
-        self.notice(name, [f"{name}: {notice}" for notice in generation.metrics.notices])
-
-
-def _warm_up(case: Case) -> Case:
-    """A short generation like this case's first, that no row is kept of."""
-    request = replace(case.request, n_predict=min(WARM_UP_TOKENS, case.request.n_predict))
-    return replace(
-        case, request=request, conversation=replace(case.conversation, turns=case.conversation.turns[:1]), repetition=0
-    )
-
-
-def _about(case: Case, turn: Turn) -> list[str]:
-    again = ["again, for its answer"] if case.repetition and turn.measured else []
-    return [turn.name, f"n {case.request.n_predict}", *again]
+        accepted = number(row["acceptance_rate"])
+        figures = f"{number(row['predicted_per_second'])} tokens/s"
+        self.report(case.describe(turn), figures if accepted == "-" else f"{figures}, acceptance {accepted}")
+        self.notice_case(case.describe(turn), generation.metrics.notices)

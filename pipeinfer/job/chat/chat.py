@@ -1,47 +1,42 @@
-"""A chat in one MPI job: rank 0 reads what the user says and prints the answers, all ranks keep their models loaded."""
+"""A chat in one MPI job: rank 0 reads lines of the user and prints answers, all ranks keep their models loaded."""
 
+import signal
 import sys
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.core.requests import Finish
 from pipeinfer.errors import UserError
-from pipeinfer.job.chat.history import History
-from pipeinfer.job.chat.interrupts import Interrupts
+from pipeinfer.job.chat.history import ChatNotes, History, Turn
+from pipeinfer.job.chat.key_lines import open_lines
 from pipeinfer.job.chat.line_input import Lines, PipedLines
-from pipeinfer.job.chat.notes import ChatNotes, Turn
-from pipeinfer.job.chat.open_lines import open_lines
 from pipeinfer.job.launch.context import CLOCK, Context
-from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.options.sections import Output
+from pipeinfer.job.options.options import JobOutput, RunOptions
 from pipeinfer.job.placement.job_plan import JobPlan
+from pipeinfer.job.planning.deploy import deploy
 from pipeinfer.job.planning.plan_table import show_start
-from pipeinfer.job.planning.prepare import ChatSetup, prepare_chat
-from pipeinfer.job.planning.prepared import start_prepared
-from pipeinfer.job.process.complain import complain
-from pipeinfer.job.requests.experiment import ExperimentSettings, experiment_columns
+from pipeinfer.job.planning.prepare import open_job, start_prepared
+from pipeinfer.job.process.streams import complain
+from pipeinfer.job.requests.chat_format import ChatFormat, open_format
 from pipeinfer.job.requests.journal import model_id, open_journal
-from pipeinfer.job.requests.printer import Printer
-from pipeinfer.job.requests.request import GenerationRequest
-from pipeinfer.job.session.open_session import open_session
-from pipeinfer.job.session.outcome import make_result
-from pipeinfer.job.session.session import Generation
-from pipeinfer.models.text.grammar_check import TOO_MUCH
-from pipeinfer.observe.experiment import digest
-from pipeinfer.observe.metrics import speculation, timings
-from pipeinfer.observe.progress import ProgressBar
-from pipeinfer.observe.report import guessed_text, speed_text, stderr_console
-from pipeinfer.observe.texts.json_text import json_text
+from pipeinfer.job.requests.request import DEFAULT_CTX, GenerationRequest, end_tokens, read_prompt
+from pipeinfer.job.session.result import ExperimentSettings, experiment_columns, generation_result
+from pipeinfer.job.session.session import Generation, open_session
+from pipeinfer.models.text.grammar import TOO_MUCH
+from pipeinfer.observe.columns import digest
+from pipeinfer.observe.figures import speculation, timings
+from pipeinfer.observe.report import ProgressBar, guessed_text, speed_text, stderr_console
+from pipeinfer.text import json_text
 
 PROMPT, PROMPT_MORE = "> ", "… "
 MORE = "\\"
-"""At the end of a line: what is said goes on in the next one."""
+"""At the end of a line: the message goes on in the next line."""
 
 STOP = "/stop"
 ANSWERED = ""
-"""Noted as said where an answer has come to its end, also by `STOP`."""
+"""The note at the end of an answer, also of one that was stopped."""
 
 HELP = {
     "/clear": "begin anew, with the system's message",
@@ -61,23 +56,37 @@ def run_chat(options: RunOptions) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ChatWork:
-    """What rank 0 has to do."""
+    """What rank 0 does beside its part of the plan. `request`: the settings of all answers, without a prompt. `first`:
+    the user's first message, if given."""
 
-    setup: ChatSetup
+    request: GenerationRequest
+    format: ChatFormat
+    first: str | None
     notes: ChatNotes
     settings: ExperimentSettings
-    output: Output
+    output: JobOutput
 
 
 def _prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[JobPlan, ChatWork]:
-    plan, setup = prepare_chat(options, hosts)
-    asked = replace(setup.request, sampling=replace(setup.request.sampling, seed=options.sampling.seed))
-    model = model_id(plan)
-    about = digest(
-        (asked, options.chat, model[0], options.rounding, *(["special"] if options.special_in_messages else []))
-    )
-    notes = ChatNotes(open_journal(options.resume, model), about)
-    return plan, ChatWork(setup, notes, ExperimentSettings.of(options), options)
+    """Raises UserError for whatever is wrong with options and files, also for a broken template."""
+    options, info, tokenizer = open_job(options)
+    text, context, sampling = options.text, options.context, options.sampling
+    format = open_format(text, info, tokenizer)
+    assert format, "a chat without its options"
+    format.template.check()
+    first = read_prompt(text) if text.prompt is not None or text.file is not None else None
+    n_ctx = context.ctx_size or min(info.n_ctx_train, DEFAULT_CTX)
+    request = GenerationRequest(
+        (), context.predict if context.predict >= 0 else n_ctx, n_ctx, sampling.settled,
+        end_tokens(context.ignore_eos, tokenizer), format.stops, markers=True, keep=True,
+        policy=options.speculation.policy,
+    )  # fmt: skip
+    plan = deploy(options, hosts, info, n_ctx, n_ctx)
+    noted = replace(request, sampling=replace(request.sampling, seed=sampling.seed))
+    model, special = model_id(plan), ["special"] if text.special_in_messages else []
+    key = digest((noted, text.chat, model[0], options.numerics.rounding, *special))
+    notes = ChatNotes(open_journal(options.output.resume, model), key)
+    return plan, ChatWork(request, format, first, notes, ExperimentSettings.of(options), options.output)
 
 
 def _run_head(context: Context, plan: JobPlan, work: ChatWork) -> int:
@@ -85,27 +94,68 @@ def _run_head(context: Context, plan: JobPlan, work: ChatWork) -> int:
         return Chat(context, plan, work).run()
 
 
+class Interrupts:
+    """Ctrl-C in a chat: it stops the answer; a second one, or one at the prompt, ends the job. `is_stopped`: whether
+    the user has stopped the answer in another way; called in every wait, so it must be quick."""
+
+    def __init__(self, is_stopped: Callable[[], bool]) -> None:
+        self.is_stopped = is_stopped
+        self.ends_chat = False
+        self._reading = self._stopped = self._due = False
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Within the block a line is read; after it an answer is generated."""
+        self._reading = True
+        try:
+            yield
+        finally:
+            self._reading = self._stopped = self._due = False
+
+    def interrupt(self, number: int) -> bool:
+        """Returns whether the signal is handled here; otherwise the job stops. Called in another thread."""
+        if number != signal.SIGINT:
+            return False
+        if self._reading or self.ends_chat:
+            self.ends_chat = True
+        elif self._stopped:
+            return False
+        else:
+            self._stopped = self._due = True
+        return True
+
+    def stop_requested(self) -> bool:
+        """A stop signal of another rank stops the job."""
+        return False
+
+    def due(self) -> bool:
+        """Whether to stop the answer; True once."""
+        if self._reading or not (self._due or self.is_stopped()):
+            return False
+        self._due, self._stopped = False, True
+        return True
+
+
 class Chat:
-    """Rank 0's part of one."""
+    """Rank 0's part of a chat."""
 
     def __init__(self, context: Context, plan: JobPlan, work: ChatWork) -> None:
-        self.context, self.plan, self.settings, self.output = context, plan, work.settings, work.output
-        self.setup, notes = work.setup, work.notes
+        self.context, self.plan, self.work, self.output = context, plan, work, work.output
         self.console = stderr_console()
-        self.history, self.notes = History(self.setup.format), notes
-        self.sampling = self.setup.request.sampling
-        if notes.past:
-            self.sampling = replace(self.sampling, seed=notes.past[0].seed)
-        self.n_asked = self.n_refused = 0  # turns
+        self.history, self.notes = History(work.format), work.notes
+        self.sampling = work.request.sampling
+        if self.notes.past:
+            self.sampling = replace(self.sampling, seed=self.notes.past[0].seed)
+        self.n_answered = self.n_refused = 0  # turns
         self.interrupts = Interrupts(lambda: self.lines.next_is(STOP))
 
     def run(self) -> int:
         """Returns the exit code."""
-        flag, request = self.context.flag, self.setup.request
+        flag, request = self.context.flag, self.work.request
         about = f"policy {request.policy.name}, chat, context {request.n_ctx}, seed {self.sampling.seed}"
         brief = f"context {request.n_ctx}, seed {self.sampling.seed}"
         show_start(self.console, self.plan, brief, about, verbose := self.output.verbose)
-        opened = open_session(self.context, self.plan, verbose=verbose)
+        opened = open_session(self.context, self.plan, self.work.format.tokenizer, verbose=verbose)
         with opened as self.session, closing(self._open_lines()) as self.lines:
             flag.interrupts = self.interrupts
             code = self._converse()
@@ -114,25 +164,25 @@ class Chat:
         return flag.exit_code or code
 
     def _open_lines(self) -> Lines:
-        return open_lines(lambda: self.interrupts.left or bool(self.context.flag.reason), self.notes.n_read)
+        return open_lines(lambda: self.interrupts.ends_chat or bool(self.context.flag.reason), self.notes.n_read)
 
     def _converse(self) -> int:
-        """Until the user leaves or the job shall stop. Returns the exit code."""
+        """Until the user leaves or the job stops. Returns the exit code."""
         for turn in self.notes.past:
             if not self.context.flag.reason:
-                self._take_again(turn)
-        said = self._read() if self.notes.past or self.setup.first is None else self.setup.first
-        while said is not None and said.strip() not in LEAVE:
-            self.notes.said(said, self.sampling.seed, self.lines.n_read)
-            self._take(said)
-            said = None if self.context.flag.reason else self._read()
-        if self.interrupts.left:
+                self._repeat(turn)
+        message = self._read() if self.notes.past or self.work.first is None else self.work.first
+        while message is not None and message.strip() not in LEAVE:
+            self.notes.add(message, self.sampling.seed, self.lines.n_read)
+            self._act(message)
+            message = None if self.context.flag.reason else self._read()
+        if self.interrupts.ends_chat:
             return INTERRUPTED
-        # a script is told that there is no answer, a user has read why
-        return 2 if self.n_refused and not self.n_asked and isinstance(self.lines, PipedLines) else 0
+        # a user has read why there is no answer, a script learns it from the code
+        return 2 if self.n_refused and not self.n_answered and isinstance(self.lines, PipedLines) else 0
 
     def _read(self) -> str | None:
-        """What the user says next; None when nothing more comes."""
+        """The user's next message; None at the end of input."""
         try:
             with self.interrupts.reading():
                 return self._read_lines()
@@ -140,7 +190,7 @@ class Chat:
             self.context.flag.note(str(error), 2)
         except KeyboardInterrupt:
             self.console.print()  # the shell's prompt begins on a line of its own
-            self.interrupts.left = True
+            self.interrupts.ends_chat = True
         return None
 
     def _read_lines(self) -> str | None:
@@ -149,17 +199,17 @@ class Chat:
             parts.append(line.removesuffix(MORE))
             if not line.endswith(MORE):
                 break
-        return "\n".join(parts) if parts and not self.interrupts.left else None
+        return "\n".join(parts) if parts and not self.interrupts.ends_chat else None
 
-    def _take_again(self, turn: Turn) -> None:
-        """A line that was noted; who reads it for the first time is shown it."""
-        if turn.n_read < 0 and turn.said and not self.output.json:
-            self.console.print(f"{PROMPT}{turn.said}", markup=False, highlight=False, soft_wrap=True)
-        self._take(turn.said, turn)
+    def _repeat(self, turn: Turn) -> None:
+        """Act on a noted message, and show it to a user who has not typed it."""
+        if turn.n_read < 0 and turn.message and not self.output.json:
+            self.console.print(f"{PROMPT}{turn.message}", markup=False, highlight=False, soft_wrap=True)
+        self._act(turn.message, turn)
 
-    def _take(self, said: str, turn: Turn | None = None) -> None:
-        """A command, or what the model is to answer. `turn`: it was noted."""
-        word = said.strip()
+    def _act(self, message: str, turn: Turn | None = None) -> None:
+        """Do a command, or answer a message. `turn`: the note that has it, if any."""
+        word = message.strip()
         if word == "/clear":
             self.history.clear()
             if not turn:
@@ -167,71 +217,65 @@ class Chat:
         elif word == "/regen":
             self._answer_again(turn)
         elif turn and turn.is_whole and word.startswith("/") and " " not in word:
-            pass  # what was said of it was read
+            pass  # the user has read its result
         elif word == "/help" or (word.startswith("/") and word not in HELP and " " not in word):
             if word != "/help":
                 complain(f"there is no {word}; a text may begin with / if there is a space in it")
             for name, does in HELP.items():
                 self.console.print(f"{name:8}{does}", markup=False)
         elif word and word != STOP:
-            self._answer(said, turn)
+            self._answer(message, turn)
 
     def _answer_again(self, turn: Turn | None) -> None:
-        said = self.history.take_back()
-        if said is None:
+        message = self.history.take_back()
+        if message is None:
             complain("/regen: there is no answer to take back")
             return
         self.sampling = replace(self.sampling, seed=(self.sampling.seed + 1) % 2**32)
         if self.sampling.temp <= 0 and not turn:
             complain("/regen: without --temp above 0 the answer is the same")
-        self._answer(said, turn)
+        self._answer(message, turn)
 
-    def _answer(self, said: str, turn: Turn | None) -> None:
-        request = self.setup.request
+    def _answer(self, message: str, turn: Turn | None) -> None:
+        request, is_whole = self.work.request, bool(turn and turn.is_whole)
         try:
-            asked = self.history.ask(said, request.n_ctx)
+            prompt = self.history.ask(message, request.n_ctx)
         except UserError as error:
             self.n_refused += 1
             complain(str(error))
             return
-        self.n_asked += 1
-        n_predict = min(request.n_predict, request.n_ctx - len(asked.tokens))
-        request = replace(request, prompt=asked.tokens, spans=asked.spans, n_predict=n_predict, sampling=self.sampling)
+        self.n_answered += 1
+        n_predict = min(request.n_predict, request.n_ctx - len(prompt.tokens))
+        request = replace(
+            request, prompt=prompt.tokens, spans=prompt.spans, n_predict=n_predict, sampling=self.sampling
+        )
         request = self.notes.begin(request, turn)
-        printer = Printer(self.context.flag, self.setup.format.tokenizer, request, self.output.json)
-        printer.push(request.begun)
-
-        def take(tokens: Sequence[int]) -> bool:
-            self.notes.came(tokens)
-            return printer.push(tokens)
-
         progress = ProgressBar(self.console, CLOCK, "prompt", len(request.prompt) - 1, "tokens")
-        found = self.session.generate(request, take, progress.update)
+        answer = self.session.generate(request, self.notes.came, progress.update, self.output.json)
         progress.close()
-        printer.finish()
-        self.history.answered(found.request.tokens, printer.text, whole=not printer.was_cut)
-        if not (self.context.flag.reason or (turn and turn.is_whole)):
-            self.notes.said(ANSWERED, self.sampling.seed, self.lines.n_read)
-        if not (turn and turn.is_whole):
-            self._report(found, request, printer.text)
+        self.history.answered(answer.request.tokens, answer.text, whole=not answer.was_cut)
+        if not (self.context.flag.reason or is_whole):
+            self.notes.add(ANSWERED, self.sampling.seed, self.lines.n_read)
+        if not is_whole:
+            self._report(answer, request)
         elif not self.output.json:
             print(flush=True)
 
-    def _report(self, found: Generation, request: GenerationRequest, text: str) -> None:
+    def _report(self, answer: Generation, request: GenerationRequest) -> None:
         if self.output.json:
-            result = make_result(text, found, self.plan, experiment_columns(self.plan, request, self.settings))
-            print(json_text(result), flush=True)
+            columns = experiment_columns(self.plan, request, self.work.settings)
+            print(json_text(generation_result(answer, self.plan, columns, answer.text).data), flush=True)
         elif self.context.flag.reason:
             self.console.print()  # standard output may go on with the answer, in a later job
         else:
             print(flush=True)
-        if found.request.finish is Finish.FAILED:
+        if answer.request.finish is Finish.FAILED:
             complain(TOO_MUCH)
-        if found.request.finish is Finish.CONTEXT or len(found.request.tokens) >= request.n_ctx:
+        if answer.request.finish is Finish.CONTEXT or len(answer.request.tokens) >= request.n_ctx:
             complain(f"the context of {request.n_ctx} tokens is full; /clear begins anew, a larger -c holds more")
-        figures = timings(found.metrics)
-        guessed = guessed_text(speculation(found.metrics))
+        figures = timings(answer.metrics)
+        guessed = guessed_text(speculation(answer.metrics))
         self.console.print(f"{speed_text(figures)}{guessed}", style="dim", markup=False, soft_wrap=True)
-        for notice in found.metrics.notices:
+        for notice in answer.metrics.notices:
             complain(notice)
         sys.stderr.flush()

@@ -1,7 +1,7 @@
-"""What a user types at another process's terminal, key by key: edited as at one of this process's. Knows no commands.
+"""Lines typed at another process's terminal, edited as at this process's own. Knows no commands.
 
-readline wants a terminal, so it gets a pseudo-terminal: keys are fed to it while a line is read, and what it shows goes
-to standard error.
+readline needs a terminal, so it gets a pseudo-terminal: keys are fed to it while a line is read, and its output goes to
+standard error.
 """
 
 import contextlib
@@ -16,18 +16,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from pipeinfer.job.chat.line_input import POLL_S, READ_BYTES, TerminalLines
-from pipeinfer.job.process.limited import MAX_LENGTH
-from pipeinfer.job.process.raw_terminal import RawTerminal
+from pipeinfer.job.chat.line_input import POLL_S, READ_BYTES, Lines, PipedLines, TerminalLines
+from pipeinfer.job.process.streams import MAX_LENGTH, RawTerminal, is_terminal, launcher_at_terminal
+from pipeinfer.job.process.supervised import own_attempt, send_errors
 
 ALL_SHOWN = b"\0"
-"""Written behind what readline shows, which has none."""
+"""Marks the end of readline's output, which has none."""
 
 LEAVES = b"\x15\x04"
-"""The keys for an empty line, and for its end as that of the input."""
+"""The keys that clear the line and end the input."""
 
 BEGINS_S, ENDS_S = 0.5, 1.0
-"""How long readline may take to begin with a line, and to end with one."""
+"""How long readline may take to start a line, and to end one."""
 
 LOOK_S = 0.005
 N_SIZE_BYTES = 8
@@ -36,28 +36,28 @@ PASTE, PASTE_END = b"\x1b[200~", b"\x1b[201~"
 
 
 def end_of_line(keys: bytes) -> int:
-    """Behind the first line; -1 where it has not ended. Ends of lines that are pasted are part of it."""
+    """The offset behind the first line; -1 if it has not ended. A pasted text of several lines is one line."""
     is_pasted = False
-    for found in ENDS.finditer(keys):
-        if found[0] in (PASTE, PASTE_END):
-            is_pasted = found[0] == PASTE
+    for match in ENDS.finditer(keys):
+        if match[0] in (PASTE, PASTE_END):
+            is_pasted = match[0] == PASTE
         elif not is_pasted:
-            return found.end()
+            return match.end()
     return -1
 
 
 class KeyLines(TerminalLines):
-    """`terminal`: where the keys come from, a descriptor, -1 where it is on another host. `raw`: has set it, and acts
-    on Ctrl-C and Ctrl-Z where nobody has done so before. `n_taken`: so many bytes of standard input are passed over."""
+    """`terminal`: the descriptor of the keys' terminal, -1 if it is on another host. `raw`: has set it, and acts on
+    Ctrl-C and Ctrl-Z. `n_taken`: bytes of standard input to skip."""
 
     def __init__(self, leaves: Callable[[], bool], terminal: int, raw: RawTerminal | None, n_taken: int) -> None:
         self.n_read = n_taken
         self._terminal, self._raw = terminal, raw
-        self._held, self._has_ended, self._comes = b"", False, threading.Condition()
+        self._buffer, self._has_ended, self._arrival = b"", False, threading.Condition()
         self._shown = threading.Event()
         self._keys, (self._feeds, self._edits) = os.dup(0), os.openpty()
         attributes = termios.tcgetattr(self._edits)
-        attributes[0] &= ~termios.IXON  # the user's terminal has it, or has not
+        attributes[0] &= ~termios.IXON  # that is up to the user's terminal
         termios.tcsetattr(self._edits, termios.TCSANOW, attributes)
         self._fit()
         with self._in_place():
@@ -81,9 +81,9 @@ class KeyLines(TerminalLines):
             feeding.join(ENDS_S)
 
     def next_is(self, word: str) -> bool:
-        with self._comes:
-            end = end_of_line(self._held)
-            if end < 0 or self._held[:end].strip() != word.encode():
+        with self._arrival:
+            end = end_of_line(self._buffer)
+            if end < 0 or self._buffer[:end].strip() != word.encode():
                 return False
             self._take(end)
         return True
@@ -94,7 +94,7 @@ class KeyLines(TerminalLines):
 
     @contextmanager
     def _in_place(self) -> Iterator[None]:
-        """Standard input and output are the pseudo-terminal, as `input` wants them for readline."""
+        """Standard input and output are the pseudo-terminal within the block, so that `input` uses readline."""
         sys.stdout.flush()
         before = os.dup(0), os.dup(1)
         try:
@@ -108,7 +108,7 @@ class KeyLines(TerminalLines):
                 os.close(each)
 
     def _hold(self) -> None:
-        """What comes, until it is read."""
+        """Read keys into the buffer until the input ends."""
         n_over = self.n_read
         while not self._has_ended:
             try:
@@ -117,28 +117,28 @@ class KeyLines(TerminalLines):
                 data = b""
             new, n_over = data[n_over:], max(0, n_over - len(data))
             new = self._raw.act(new) if self._raw else new
-            with self._comes:
+            with self._arrival:
                 self._has_ended = not data
-                if len(self._held) < MAX_LENGTH:
-                    self._held += new
-                self._comes.notify_all()
+                if len(self._buffer) < MAX_LENGTH:
+                    self._buffer += new
+                self._arrival.notify_all()
 
     def _take(self, n: int) -> bytes:
-        keys, self._held = self._held[:n], self._held[n:]
+        keys, self._buffer = self._buffer[:n], self._buffer[n:]
         self.n_read += n
         return keys
 
     def _feed(self, reader: int, is_read: threading.Event) -> None:
-        """Keys to readline, line by line: what follows a line is for the next one."""
+        """Feed keys to readline, up to the end of a line."""
         deadline = time.monotonic() + BEGINS_S
         while not self._is_editing() and not is_read.is_set() and time.monotonic() < deadline:
             time.sleep(LOOK_S)  # until then keys would be shown twice
         line = b""
         while not is_read.is_set():
-            with self._comes:
-                self._comes.wait_for(lambda: self._held or self._has_ended, POLL_S)
-                end = end_of_line(line + self._held)
-                keys = self._take(len(self._held) if end < 0 else end - len(line))
+            with self._arrival:
+                self._arrival.wait_for(lambda: self._buffer or self._has_ended, POLL_S)
+                end = end_of_line(line + self._buffer)
+                keys = self._take(len(self._buffer) if end < 0 else end - len(line))
             if self._fit():
                 signal.pthread_kill(reader, signal.SIGWINCH)
             if keys:
@@ -147,7 +147,7 @@ class KeyLines(TerminalLines):
             elif self._has_ended:
                 _write(self._feeds, LEAVES)
             if end >= 0 or (self._has_ended and not keys):
-                is_read.wait(ENDS_S)  # if it goes on, that key meant something else
+                is_read.wait(ENDS_S)  # if readline goes on, that key did not end the line
                 line = b""
 
     def _is_editing(self) -> bool:
@@ -160,7 +160,7 @@ class KeyLines(TerminalLines):
                 self._shown.set()
 
     def _fit(self) -> bool:
-        """To the terminal's size; whether that is another one than before."""
+        """Set the terminal's size. Returns whether it has changed."""
         if self._terminal < 0:
             return False
         with contextlib.suppress(OSError):
@@ -176,3 +176,33 @@ def _write(descriptor: int, data: bytes) -> None:
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(descriptor, data) :]
+
+
+def open_lines(leaves: Callable[[], bool], n_taken: int = 0) -> Lines:
+    """The lines of standard input: from this process's terminal, the launcher's, or a pipe. `leaves`: whether to stop
+    waiting for a line. `n_taken`: bytes that an earlier job has read. Raises UserError if the supervisor is lost."""
+    if sys.stdin is None:
+        return PipedLines(-1, leaves)
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        return TerminalLines(leaves)
+    if attempt := own_attempt():
+        if attempt.sends_keys:
+            send_errors()
+            return KeyLines(leaves, -1, None, n_taken)
+        return PipedLines(0, leaves, attempt.is_typed, n_taken)
+    launcher = launcher_at_terminal()
+    with contextlib.suppress(OSError):
+        if launcher and is_terminal(launcher, 2):  # where lines are shown while they are edited
+            terminal = os.open(f"/proc/{launcher}/fd/0", os.O_RDWR | os.O_NOCTTY)
+            if "OMPI_COMM_WORLD_RANK" in os.environ:
+                _write_to_terminal(terminal, launcher)
+            return KeyLines(leaves, terminal, RawTerminal(terminal, launcher), n_taken)
+    return PipedLines(0, leaves, bool(launcher), n_taken)
+
+
+def _write_to_terminal(terminal: int, launcher: int) -> None:
+    """Open MPI's launcher passes on whole lines, neither prompts nor keys: write to its terminal instead."""
+    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
+        stream.flush()
+        if is_terminal(launcher, number):
+            os.dup2(terminal, number)

@@ -1,4 +1,4 @@
-"""What a user types, line by line: from a terminal, with editing and a history, or from a pipe. Knows no commands."""
+"""Lines of a user: from a terminal, with editing and a history, or from a pipe. Knows no commands."""
 
 import contextlib
 import importlib
@@ -13,19 +13,19 @@ from types import FrameType
 from typing import Protocol
 
 from pipeinfer.errors import UserError
-from pipeinfer.job.process.limited import MAX_LENGTH
 from pipeinfer.job.process.signals import SIGNALS
+from pipeinfer.job.process.streams import MAX_LENGTH
 
 POLL_S = 0.1
 READ_BYTES = 1 << 16
 PASTE_S = 0.05
-"""How long more of a pasted text may take to come."""
+"""How long the rest of a pasted text may take to arrive."""
 
 
 class Lines(Protocol):
     @property
     def n_read(self) -> int:
-        """Bytes of standard input up to here, where these may come again."""
+        """Bytes of standard input up to here, if they may come again."""
         ...
 
     def read(self, prompt: str) -> str | None:
@@ -34,16 +34,16 @@ class Lines(Protocol):
         ...
 
     def next_is(self, word: str) -> bool:
-        """Whether this line waits to be read; it is taken then. Does not wait."""
+        """Whether the next line is `word`; if so it is removed. Does not wait."""
         ...
 
     def close(self) -> None:
-        """The terminal is as before."""
+        """Restore the terminal."""
         ...
 
 
 class TerminalLines:
-    """Arrow keys, history and the rest are readline's."""
+    """Lines of this process's terminal, edited by readline."""
 
     n_read = 0
 
@@ -68,7 +68,7 @@ class TerminalLines:
                 signal.signal(number, handler)
 
     def _interrupt(self, reader: int, is_read: threading.Event) -> None:
-        """A signal that comes just before readline waits is not noticed by it: say it again."""
+        """Repeat the signal: readline misses one that comes just before it waits."""
         while not is_read.wait(POLL_S):
             if self._leaves():
                 signal.pthread_kill(reader, signal.SIGINT)
@@ -85,18 +85,18 @@ def _raise(number: int, frame: FrameType | None) -> None:
 
 
 class PipedLines:
-    """Of a descriptor, -1 for none: a file, a pipe, or what a launcher hands on of its terminal. `joins`: lines that
-    come together are one text, unless the first is a command. `n_taken`: so many bytes are passed over."""
+    """Lines of a descriptor, -1 for none: a file, a pipe, or a launcher that passes on its terminal. `joins`: lines
+    that arrive together are one text, unless the first is a command. `n_taken`: bytes to skip."""
 
     def __init__(self, descriptor: int, leaves: Callable[[], bool], joins: bool = False, n_taken: int = 0) -> None:
         self._descriptor, self._leaves, self._joins = descriptor, leaves, joins
-        self._n_taken, self._n_come = n_taken, 0
-        self._data, self._ended, self._wrong = b"", descriptor < 0, ""
-        self._asked_s = 0.0
+        self._n_taken, self._n_arrived = n_taken, 0
+        self._data, self._ended, self._error = b"", descriptor < 0, ""
+        self._polled_s = 0.0
 
     @property
     def n_read(self) -> int:
-        return max(self._n_taken, self._n_come - len(self._data))
+        return max(self._n_taken, self._n_arrived - len(self._data))
 
     def read(self, prompt: str) -> str | None:
         sys.stderr.write(prompt)  # standard output is for answers
@@ -107,8 +107,8 @@ class PipedLines:
             self._fill(POLL_S)
             if len(self._data) > MAX_LENGTH:
                 raise UserError(f"a line is longer than {MAX_LENGTH >> 20} MiB, the limit for prompts; give less")
-        if self._wrong:
-            raise UserError(self._wrong)
+        if self._error:
+            raise UserError(self._error)
         if not self._data:
             return None
         if self._joins and not self._data.startswith(b"/"):
@@ -121,8 +121,8 @@ class PipedLines:
 
     def next_is(self, word: str) -> bool:
         now_s = time.monotonic()
-        if now_s - self._asked_s >= POLL_S:
-            self._asked_s = now_s
+        if now_s - self._polled_s >= POLL_S:
+            self._polled_s = now_s
             self._fill(0.0)
         line, end, rest = self._data.partition(b"\n")
         if not end or line.strip() != word.encode():
@@ -139,16 +139,16 @@ class PipedLines:
         try:
             data = os.read(self._descriptor, READ_BYTES)
         except OSError as error:
-            data, self._wrong = b"", f"standard input cannot be read: {error.strerror}; give what to say there"
+            data, self._error = b"", f"standard input cannot be read: {error.strerror}; give what to say there"
         self._ended = not data
-        self._data += data[max(0, self._n_taken - self._n_come) :]
-        self._n_come += len(data)
+        self._data += data[max(0, self._n_taken - self._n_arrived) :]
+        self._n_arrived += len(data)
 
 
 def _text_of(line: bytes) -> str:
-    """Raises UserError for bytes that are no text."""
+    """Raises UserError for bytes that are not UTF-8."""
     try:
         return line.decode()
     except UnicodeDecodeError as error:
-        found = f"byte {error.start} is 0x{line[error.start]:02x}"
-        raise UserError(f"a line of standard input is not UTF-8 text ({found}); write it in UTF-8") from None
+        byte = f"byte {error.start} is 0x{line[error.start]:02x}"
+        raise UserError(f"a line of standard input is not UTF-8 text ({byte}); write it in UTF-8") from None

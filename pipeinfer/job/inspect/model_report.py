@@ -1,35 +1,47 @@
 """The report of `models info`: what a file is, whether it can be cut, the memory of stages. Loads no weights."""
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from pipeinfer.cluster.assignment import assign
-from pipeinfer.core.kv.blocks import rows_in_blocks
+from pipeinfer.core.blocks import rows_in_blocks
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_CTX
-from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.options.options import Speculation
+from pipeinfer.job.options.sections import Numerics
+from pipeinfer.job.options.text_sections import ContextOptions
 from pipeinfer.job.placement.capacity import capacity_of
 from pipeinfer.job.placement.devices import DevicePlan, RankDevices
 from pipeinfer.job.placement.job_plan import sizes_of
 from pipeinfer.job.placement.memory import MemoryNeeds
 from pipeinfer.job.placement.numerics import numerics_of
 from pipeinfer.job.requests.request import DEFAULT_CTX
+from pipeinfer.models.drafts.head_files import describe_eagle3, is_eagle3, mtp_head
 from pipeinfer.models.gguf.header import Header, Value
 from pipeinfer.models.gguf.model_info import ModelInfo, check_is_model, layer_of, model_of, read_parts
-from pipeinfer.models.heads.header import describe_head, is_head
-from pipeinfer.models.heads.own_head import own_head
 from pipeinfer.models.text.chat_template import named_templates, template_of
-from pipeinfer.models.text.vocabulary_info import read_vocabulary_info
+from pipeinfer.models.text.tokenizer import describe_vocabulary
+from pipeinfer.text import labelled, markdown_table, size_text
 
 MAX_STAGES = 64
+UNKNOWN = "unknown"
+EXACT = "on CPUs: the same bits in every batch, split and tree; on GPUs the kernels see the batch"
+WIDTH = 14  # of a label
+UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+MODEL_FIELDS = (
+    "name", "architecture", "quantisation", "n_params", "n_bytes", "n_layer", "n_embd", "n_ctx_train", "tied",
+    "layer_bytes", "input_bytes", "output_bytes",
+)  # fmt: skip
 
 
 def describe_file(path: Path, ctx_size: int, numerics: str) -> dict[str, Any]:
-    """As plain data, bytes as stored in the file. `ctx_size` 0: what the model was trained for, DEFAULT_CTX at most.
+    """Plain data; bytes are those of the file. `ctx_size` 0: the model's training context, DEFAULT_CTX at most.
 
-    A file that cannot be cut into stages is told so, with the reason; of it less is known. Raises UserError for what is
-    no GGUF file, or a damaged one, or a part of a model.
+    A file that cannot be cut into stages has a `reason`, and fewer fields are known. Raises UserError if the file is no
+    GGUF file, is damaged, or is a later part of a model.
     """
     headers = read_parts(path)
     header, metadata = headers[0], headers[0].metadata
@@ -40,7 +52,7 @@ def describe_file(path: Path, ctx_size: int, numerics: str) -> dict[str, Any]:
         info, reason = None, str(error)
     return {
         "path": str(path),
-        **(_of_model(info) if info else _of_header(header)),
+        **(_model_fields(info) if info else _header_fields(header)),
         "vocabulary": _vocabulary(path, metadata),
         "head": _head(header, info),
         "template": template_of(metadata),
@@ -53,16 +65,12 @@ def describe_file(path: Path, ctx_size: int, numerics: str) -> dict[str, Any]:
     }
 
 
-OF_MODEL = ("name", "architecture", "quantisation", "n_params", "n_bytes", "n_layer", "n_embd", "n_ctx_train", "tied",
-            "layer_bytes", "input_bytes", "output_bytes")  # fmt: skip
+def _model_fields(info: ModelInfo) -> dict[str, Any]:
+    return {name: getattr(info, name) for name in MODEL_FIELDS} | {"kv_bytes_per_token": sum(info.kv_bytes_per_cell)}
 
 
-def _of_model(info: ModelInfo) -> dict[str, Any]:
-    return {name: getattr(info, name) for name in OF_MODEL} | {"kv_bytes_per_token": sum(info.kv_bytes_per_cell)}
-
-
-def _of_header(header: Header) -> dict[str, Any]:
-    """The same of a model that cannot be cut, as far as its header says; null for the rest."""
+def _header_fields(header: Header) -> dict[str, Any]:
+    """The fields of a model that cannot be cut, as far as its header has them; None for the others."""
     architecture = _value(header.metadata, "general.architecture")
     sizes: dict[int, int] = {}
     for tensor in header.tensors:
@@ -70,7 +78,7 @@ def _of_header(header: Header) -> dict[str, Any]:
             sizes[layer] = sizes.get(layer, 0) + tensor.n_bytes
     tables = [tensor.n_bytes for tensor in header.tensors if tensor.name == "token_embd.weight"]
     return {
-        **dict.fromkeys((*OF_MODEL, "kv_bytes_per_token")),
+        **dict.fromkeys((*MODEL_FIELDS, "kv_bytes_per_token")),
         "name": _value(header.metadata, "general.name"),
         "architecture": architecture,
         "n_params": sum(tensor.n_elements for tensor in header.tensors),
@@ -84,13 +92,13 @@ def _of_header(header: Header) -> dict[str, Any]:
 
 
 def _head(header: Header, info: ModelInfo | None) -> dict[str, Any] | None:
-    """Of a draft that reads its target's states, or of the head in a model's own file; None for others, and for one
-    that cannot be used."""
+    """The head of a draft that reads its target's states, or the one in a model's own file; None if there is none that
+    can be used."""
     try:
-        found = describe_head(header) if is_head(header) else own_head(info) if info else None
+        draft = describe_eagle3(header) if is_eagle3(header) else mtp_head(info) if info else None
     except UserError:
         return None
-    return asdict(found.head) if found and found.head else None
+    return asdict(draft.head) if draft and draft.head else None
 
 
 def _value(metadata: dict[str, Value], key: str) -> Any:
@@ -98,27 +106,28 @@ def _value(metadata: dict[str, Value], key: str) -> Any:
 
 
 def _vocabulary(path: Path, metadata: dict[str, Value]) -> dict[str, Any]:
-    """`error`: why it cannot be told."""
+    """`error`: why the vocabulary cannot be read; else empty."""
     try:
-        return asdict(read_vocabulary_info(path, metadata)) | {"error": ""}
+        return describe_vocabulary(path, metadata) | {"error": ""}
     except UserError as error:
         return {"error": str(error)}
 
 
 def _stages(info: ModelInfo, ctx_size: int, numerics: str) -> dict[str, Any]:
-    """Of the heaviest stage, for 1, 2, 4, … stages, each on a host of its own with a prompt that fills the context."""
+    """The heaviest stage of 1, 2, 4, … stages, each on a host of its own with a prompt that fills the context."""
     n_ctx = ctx_size or min(info.n_ctx_train, DEFAULT_CTX)
     if n_ctx > MAX_CTX:
         raise UserError(f"-c {n_ctx} is more than the {MAX_CTX} tokens that a context holds; give fewer")
-    options, on_cpus = RunOptions(model=info.path, numerics=numerics), [RankDevices(DevicePlan(), DevicePlan())]
-    n_in_blocks = rows_in_blocks(n_ctx) if numerics == "exact" and info.layers.known.flash else 0
-    capacity, plain = capacity_of(options, n_ctx, info.layers.rewinds), numerics_of(options, (), n_in_blocks > 0)
+    on_cpus = [RankDevices(DevicePlan(), DevicePlan())]
+    n_in_blocks = rows_in_blocks(n_ctx) if numerics == "exact" and info.layers.architecture.flash else 0
+    capacity = capacity_of(Speculation(), 1, ContextOptions().batch_size, n_ctx, info.layers.rewinds)
+    plain = numerics_of(Numerics(numerics=numerics), (), 0, n_in_blocks > 0)
     needs = MemoryNeeds(info, (), capacity, plain, on_cpus * MAX_STAGES, n_in_blocks)
     rows = []
     for n_stages in (1 << power for power in range(MAX_STAGES.bit_length())):
         try:
             assignment = assign(n_stages, [], sizes_of(info))
-        except UserError:  # it has not so many layers, or not so many places to cut
+        except UserError:  # it has too few layers, or too few places to cut
             break
         memory = needs.of_ranks(assignment)
         rank = max(range(n_stages), key=lambda rank: memory[rank].total)
@@ -132,3 +141,88 @@ def _stages(info: ModelInfo, ctx_size: int, numerics: str) -> dict[str, Any]:
             }
         )
     return {"n_ctx": n_ctx, "stages": rows}
+
+
+# -- text
+
+
+def info_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of `describe_file`'s report."""
+    yield f"{report['path']}: {report['name'] or UNKNOWN}, {size_text(report['n_bytes'])}"
+    yield from labelled(_rows(report), WIDTH)
+    if report["sliceable"]:
+        yield ""
+        yield f"The heaviest stage for a context of {report['n_ctx']} tokens, --numerics {report['numerics']}:"
+        yield ""
+        columns = ["stages", "its layers", "weights", "KV", "memory"]
+        yield from markdown_table(columns, map(_stage_cells, report["stages"]), right_aligned=columns)
+
+
+def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "architecture", f"{report['architecture'] or UNKNOWN}, {_count(report['n_params'])} parameters"
+    yield "quantisation", report["quantisation"] or UNKNOWN
+    yield "layers", f"{_or_unknown(report['n_layer'])}, {_or_unknown(report['n_embd'])} wide: {_layers(report)}"
+    if report["input_bytes"] is not None:
+        tied = ", which is the output head too" if report["tied"] else ""
+        output = report["output_bytes"]
+        more = "" if output is None else f", output head and norms {size_text(output)}"
+        yield "tables", f"token table {size_text(report['input_bytes'])}{tied}{more}"
+    yield "context", f"trained for {_or_unknown(report['n_ctx_train'])} tokens"
+    yield from _vocabulary_rows(report["vocabulary"])
+    yield from _head_rows(report["head"])
+    template, named = report["template"], report["named_templates"]
+    length = f"{len(template)} characters (--json has them)" if template else "none"
+    yield "template", length + (f"; further ones: {', '.join(named)}" if named else "")
+    yield "sliceable", "yes" if report["sliceable"] else f"no: {report['reason']}"
+    if report["sliceable"]:
+        yield "exact", EXACT if report["exact"] else "no: rows depend on their batch, by rounding"
+
+
+def _vocabulary_rows(vocabulary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    if vocabulary["error"]:
+        yield "vocabulary", vocabulary["error"]
+        return
+    preset = f", {vocabulary['preset']}" if vocabulary["preset"] else ""
+    yield "vocabulary", f"{vocabulary['n_tokens']} tokens, {vocabulary['kind'] or UNKNOWN}{preset}"
+    special = ", ".join(f"{use} {_token(token)}" for use, token in vocabulary["special"].items())
+    added = [name for name in ("bos", "eos") if vocabulary[f"adds_{name}"]]
+    yield "special", f"{special or 'none'}; added to texts: {' and '.join(added) or 'none'}"
+    yield "ends", ", ".join(map(_token, vocabulary["ends"])) or "none: a text goes on until -n"
+
+
+def _head_rows(head: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
+    if head and head["own"]:
+        yield "head", "of its own (MTP): -md mtp guesses with it"
+    elif head:
+        layers, lacks = ", ".join(map(str, head["target_layers"])), head["lacks"]
+        missing = f"; {' and '.join(lacks)} {'are' if len(lacks) > 1 else 'is'} the target's" if lacks else ""
+        yield "head", f"reads the inputs of layers {layers} of a target that is {head['n_embd_target']} wide"
+        yield "guesses", f"{head['n_tokens']} tokens{missing}"
+
+
+def _stage_cells(row: Mapping[str, Any]) -> Sequence[str]:
+    sizes = (size_text(row[f"{part}_bytes"]) for part in ("weight", "kv", "memory"))
+    return [str(row["n_stages"]), f"{row['layers'][0]}-{row['layers'][1] - 1}", *sizes]
+
+
+def _layers(report: Mapping[str, Any]) -> str:
+    """`0-30 1.2 MB each, 31 1.4 MB`."""
+    parts, first = [], 0
+    for size, alike in groupby(report["layer_bytes"]):
+        n = len(list(alike))
+        parts.append(f"{first}-{first + n - 1} {size_text(size)} each" if n > 1 else f"{first} {size_text(size)}")
+        first += n
+    kv = report["kv_bytes_per_token"]
+    return ", ".join(parts or [UNKNOWN]) + ("" if kv is None else f"; keys and values {size_text(kv)} a token")
+
+
+def _token(token: Mapping[str, Any]) -> str:
+    return f"{token['id']} {token['text']!r}"
+
+
+def _or_unknown(value: object) -> str:
+    return UNKNOWN if value is None else str(value)
+
+
+def _count(n: float) -> str:
+    return next((f"{n / size:.3g} {unit}" for size, unit in UNITS if n >= size), str(n))

@@ -1,39 +1,200 @@
-"""`pipeinfer plan`: for hosts that somebody describes, here and now; for those of its own ranks, on all of them."""
+"""`pipeinfer plan`: for described hosts, without MPI; else for the hosts of its ranks, on all of them."""
 
 import socket
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeinfer.cluster.hosts.cores import this_host
+from pipeinfer.cluster.hosts.cores import Host, this_host
 from pipeinfer.cluster.hosts.launch import is_launched
-from pipeinfer.cluster.timing.costs import LinkCost
-from pipeinfer.cluster.timing.link_times import bandwidth_gbit
+from pipeinfer.cluster.link_times import bandwidth_gbit
 from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
-from pipeinfer.job.inspect.plan_report import plan_report
+from pipeinfer.job.doctor.checks import LAST_CHECKS, models
+from pipeinfer.job.doctor.findings import Cluster, Finding, HostReport, Level, problems
+from pipeinfer.job.doctor.host_list import HostList
+from pipeinfer.job.inspect.host_facts import model_facts
 from pipeinfer.job.options.limits import MAX_GBIT, MAX_TOKENS
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.options.values import PROBABILITY, File, Number, Text, Whole
-from pipeinfer.job.placement.gpus import can_offload, gpu_names
-from pipeinfer.job.placement.model_files import fetch_models, open_models
-from pipeinfer.job.planning.planner import ETHERNET, N_PROMPT, open_planner
-from pipeinfer.job.profiling.host_speeds import known_speeds, own_speed, with_speeds
-from pipeinfer.observe.texts.json_text import json_text
-from pipeinfer.observe.texts.plan_text import plan_lines
-from pipeinfer.virtual.hosts_file import read_hosts
-from pipeinfer.virtual.nodes import Node, first_ranks, profiled_nodes
+from pipeinfer.job.options.values import PROBABILITY, File, Number, TextType, Whole
+from pipeinfer.job.placement.job_plan import SHARED_CORES
+from pipeinfer.job.placement.model_files import draft_translation, open_models, translation_note
+from pipeinfer.job.placement.numerics import may_repack
+from pipeinfer.job.planning.hosts_in_use import with_best_hosts
+from pipeinfer.job.planning.plan_table import plan_cells, plan_rows
+from pipeinfer.job.planning.planner import ETHERNET, N_PROMPT, UNFIT, Planner, Prediction, open_planner
+from pipeinfer.job.planning.prepare import describe_host, find_hosts, with_files
+from pipeinfer.job.planning.suggestions import shortage_text, suggestions
+from pipeinfer.job.profiling.hosts import gpu_names, host_speeds, rank_speed, with_speeds
+from pipeinfer.models.llama.ggml import has_gpu
+from pipeinfer.policies import POLICIES, make_policy
+from pipeinfer.text import json_text, markdown_table, number, size_text
+from pipeinfer.virtual.costs import LinkCost
+from pipeinfer.virtual.nodes import Node, first_ranks, profiled_nodes, read_hosts
 from pipeinfer.virtual.profile import load_profile
+from pipeinfer.virtual.study import DEFAULT_ACCEPTANCE
 
 if TYPE_CHECKING:
     from pipeinfer.job.launch.start import Crew
 
+WORDS = ("host", "GPU", "backend", "device", "speed from", "a layer", "role", "layers")
+"""Columns of text, aligned left."""
+
+
+def plan_report(
+    options: RunOptions, nodes: Sequence[Node], link: LinkCost, n_prompt: int | None = None,
+    acceptances: Sequence[float] = (), is_described: bool = True, chooses_hosts: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Plain data. `n_prompt`: None: of a length that fits; `acceptances`, `is_described`: see `Planner`.
+    `chooses_hosts`: nodes that cannot be used are left out. `shortage`: what is missing, with the nearest ways out;
+    empty if it fits. Raises UserError if no plan is possible."""
+    info, tokenizer = open_models(options.models.target, options.drafts_in_use)
+    tokenizer.close()
+    n_prompt = n_prompt or min(N_PROMPT, max(1, (options.context.ctx_size or info.n_ctx_train) // 2))
+    planner = open_planner(options, info, nodes, link, n_prompt, acceptances, is_described)
+    planner, unused = with_best_hosts(planner) if chooses_hosts else (planner, [])
+    plan = planner.plan
+    predicted, not_predicted = _predict(planner)
+    ways = suggestions(planner, predicted)
+    plain = next((each.tokens_per_s for each in predicted if each.policy == "iterative"), None)
+    return {
+        "model": str(options.models.target),
+        "drafts": [str(draft.path) for draft in planner.drafts_in_use],
+        "policy": options.speculation.policy.name,
+        "n_ctx": planner.n_ctx,
+        "prompt_n": planner.n_prompt,
+        "numerics": options.numerics.numerics,
+        "numerics_name": plan.numerics.name,
+        "wire_type": str(options.numerics.wire_type),
+        "link": {"bytes_per_s": planner.link.bytes_per_s, "latency_s": planner.link.latency_s},
+        "acceptance": list(planner.acceptances) or [DEFAULT_ACCEPTANCE] * len(planner.drafts),
+        "fits": not planner.plan.shortage,
+        "shortage": shortage_text(planner, ways),
+        "layer_split": [stage.last - stage.first for stage in plan.assignment.stages],
+        "ranks": plan_rows(plan, planner.nodes),
+        "plan": plan.decisions,
+        "plan_hash": plan.hash,
+        "predictions": [
+            asdict(each)
+            | {
+                "planned": each.policy == options.speculation.policy.name,
+                "over_iterative": each.tokens_per_s / plain if plain else None,
+            }
+            for each in predicted
+        ],
+        "not_predicted": not_predicted,
+        "ways": [way.as_data() for way in ways],
+        "warnings": [*_translations(planner), *plan.warnings, *unused],
+        "notes": list(_notes(planner)),
+    }
+
+
+def _translations(planner: Planner) -> Iterator[str]:
+    """A note on each draft that has other tokens than the target."""
+    for draft in planner.drafts_in_use:
+        if not draft.head and (note := translation_note(draft.path, draft_translation(planner.info.path, draft.path))):
+            yield note
+
+
+def _predict(planner: Planner) -> tuple[list[Prediction], dict[str, str]]:
+    """Predictions for the policies that the models allow, and the reason for each policy that has none."""
+    chosen = planner.options.speculation.policy
+    has_guesses = planner.drafts or planner.options.speculation.lookup
+    names = [name for name, kind in POLICIES.items() if has_guesses or not kind.drafts or name == chosen.name]
+    predictions, not_predicted = [], {}
+    for policy in [chosen if name == chosen.name else make_policy(name, {}) for name in names]:
+        try:
+            predictions.append(planner.predict(policy))
+        except UserError as error:
+            not_predicted[policy.name] = str(error)
+    return predictions, not_predicted
+
+
+def _notes(planner: Planner) -> Iterator[str]:
+    """What the predictions leave out."""
+    are_timed = all(host.speed for host in planner.plan.hosts)
+    if not planner.is_described:
+        yield "predictions are estimates by how fast each host reads and multiplies; `measure` times the models there"
+    if planner.plan.crowding > 1:
+        yield SHARED_CORES
+    if planner.is_described and planner.plan.numerics.repacked:
+        yield "the hosts' processors are taken to repack weights as this host's does"
+    if any(backend.is_torch for backend in planner.options.placement.backend) and not are_timed:
+        yield "predictions take ranks of torch to be as fast as libllama"
+    if any(planner.options.placement.n_gpu_layers):
+        untimed = "" if are_timed else ", and predictions know the speed of CPUs only"
+        yield f"what a GPU's driver takes there is not counted, nor what torch does{untimed}"
+    if any("_exps" in tensor.name for tensor in planner.info.tensors):
+        yield "predictions read the experts of one row: guesses, of which each has experts of its own, are dearer"
+    if planner.may_split_otherwise:
+        yield "layers go by size; `run` times them on ranks that are not alike, and may split them otherwise"
+
+
+# -- text
+
+
+def plan_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """The lines of `plan_report`."""
+    drafts = f", drafts {', '.join(report['drafts'])}" if report["drafts"] else ""
+    wire = "" if report["wire_type"] == "f32" else f", activations travel as {report['wire_type']}"
+    yield (
+        f"{report['model']}{drafts}: policy {report['policy']}, context {report['n_ctx']}, "
+        f"numerics {report['numerics_name']}{wire}"
+    )
+    yield ""
+    columns, cells = plan_cells(report["ranks"])
+    yield from markdown_table(columns, cells, [column for column in columns if column not in WORDS])
+    yield ""
+    if report["predictions"]:
+        yield from _prediction_lines(report)
+        yield ""
+    yield from _reason_lines(report["not_predicted"])
+    yield from (f"helps: {_way(way)}" for way in report["ways"])
+    yield from (f"note: {note}" for note in (*report["warnings"], *report["notes"]))
+
+
+def _prediction_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    link = report["link"]
+    assumed = ", ".join(number(share) for share in report["acceptance"])
+    yield (
+        f"Predicted for a prompt of {report['prompt_n']} tokens, links of {8e-9 * link['bytes_per_s']:.3g} Gbit/s and "
+        f"{1e6 * link['latency_s']:.3g} us" + (f", acceptance {assumed}:" if assumed else ":")
+    )
+    yield ""
+    is_lookup = not report["drafts"] and report["policy"] != "iterative"
+    planned = f" (planned{'; what it looks up is not counted' * is_lookup})"
+    rows = [
+        [
+            f"{row['policy']}{planned if row['planned'] else ''}",
+            number(row["tokens_per_s"]),
+            "-" if row["over_iterative"] is None else number(row["over_iterative"]),
+            number(row["limit_per_s"]),
+            *(number(1e3 * row[name], 1) for name in ("ttft_s", "itl_p50_s")),
+        ]
+        for row in report["predictions"]
+    ]
+    columns = ["policy", "tokens/s", "over iterative", "limit", "TTFT ms", "ITL ms p50"]
+    yield from markdown_table(columns, rows, columns[1:])
+
+
+def _reason_lines(reasons: Mapping[str, str]) -> Iterator[str]:
+    """A line for each reason but UNFIT, which the error says anyway."""
+    for reason in dict.fromkeys(reason for reason in reasons.values() if reason != UNFIT):
+        yield f"not predicted: {', '.join(policy for policy in reasons if reasons[policy] == reason)}: {reason}"
+
+
+def _way(way: Mapping[str, Any]) -> str:
+    if not way["fits"]:
+        return f"{way['what']}: then {size_text(way['short_bytes'])} are missing"
+    speed = way["tokens_per_s"]
+    return f"{way['what']}: it fits" if speed is None else f"{way['what']}: {number(speed)} tokens/s"
+
 
 @dataclass(frozen=True, slots=True)
 class PlanQuestion:
-    """What is asked besides the options of `run`: the hosts (a hosts file or a profile, and how many ranks of it;
-    neither: the ranks that are there), their links, the prompt (None: one that fits) and how often drafts are right."""
+    """Beside the options of `run`: the hosts (a hosts file or a profile, and the number of ranks; neither: those of the
+    ranks), their links, the length of the prompt (None: one that fits) and how often drafts are right."""
 
     heading = "Hosts"
     hosts: Path | None = setting(
@@ -42,10 +203,10 @@ class PlanQuestion:
         "node1 slots=1 cores=36 memory=370G gb_per_s=154 gflop_per_s=1325.",
     )  # fmt: skip
     profile: str | None = setting(
-        None, "--profile", type=Text(),
+        None, "--profile", type=TextType(),
         help="Plan for a profile's machines (see `simulate --list`), a rank on each.",
     )  # fmt: skip
-    n_ranks: int = setting(0, "--ranks", "-np", help="Ranks of --hosts or --profile. [default: all]")
+    n_ranks: int = setting(0, "--ranks", "-np", help="Ranks of --hosts or --profile. [default: all that can be used]")
     gbit: float | None = setting(
         None, "--gbit", type=Number(0, MAX_GBIT, above=True), help="Bandwidth of the links. [default: 10, or known]"
     )
@@ -62,27 +223,27 @@ class PlanQuestion:
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What every rank must have been started with."""
+    """Settings that all ranks must share."""
 
     options: RunOptions
     question: PlanQuestion
 
 
 def plan(options: RunOptions, question: PlanQuestion) -> int:
-    """Returns the exit code. Raises UserError, also for what does not fit, with the plan printed."""
-    asked = _Settings(options, question)
+    """Returns the exit code. Raises UserError, also if the plan, which is printed, does not fit."""
+    settings = _Settings(options, question)
     if question.profile or question.hosts:
         nodes, link = _described(question)
-        return _tell(asked, _as_here(nodes, options.repack and options.numerics == "exact"), link)
+        nodes = _like_this_host(nodes, may_repack(options.numerics))
+        return _report(replace(settings, options=with_files(options, len(nodes))), nodes, link)
     if not is_launched():
-        from pipeinfer.job.profiling.hosts import describe_own  # what it loads with takes a while
-
-        asked = replace(asked, options=fetch_models(options))
-        alone = [describe_own(asked.options, [this_host(socket.gethostname())], 0)]
-        return _tell(asked, with_speeds([own_speed(alone, 0)], alone, [gpu_names()]), ETHERNET)
+        options = with_files(options, 1)
+        hosts = [describe_host(options, [this_host(socket.gethostname())], 0)]
+        nodes = with_speeds([rank_speed(hosts, 0)], hosts, [gpu_names()])
+        return _report(replace(settings, options=options), nodes, ETHERNET)
     from pipeinfer.job.launch.start import start_job  # initialises MPI
 
-    return start_job(lambda crew: _plan_ranks(crew, asked), asked, options, options.verbose)
+    return start_job(lambda crew: _plan_ranks(crew, settings), settings, options.placement, options.output.verbose)
 
 
 def _described(question: PlanQuestion) -> tuple[list[Node], LinkCost]:
@@ -93,42 +254,52 @@ def _described(question: PlanQuestion) -> tuple[list[Node], LinkCost]:
     return first_ranks(read_hosts(question.hosts), question.n_ranks, f"--hosts {question.hosts}"), ETHERNET
 
 
-def _as_here(nodes: Sequence[Node], may_repack: bool) -> list[Node]:
-    """Nodes that somebody describes, whose processors and builds are taken to be this host's. `may_repack`: weights,
-    with exact numerics."""
-    from pipeinfer.models.llama.repacking import grouped_types, repacked_types  # what it loads with takes a while
+def _like_this_host(nodes: Sequence[Node], repacks: bool) -> list[Node]:
+    """Described nodes, with the processors and builds of this host. `repacks`: see `may_repack`."""
+    from pipeinfer.models.llama.repacking import grouped_types, repacked_types  # imports take long
 
-    here: dict[str, Any] = {"offloads": can_offload()}
-    if may_repack:
+    here: dict[str, Any] = {"offloads": has_gpu()}
+    if repacks:
         here |= {"repacked": repacked_types(), "grouped": grouped_types()}
     return [replace(node, host=replace(node.host, **here)) for node in nodes]
 
 
-def _plan_ranks(crew: "Crew", asked: _Settings) -> int:
-    """On every rank. Returns the exit code."""
-    from pipeinfer.job.profiling.hosts import find_hosts  # what it loads with takes a while
-
+def _plan_ranks(crew: "Crew", settings: _Settings) -> int:
+    """Runs on every rank. Returns the exit code."""
     link = crew.link
-    speeds = known_speeds(link, crew.hosts)
+    speeds = host_speeds(link, crew.hosts)
     gpus = link.all_gather(gpu_names())
     cost = replace(ETHERNET, bytes_per_s=1e9 / 8 * bandwidth_gbit(link)) if link.size > 1 else ETHERNET
-    options, hosts = find_hosts(crew, asked.options)
-    return link.agree(lambda: _tell(replace(asked, options=options), with_speeds(speeds, hosts, gpus), cost))
+    options = link.agree(lambda: with_files(settings.options, link.size))
+    settings, hosts = replace(settings, options=options), find_hosts(crew, options)
+    files, nodes = link.all_gather(model_facts(options)), with_speeds(speeds, hosts, gpus)
+    return link.agree(lambda: _report(settings, nodes, cost, _compare(options, hosts, files)))
 
 
-def _tell(asked: _Settings, nodes: Sequence[Node], link: LinkCost) -> int:
-    """Print the plan; returns the exit code. Raises UserError where it does not fit."""
-    question = asked.question
+def _compare(options: RunOptions, hosts: Sequence[Host], files: Sequence[dict[str, Any]]) -> list[Finding]:
+    """Hosts that lack a model's file, or have another one. `files`: the facts of each rank."""
+    reports = dict[str, HostReport]()
+    for rank, (host, facts) in enumerate(zip(hosts, files, strict=True)):
+        reports.setdefault(host.name, HostReport(host.name, rank == 0, facts={"version": "", "models": facts}))
+    cluster = Cluster(HostList(list(map(Node, hosts)), "mpich"), options, reports)
+    return [finding for report in reports.values() for finding in problems(LAST_CHECKS, (models,), report, cluster)]
+
+
+def _report(settings: _Settings, nodes: Sequence[Node], link: LinkCost, findings: Sequence[Finding] = ()) -> int:
+    """Print the plan; returns the exit code. `settings`: with files. Raises UserError if it does not fit, or hosts have
+    other models."""
+    options, question = settings.options, settings.question
     if question.gbit is not None:
         link = replace(link, bytes_per_s=1e9 / 8 * question.gbit)
-    options = fetch_models(asked.options)
-    info, tokenizer = open_models(options.model, options.drafts_in_use)
-    tokenizer.close()
     is_described = bool(question.profile or question.hosts)
-    n_prompt = question.n_prompt or min(N_PROMPT, max(1, (options.ctx_size or info.n_ctx_train) // 2))
-    planner = open_planner(options, info, nodes, link, n_prompt, question.acceptances, is_described)
-    found = plan_report(planner)
-    print(json_text(found) if options.json else "\n".join(plan_lines(found)), flush=True)
-    if not found["fits"]:
-        raise UserError(found["shortage"])
+    chooses = bool(question.hosts) and not question.n_ranks and not options.placement.layer_split
+    report = plan_report(options, nodes, link, question.n_prompt, question.acceptances, is_described, chooses)
+    lines = [f"{each.host}: {each.text} -> {each.fix}" for each in findings]
+    report["warnings"] += lines
+    print(json_text(report) if options.output.json else "\n".join(plan_lines(report)), flush=True)
+    if not report["fits"]:
+        raise UserError(report["shortage"])
+    for finding, line in zip(findings, lines, strict=True):
+        if finding.level is Level.ERROR:
+            raise UserError(line)
     return 0

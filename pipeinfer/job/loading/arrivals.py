@@ -1,42 +1,106 @@
 """Layers for ranks whose hosts lack a model's file: from rank 0, once, before anything loads.
 
-They go through the slice cache where there is one: what lies there, of the file that rank 0 has, is not sent.
+They go through the slice cache where there is one: what it has of rank 0's file is not sent. They are sent in chunks of
+bounded memory, each with a checksum, CRC-32, against faults: 6 GB/s, where SHA-256 has 1.8. Ranks trust each other.
 """
 
 import os
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipeinfer.cluster.assignment import StagePlan
-from pipeinfer.cluster.messages.chunked_transfer import receive_chunks, send_chunks
-from pipeinfer.cluster.transport import Link
+import numpy as np
+
+from pipeinfer.cluster.transport import Link, Request, Tag
+from pipeinfer.cluster.wire import Buffer
 from pipeinfer.errors import UserError
 from pipeinfer.job.launch.context import CLOCK, Context
-from pipeinfer.job.placement.job_plan import JobPlan, ModelFile
-from pipeinfer.job.process.complain import complain
-from pipeinfer.models.gguf.head import OWN_HEAD
-from pipeinfer.models.gguf.model_info import ModelInfo, part_paths, read_model_info
-from pipeinfer.models.gguf.remote import RemoteModel, What, contents
-from pipeinfer.models.gguf.skeleton import Skeleton, take_skeleton
-from pipeinfer.models.text.vocabulary_file import VocabularyFile
-from pipeinfer.outputs import temporary_folder
+from pipeinfer.job.placement.job_plan import TARGET, JobPlan, ModelFile
+from pipeinfer.job.process.streams import complain
+from pipeinfer.models.gguf.model_info import OWN_HEAD, ModelHeaders, ModelInfo, part_paths, read_model_info
+from pipeinfer.models.gguf.remote import Content, RemoteModel, contents
+from pipeinfer.models.gguf.slice import SliceFile
+from pipeinfer.models.text.tokenizer import VocabularyFile
 
 if TYPE_CHECKING:
-    from pipeinfer.observe.progress import ProgressBar
+    from pipeinfer.observe.report import ProgressBar
 
-TARGET = -1
-"""In the place of a draft's number."""
+CHUNK_BYTES = 8 << 20
+"""Each end holds a few chunks."""
+
+HEADER = np.dtype([("n_bytes", np.int64), ("checksum", np.uint32)])
+"""Before each chunk. `n_bytes`: of the chunk, or END or FAILED, which end a transfer."""
+
+END, FAILED = 0, -1
+
+
+def send_chunks(link: Link, rank: int, pieces: Iterable[bytes | memoryview], on_sent: Callable[[int], object]) -> None:
+    """Send these pieces to a rank that calls `receive_chunks`. `on_sent` is called with the size of each chunk.
+
+    Raises the UserError that `pieces` raises, after a message to the other rank.
+    """
+    pending: deque[Request] = deque()
+
+    def send(content: Buffer, n_bytes: int) -> None:
+        header = np.array([(n_bytes, zlib.crc32(content.data))], HEADER).view(np.uint8)
+        pending.append(link.comm.Isend(np.concatenate([header, content]), rank, Tag.STREAM))
+        while len(pending) > (2 if n_bytes > 0 else 0):
+            link.wait_awake(pending.popleft())
+
+    nothing = np.empty(0, np.uint8)
+    try:
+        for piece in pieces:
+            data = np.frombuffer(piece, np.uint8)
+            for start in range(0, len(data), CHUNK_BYTES):
+                content = data[start : start + CHUNK_BYTES]
+                send(content, len(content))
+                on_sent(len(content))
+    except UserError:
+        send(nothing, FAILED)
+        raise
+    send(nothing, END)
+
+
+def receive_chunks(link: Link, rank: int, n_bytes: int) -> Iterator[memoryview]:
+    """The chunks that this rank sends, each valid until the next one. Receives all of them, also if the caller stops
+    before the end.
+
+    Raises UserError when the other rank failed, or the bytes are not the `n_bytes` that were sent.
+    """
+    n_missing, is_whole, is_read = n_bytes, True, True
+    request, buffer = _post(link, rank)
+    while True:
+        link.wait_awake(request)
+        header = buffer[: HEADER.itemsize].view(HEADER)[0]
+        content = buffer[HEADER.itemsize :][: max(0, header["n_bytes"])]
+        if header["n_bytes"] <= END:
+            break
+        request, buffer = _post(link, rank)
+        n_missing -= len(content)
+        is_whole = is_whole and zlib.crc32(content.data) == header["checksum"]
+        if is_whole and is_read:
+            try:
+                yield content.data
+            except GeneratorExit:
+                is_read = False
+    if is_read and (header["n_bytes"] == FAILED or n_missing or not is_whole):
+        raise UserError(f"what rank {rank} sends of the model is not whole; start again, and see what it says")
+
+
+def _post(link: Link, rank: int) -> tuple[Request, Buffer]:
+    buffer = np.empty(HEADER.itemsize + CHUNK_BYTES, np.uint8)
+    return link.comm.Irecv(buffer, rank, Tag.STREAM), buffer
 
 
 class Want(NamedTuple):
-    """What a rank needs of a model: `number`, of a draft or TARGET."""
+    """A part of a model that a rank needs. `number`: of a draft, or TARGET."""
 
     number: int
-    what: What
+    what: Content
     first: int
     last: int
     n_bytes: int
@@ -66,112 +130,93 @@ class StreamFeed:
             pass
 
 
-def fetch_layers(context: Context, plan: JobPlan) -> None:
-    """Receive the layers that this rank hosts and has no file of, into `context.arrived`. Collective.
+def fetch_layers(context: Context, plan: JobPlan) -> dict[int, SliceFile]:
+    """Receive the layers that this rank hosts and has no file of, by the numbers of their models. Collective.
 
     Raises UserError when something could not be read, sent or written, once all ranks are through.
     """
     link = context.link
     if link.size == 1 or not plan.send_layers:
-        return
+        return {}
     missing = link.all_gather(_missing(context, plan))
-    if any(missing):
-        skeletons = _share_skeletons(link, plan, sorted(set(chain(*missing))))
-        _Fetching(context, plan, skeletons).run(missing)
+    if not any(missing):
+        return {}
+    numbers = sorted(set(chain(*missing)))
+    headers = link.agree(lambda: {number: _read(plan.file(number)).read_headers() for number in numbers})
+    return _Transfer(context, plan, headers).run(missing)
 
 
 def _missing(context: Context, plan: JobPlan) -> list[int]:
     """The models that this rank hosts and whose files are not on its host."""
-    return [number for number in _hosted(context, plan) if not all(map(os.path.exists, _files(plan, number)))]
-
-
-def _files(plan: JobPlan, number: int) -> list[Path]:
-    path = model_file(plan, number).path
-    return part_paths(plan.model.path if path == OWN_HEAD else path)
-
-
-def _hosted(context: Context, plan: JobPlan) -> dict[int, StagePlan]:
-    index = plan.assignment.stage_of(context.rank)
-    own = {} if index is None else {TARGET: plan.assignment.stages[index]}
-    return own | plan.assignment.drafts_on(context.rank)
-
-
-def model_file(plan: JobPlan, number: int) -> ModelFile:
-    """The target's, or that of the draft of this number."""
-    return plan.model if number == TARGET else plan.drafts[number]
-
-
-def _share_skeletons(link: Link, plan: JobPlan, numbers: list[int]) -> dict[int, Skeleton]:
-    """Rank 0's, of these models. Raises UserError, on all ranks, when it cannot read one."""
-    return link.agree(lambda: {each: take_skeleton(_read(model_file(plan, each))) for each in numbers})
+    paths = {number: plan.file(number).path for number in plan.parts(context.rank)}
+    files = {number: part_paths(plan.model.path if path == OWN_HEAD else path) for number, path in paths.items()}
+    return [number for number in files if not all(map(os.path.exists, files[number]))]
 
 
 def _read(file: ModelFile) -> ModelInfo:
-    """On rank 0. Raises UserError when it is not the file of which the plan was made."""
+    """The header on rank 0. Raises UserError when the file has changed since the plan was made."""
     info = read_model_info(file.path)
     if (info.fingerprint, info.states) != (file.fingerprint, file.states):
         raise UserError(f"{file.path} was changed while the job started; start again")
     return info
 
 
-class _Fetching:
+class _Transfer:
     """One rank's part of sending and receiving, which goes on to the end whatever fails."""
 
-    def __init__(self, context: Context, plan: JobPlan, skeletons: dict[int, Skeleton]) -> None:
-        self.context, self.plan, self.skeletons, self.link = context, plan, skeletons, context.link
+    def __init__(self, context: Context, plan: JobPlan, headers: dict[int, ModelHeaders]) -> None:
+        self.context, self.plan, self.headers, self.link = context, plan, headers, context.link
         self.cache, self.error, self.failed = plan.slice_cache, "", set[int]()
         self.progress: ProgressBar | None = None
 
-    def run(self, missing: list[list[int]]) -> None:
-        """`missing`: the models that each rank lacks."""
+    def run(self, missing: list[list[int]]) -> dict[int, SliceFile]:
+        """This rank's slices by number. `missing`: the models that each rank lacks."""
         link = self.link
-        own: dict[int, RemoteModel] = {}
-        with ExitStack() as stack:
-            with self._noting():
-                folder = stack.enter_context(temporary_folder())
-                for number in missing[link.rank]:
-                    with self._noting():
-                        own[number] = self._put_up(number, folder)
-            wants = link.all_gather([want for number, model in own.items() for want in self._wants(number, model)])
-            for rank, its in enumerate(wants):
-                if link.rank == 0 and its:
-                    self._announce(rank, its)
-                for want in its:
-                    with self._noting():
-                        if link.rank == 0:
-                            self._send(rank, want)
-                        elif link.rank == rank:
-                            self._receive(own[want.number], want)
-                if self.progress:
-                    self.progress.close()
-            for number in own.keys() - self.failed:
-                with self._noting():
-                    self.context.arrived[number] = own[number].finish()
+        models: dict[int, RemoteModel] = {}
+        for number in missing[link.rank]:
+            with self._collected():
+                models[number] = self._open(number)
+        wants = link.all_gather([want for number, model in models.items() for want in self._wants(number, model)])
+        for rank, wants_there in enumerate(wants):
+            if link.rank == 0 and wants_there:
+                self._announce(rank, wants_there)
+            for want in wants_there:
+                with self._collected():
+                    if link.rank == 0:
+                        self._send(rank, want)
+                    elif link.rank == rank:
+                        self._receive(models[want.number], want)
+            if self.progress:
+                self.progress.close()
+        slices: dict[int, SliceFile] = {}
+        for number in models.keys() - self.failed:
+            with self._collected():
+                slices[number] = models[number].finish()
         if self.error:
             raise UserError(self.error)
+        return slices
 
     @contextmanager
-    def _noting(self) -> Iterator[None]:
+    def _collected(self) -> Iterator[None]:
         try:
             yield
         except UserError as error:
             self.error = self.error or str(error)
 
-    def _put_up(self, number: int, folder: Path) -> RemoteModel:
-        own, place = _hosted(self.context, self.plan)[number], folder / str(number)
-        place.mkdir()
+    def _open(self, number: int) -> RemoteModel:
+        part, headers = self.plan.parts(self.link.rank)[number], self.headers[number]
 
         def notice(line: str) -> None:
             complain(f"rank {self.link.rank} ({socket.gethostname()}): {line}")
 
-        model = RemoteModel(self.skeletons[number], place, own.first, own.last, self.cache, notice)
-        if number == TARGET and own.last == model.info.n_layer:
-            self.context.vocabulary = VocabularyFile(model.info.paths[0])
+        model = RemoteModel(headers, part.first, part.last, self.cache, notice)
+        if number == TARGET and part.last == model.info.n_layer:
+            self.context.vocabulary = VocabularyFile(headers.files[0])
         return model
 
     def _wants(self, number: int, model: RemoteModel) -> list[Want]:
         first, last = model.first, model.last
-        return [Want(number, what, first, last, contents(model.info, what, first, last)[0]) for what in model.wants()]
+        return [Want(number, what, first, last, contents(model.info, what, first, last)[0]) for what in model.missing()]
 
     def _receive(self, model: RemoteModel, want: Want) -> None:
         feed = StreamFeed(receive_chunks(self.link, 0, want.n_bytes))
@@ -180,22 +225,24 @@ class _Fetching:
         except UserError as error:
             self.failed.add(want.number)
             self.error = self.error or str(error)
-        feed.drop()  # another job may have put into the cache what was wanted
+        feed.drop()  # another job may have put it into the cache
 
     def _announce(self, rank: int, wants: Sequence[Want]) -> None:
-        from pipeinfer.observe.progress import transfer_bar  # draws: only rank 0 pays for importing them
-        from pipeinfer.observe.report import stderr_console
-        from pipeinfer.sizes import size_text
+        from pipeinfer.observe.report import (
+            stderr_console,
+            transfer_bar,  # draws: only rank 0 pays for importing them
+        )
+        from pipeinfer.text import size_text
 
         host, n_bytes = self.plan.hosts[rank].name, sum(want.n_bytes for want in wants)
-        files = ", ".join(sorted({str(model_file(self.plan, want.number).path) for want in wants}))
-        kept = "" if self.cache else "; --slice-cache DIR keeps it there for the next time"
-        complain(f"rank {rank} ({host}) has no {files}: {size_text(n_bytes)} go there{kept}")
+        files = ", ".join(sorted({str(self.plan.file(want.number).path) for want in wants}))
+        advice = "" if self.cache else "; --slice-cache DIR keeps it there for the next time"
+        complain(f"rank {rank} ({host}) has no {files}: {size_text(n_bytes)} go there{advice}")
         self.progress = transfer_bar(stderr_console(), CLOCK, f"to rank {rank}", n_bytes)
 
     def _send(self, rank: int, want: Want) -> None:
         assert self.progress
-        send_chunks(self.link, rank, _pieces(model_file(self.plan, want.number), want), self.progress.advance)
+        send_chunks(self.link, rank, _pieces(self.plan.file(want.number), want), self.progress.advance)
 
 
 def _pieces(file: ModelFile, want: Want) -> Iterator[bytes | memoryview]:

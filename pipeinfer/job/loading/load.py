@@ -1,53 +1,151 @@
-"""Load a rank's slices of the target and of drafts, and make their workers."""
+"""Load a rank's slices of the target and of drafts, make their workers, and serve on ranks other than 0."""
 
 import gc
 import socket
-from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from pipeinfer.cluster.assignment import StagePlan
-from pipeinfer.cluster.messages.verdicts import verdict_bytes
 from pipeinfer.cluster.stages.pace import Courier, PacedHead, PacedStage
-from pipeinfer.cluster.stages.prunings import LocalPrunings
+from pipeinfer.cluster.stages.serve import N_POSTED, N_UNDER_WAY, Pipe, StageLoop
 from pipeinfer.cluster.stages.stage import DraftWorker, StageWorker
-from pipeinfer.cluster.timing.costs import ModelCost
+from pipeinfer.cluster.transport import Outbox, progress_between
+from pipeinfer.cluster.verdicts import verdict_bytes
 from pipeinfer.core.interfaces import HeadModel, LoadedModel
-from pipeinfer.core.kv.sequences import SequencePool
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.core.settings import MAX_RUN, MAX_WIDTH
 from pipeinfer.errors import UserError
 from pipeinfer.job.launch.context import CLOCK, Context
-from pipeinfer.job.loading.arrivals import TARGET, fetch_layers, model_file
-from pipeinfer.job.loading.run_costs import time_stage
-from pipeinfer.job.loading.stages import gpu_of, load_layers
-from pipeinfer.job.placement.job_plan import JobPlan
-from pipeinfer.job.process.complain import complain
-from pipeinfer.models.drafter import ModelDrafter
+from pipeinfer.job.loading.arrivals import fetch_layers
+from pipeinfer.job.loading.stages import gpu_of, load_layers, time_draft, time_stage
+from pipeinfer.job.placement.job_plan import TARGET, JobPlan, ModelFile
+from pipeinfer.job.process.streams import complain
+from pipeinfer.models.drafts.head_drafter import HeadDrafter
+from pipeinfer.models.drafts.head_files import draft_of, read_draft
+from pipeinfer.models.drafts.model_drafter import ModelDrafter
+from pipeinfer.models.drafts.translation import TranslatedStage
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.slice import SliceFile, open_slice, read_model_info
-from pipeinfer.models.heads.head_drafter import HeadDrafter
-from pipeinfer.models.heads.header import read_draft
-from pipeinfer.models.heads.llama_head import LlamaHead
-from pipeinfer.models.heads.own_head import draft_of
 from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.llama.stage import LlamaHead
 from pipeinfer.models.text.grammar import Grammars
-from pipeinfer.models.text.vocabulary_file import VocabularyFile
-from pipeinfer.models.translated import TranslatedStage
-from pipeinfer.policies.limits import MAX_RUN, MAX_WIDTH
+from pipeinfer.models.text.tokenizer import VocabularyFile
+from pipeinfer.observe.trace import StageLedger
 
 STOP_INTERVAL_S = 4e-3
-"""Each question whether to stop takes some 40 microseconds on rank 0, where verdicts are heard then, and divides the
-computation of a graph."""
+"""Each call of `stop` takes some 40 microseconds on rank 0, where it receives verdicts, and divides the computation of
+a graph."""
 
 N_GUESS_BYTES = verdict_bytes(MAX_RUN, MAX_WIDTH * MAX_RUN)  # of a draft's answer at most
 
 
+def run_stage(context: Context, plan: JobPlan) -> int:
+    """Load, serve, and send rank 0 the figures that it requests, until the shutdown.
+
+    Returns the exit code.
+    """
+    start_s, ready_s = CLOCK(), context.clock()
+    worker: StageWorker | None = None
+    models: list[LoadedModel] = []
+    try:
+        stage, drafts = load_own(context, plan)
+        models, loaded_s = [*([stage] if stage else []), *drafts.values()], CLOCK() - start_s
+        if stage:
+            figures = stage_report(context, plan, stage)
+            worker = make_worker(context, plan, stage)
+        else:
+            ((number, draft),) = drafts.items()
+            figures = {"costs": time_draft(context, plan, draft, number)}
+            worker = make_draft_worker(context, plan, number, draft)
+        ready_s = context.clock()  # rank 0 may begin a request as soon as it has the report
+        context.link.report({"loaded_s": loaded_s} | figures)
+    except UserError as error:
+        context.link.report({"error": f"rank {context.rank} ({socket.gethostname()}): {error}"})
+    previous, following = plan.assignment.neighbours(context.rank)
+
+    def report(outbox: Outbox, ledger: StageLedger) -> None:
+        context.link.report(context.take_figures(worker, outbox, ledger))
+
+    n_rows, n_embd = plan.largest_input(context.rank)
+    pipe = Pipe(
+        previous, following, n_rows, n_embd, plan.numerics.wire_type, make_courier(context, plan),
+        plan.ranks[context.rank].samplers, N_UNDER_WAY if plan.prepare_ahead else 1, N_POSTED if plan.post_ahead else 0,
+        plan.hop_is_out_of_band(previous, context.rank), len(plan.layers_read), context.clock,
+    )  # fmt: skip
+    progress = progress_between(context.link.comm, plan.hosts)
+    flow = None if plan.pace else context.flow  # paced messages are held back, and no way is cut
+    StageLoop(context.link.comm, pipe, worker, report, ready_s, flow, progress).run()
+    for model in models:
+        model.close()
+    context.close_vocabulary()
+    return 0 if worker else 2
+
+
 def load_own(context: Context, plan: JobPlan) -> tuple[LoadedModel | None, dict[int, LoadedModel]]:
-    """This rank's stage of the target, if it has one, and its drafts by number. Collective. Raises UserError."""
-    fetch_layers(context, plan)
-    loaded = load_stage(context, plan), load_drafts(context, plan)
-    context.meter.take_joules()  # loading is no part of what is measured
+    """This rank's stage of the target, if it has one, and its drafts by number, each with a KV cache for as many tokens
+    as the target's. Collective. Raises UserError."""
+    received = fetch_layers(context, plan)
+    models = {
+        number: load_part(context, plan, number, part, received.get(number))
+        for number, part in plan.parts(context.rank).items()
+    }
+    context.meter.take_joules()  # of loading, which is not measured
     gc.collect()
     gc.freeze()  # Python's collector would pass over all that was imported in the middle of a text, for 25 to 80 ms
-    return loaded
+    return models.pop(TARGET, None), models
+
+
+def load_part(context: Context, plan: JobPlan, number: int, part: StagePlan, received: SliceFile | None) -> LoadedModel:
+    """Layers of a draft of this number, or of TARGET. `received`: the slice that rank 0 sent. Raises UserError when
+    this host's file is not rank 0's."""
+    is_target, file = number == TARGET, plan.file(number)
+    rank, numerics, capacity = plan.ranks[context.rank], plan.numerics, plan.capacity
+    device = rank.target if is_target else rank.draft
+    info = received.info if received else _read(file, plan.model)
+    if is_target and part.last == info.n_layer and not context.vocabulary:
+        context.vocabulary = VocabularyFile(info.paths[0])
+    params = LlamaParams(
+        n_cells=capacity.n_cells,
+        # one more, in which exact numerics park rejected cells
+        n_seq_max=(capacity.n_target_seq if is_target else capacity.n_seq) + 1,
+        n_batch=plan.n_rows_max if is_target else capacity.n_guess_rows,
+        n_outputs_max=capacity.n_nodes + 1 if is_target else capacity.n_guess_rows,
+        n_threads=rank.threads,
+        n_gpu_layers=device.n_gpu_layers,
+        exact=numerics.exact and is_target,  # guesses need not be reproducible to the bit: the target decides
+        cache=numerics.cache if is_target else numerics.draft_cache,
+        devices=device.devices,
+        stop_interval_s=STOP_INTERVAL_S,
+        repack=numerics.repack,
+        repacked=numerics.repacked if is_target else (),
+        at_once=numerics.at_once if is_target else 0,
+        taps=tuple(layer - part.first for layer in plan.layers_read if part.first <= layer < part.last and is_target),
+    )
+
+    def notice(line: str) -> None:
+        complain(f"rank {context.rank} ({socket.gethostname()}): {line}")
+
+    def open_layers() -> SliceFile:
+        return received or open_slice(info, part.first, part.last, plan.slice_cache, notice, file.states)
+
+    model = load_layers(open_layers, params, device)
+    if not is_target and (translation := plan.translations[number]):
+        model = TranslatedStage(model, translation)
+    if not plan.pace:
+        return model
+    cost = plan.pace.stages[plan.assignment.stages.index(part)] if is_target else plan.pace.drafts[number]
+    clock = context.clock
+    paced = PacedHead(model, cost, clock) if isinstance(model, LlamaHead) else PacedStage(model, cost, clock)
+    context.paced.append(paced)
+    return paced
+
+
+def _read(file: ModelFile, target: ModelFile) -> ModelInfo:
+    """The header of this host's file."""
+    info = draft_of(file.path, read_model_info(target.path)) if file.head else read_draft(file.path)
+    if info.fingerprint != file.fingerprint:
+        raise UserError(f"{info.path} differs from rank 0's; copy the same file to every host, or remove it there: "
+                        "then its layers come from rank 0")  # fmt: skip
+    return info
 
 
 def stage_report(context: Context, plan: JobPlan, stage: LoadedModel) -> dict[str, Any]:
@@ -56,102 +154,16 @@ def stage_report(context: Context, plan: JobPlan, stage: LoadedModel) -> dict[st
     return {"costs": costs, "gpu": gpu_of(plan.ranks[context.rank].target)}
 
 
-def load_stage(context: Context, plan: JobPlan) -> LoadedModel | None:
-    """This rank's slice of the target, if it has one. Raises UserError when this host's file is not rank 0's."""
-    index = plan.assignment.stage_of(context.rank)
-    if index is None:
-        return None
-    own, stage = plan.ranks[context.rank], plan.assignment.stages[index]
-    numerics, capacity = plan.numerics, plan.capacity
-    info = _read(context, plan, TARGET)
-    if stage.last == info.n_layer and not context.vocabulary:
-        context.vocabulary = VocabularyFile(info.paths[0])
-    params = LlamaParams(
-        n_cells=capacity.n_cells,
-        # one more, in which exact numerics park rejected cells
-        n_seq_max=capacity.n_target_seq + 1,
-        n_batch=plan.n_rows_max,
-        n_outputs_max=capacity.n_nodes + 1,
-        n_threads=own.threads,
-        n_gpu_layers=own.target.n_gpu_layers,
-        exact=numerics.exact,
-        cache=numerics.cache,
-        devices=own.target.devices,
-        stop_interval_s=STOP_INTERVAL_S,
-        repack=numerics.repack,
-        repacked=numerics.repacked,
-        taps=tuple(layer - stage.first for layer in plan.layers_read if stage.first <= layer < stage.last),
-    )
-    model = load_layers(lambda: _open(context, plan, TARGET, stage), params, own.target)
-    return _paced(context, model, plan.pace.stages[index]) if plan.pace else model
-
-
-def _paced(context: Context, model: LoadedModel, cost: ModelCost) -> PacedStage:
-    stage = PacedHead(model, cost, CLOCK) if isinstance(model, LlamaHead) else PacedStage(model, cost, CLOCK)
-    context.paced.append(stage)
-    return stage
-
-
-def _read(context: Context, plan: JobPlan, number: int) -> ModelInfo:
-    """The header of a draft of this number, or of the target: as rank 0 sent it, else of this host's file."""
-    if arrived := context.arrived.get(number):
-        return arrived.info
-    file = model_file(plan, number)
-    info = draft_of(file.path, read_model_info(plan.model.path)) if file.head else read_draft(file.path)
-    if info.fingerprint != file.fingerprint:
-        raise UserError(f"{info.path} differs from rank 0's; copy the same file to every host, or remove it there: "
-                        "then its layers come from rank 0")  # fmt: skip
-    return info
-
-
-def _open(context: Context, plan: JobPlan, number: int, own: StagePlan) -> SliceFile:
-    if number in context.arrived:
-        return context.arrived.pop(number)
-    info, file = _read(context, plan, number), model_file(plan, number)
-    return open_slice(info, own.first, own.last, plan.slice_cache, lambda line: _notice(context, line), file.states)
-
-
-def _notice(context: Context, line: str) -> None:
-    complain(f"rank {context.rank} ({socket.gethostname()}): {line}")
-
-
-def inexact_line(plan: JobPlan, gpus: Mapping[int, str]) -> str:
-    """A warning if `--numerics exact` cannot be guaranteed on the target's ranks; else empty. `gpus`: of each of these
-    ranks, see `gpu_of`."""
-    if not plan.numerics.exact:
-        return ""
-    by_torch = {rank: gpu for rank, gpu in gpus.items() if plan.ranks[rank].target.is_torch}
-    inexact = [rank for rank, gpu in gpus.items() if gpu and rank not in by_torch]
-    if inexact:
-        return (
-            f"--numerics exact holds on CPUs and with --backend torch: the layers of {_ranks(inexact)} are on GPUs of "
-            "llama.cpp's, whose kernels depend on the batch, so that tokens that are all but tied may differ between "
-            "policies and splits; -ngl 0 and --backend torch are exact"
-        )
-    kinds = {gpu: [rank for rank in by_torch if by_torch[rank] == gpu] for gpu in by_torch.values()}
-    if len(kinds) > 1:
-        shown = ", ".join(f"{_ranks(own)} on {gpu or 'a CPU'}" for gpu, own in kinds.items())
-        return (
-            f"--numerics exact wants devices of one kind for all layers of the target, here torch computes {shown}: "
-            "tokens that are all but tied may differ between splits"
-        )
-    return ""
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
 def make_worker(context: Context, plan: JobPlan, model: LoadedModel) -> StageWorker:
     """The worker of a loaded stage."""
+    stages = plan.assignment.stages
     index = plan.assignment.stage_of(context.rank)
     assert index is not None, f"rank {context.rank} has a model and no stage"
-    stage = plan.assignment.stages[index]
-    n_layers = plan.pace.stages[index].layers if plan.pace else stage.last - stage.first
+    n_layers = plan.pace.stages[index].layers if plan.pace else stages[index].last - stages[index].first
     constrain = open_grammars(context, plan) if context.vocabulary else None
-    following = plan.assignment.stages[index + 1].rank if index + 1 < len(plan.assignment.stages) else None
+    following = stages[index + 1].rank if index + 1 < len(stages) else None
     leaves_as = plan.numerics.wire_type if plan.hop_is_out_of_band(context.rank, following) else None
-    return StageWorker(model, LocalPrunings(), CLOCK, index == 0, context.tracer, n_layers, constrain, leaves_as)
+    return StageWorker(model, context.clock, index == 0, context.tracer, n_layers, constrain, leaves_as)
 
 
 def open_grammars(context: Context, plan: JobPlan) -> Grammars:
@@ -163,55 +175,26 @@ def open_grammars(context: Context, plan: JobPlan) -> Grammars:
     return grammars
 
 
-def load_drafts(context: Context, plan: JobPlan) -> dict[int, LoadedModel]:
-    """What this rank hosts of drafts, by number, each with a KV cache for as many tokens as the target's."""
-    return {
-        number: _load_draft(context, plan, number, own)
-        for number, own in plan.assignment.drafts_on(context.rank).items()
-    }
-
-
-def _load_draft(context: Context, plan: JobPlan, number: int, own: StagePlan) -> LoadedModel:
-    rank, capacity = plan.ranks[context.rank], plan.capacity
-    params = LlamaParams(
-        n_cells=capacity.n_cells,
-        n_seq_max=capacity.n_seq + 1,
-        n_batch=capacity.n_guess_rows,
-        n_outputs_max=capacity.n_guess_rows,
-        n_threads=rank.threads,
-        n_gpu_layers=rank.draft.n_gpu_layers,
-        exact=False,  # guesses need not be reproducible to the bit: the target decides
-        cache=plan.numerics.draft_cache,
-        devices=rank.draft.devices,
-        stop_interval_s=STOP_INTERVAL_S,
-        repack=plan.numerics.repack,
-    )
-    model = load_layers(lambda: _open(context, plan, number, own), params, rank.draft)
-    if translation := plan.translations[number]:
-        model = TranslatedStage(model, translation)
-    return _paced(context, model, plan.pace.drafts[number]) if plan.pace else model
-
-
 def make_drafter(context: Context, plan: JobPlan, model: LoadedModel) -> ModelDrafter:
     """On rank 0, which has the target's file. The model's cache must be empty."""
     context.vocabulary = context.vocabulary or VocabularyFile(plan.model.path)
     pool = SequencePool(plan.capacity.n_seq, plan.capacity.n_cells, window=plan.drafts[0].window)
-    given = pool, plan.capacity.n_guess_rows, plan.couple, open_grammars(context, plan)
+    settings = pool, plan.capacity.n_guess_rows, plan.couple, open_grammars(context, plan)
     head = plan.drafts[0].head
-    return HeadDrafter(cast(HeadModel, model), *given, head.shift) if head else ModelDrafter(model, *given)
+    return HeadDrafter(cast(HeadModel, model), *settings, head.shift) if head else ModelDrafter(model, *settings)
 
 
 def make_draft_worker(context: Context, plan: JobPlan, number: int, model: LoadedModel) -> DraftWorker:
     """The worker of a remote draft, or of a stage of one."""
-    own = plan.assignment.drafts_on(context.rank)[number]
-    n_layers = own.last - own.first
-    return DraftWorker(model, LocalPrunings(), CLOCK, own.first == 0, context.tracer, n_layers, couple=plan.couple)
+    part = plan.parts(context.rank)[number]
+    n_layers = part.last - part.first
+    return DraftWorker(model, context.clock, part.first == 0, context.tracer, n_layers, couple=plan.couple)
 
 
 def make_courier(context: Context, plan: JobPlan) -> Courier | None:
-    """What makes messages take their modelled time, in a paced job; its clock is rank 0's."""
+    """Makes messages of a paced job take their modelled time, on rank 0's clock; None in other jobs."""
     pace = plan.pace
     if pace is None:
         return None
-    clock = lambda: CLOCK() + context.clock_offset_s  # noqa: E731
+    clock = lambda: context.clock() + context.clock_offset_s  # noqa: E731
     return Courier(pace.link, clock, plan.model.n_embd, pace.n_embd, plan.numerics.wire_type)

@@ -13,7 +13,7 @@ from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.gguf.remote import cached_table, write_table
 from pipeinfer.models.gguf.slice import is_cached, open_slice, slice_bytes, slice_path
 from pipeinfer.models.gguf.slice_cache import sweep
-from pipeinfer.sizes import size_text
+from pipeinfer.text import size_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +63,17 @@ def _missing(info: ModelInfo, stage: StagePlan, output: Path) -> int:
 
 def _check_room(missing: Mapping[int, int], output: Path) -> None:
     """`missing`: bytes of each stage. Raises UserError, with the stages that would fit, when these are too many."""
-    needed, left = sum(missing.values()), disk_usage(output).free
-    if needed <= left:
+    needed, free = sum(missing.values()), disk_usage(output).free
+    if needed <= free:
         return
-    fitting = [number for number, total in zip(missing, accumulate(missing.values()), strict=True) if total <= left]
+    fitting = [number for number, total in zip(missing, accumulate(missing.values()), strict=True) if total <= free]
     ways = "make room, or name another directory"
     if fitting:
         fits = f"--only {','.join(map(str, fitting))} fits"
         ways = f"make room, name another directory, or write what ranks of this host need alone: {fits}"
     raise UserError(
-        f"--output {output} lacks {size_text(needed - left)}: {size_text(needed)} are to be written, "
-        f"{size_text(left)} are left; {ways}"
+        f"--output {output} lacks {size_text(needed - free)}: {size_text(needed)} are to be written, "
+        f"{size_text(free)} are left; {ways}"
     )
 
 

@@ -1,42 +1,52 @@
-"""Load a slice of layers with its backend. The only file that knows both backends."""
+"""Load a slice of layers with its backend, and time what its runs cost, or recall it from the last time. The only file
+that knows both backends."""
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from pipeinfer import __version__
-from pipeinfer.cluster.hosts.cores import Host, ranks_there
+from pipeinfer.cluster.hosts.cores import Host, sharers, threads_there
+from pipeinfer.cluster.timed_runs import recall_context, recall_rows, slowest_stage, time_chunk
+from pipeinfer.core.blocks import BLOCK
 from pipeinfer.core.interfaces import LoadedModel
+from pipeinfer.core.run_cost import RunCost
+from pipeinfer.disk_cache import user_cache
 from pipeinfer.job.placement.devices import DevicePlan
+from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.models.gguf.slice import SliceFile
-from pipeinfer.models.heads.llama_head import LlamaHead
-from pipeinfer.models.llama.build import describe_build
+from pipeinfer.models.llama.ggml import describe_build
 from pipeinfer.models.llama.params import LlamaParams
-from pipeinfer.models.llama.stage import LlamaStage
-from pipeinfer.models.torch.library import load_torch, torch_version
-from pipeinfer.models.torch.params import CPU, TorchParams
+from pipeinfer.models.llama.stage import LlamaHead, LlamaStage
+from pipeinfer.models.torch.params import CPU, TorchParams, load_torch, torch_version
+from pipeinfer.virtual import simulation
+from pipeinfer.virtual.simulation import stage_rows
+
+if TYPE_CHECKING:  # imports MPI
+    from pipeinfer.job.launch.context import Context
 
 
 def load_layers(open_layers: Callable[[], SliceFile], params: LlamaParams, device: DevicePlan) -> LoadedModel:
-    """`params`: those of libllama; torch takes the ones that it has.
-
-    Raises UserError when the backend is not there, or it is no model for it.
-    """
+    """`params`: of libllama; torch takes the ones that it has. Raises UserError when the backend is not installed, or
+    cannot compute this model."""
     if not device.is_torch:
         layers = open_layers()
         return LlamaHead(layers, params) if layers.info.head else LlamaStage(layers, params)
     load_torch()
-    from pipeinfer.models.torch.stage import TorchStage  # takes seconds, and room that others have no use for
+    from pipeinfer.models.torch.stage import TorchStage  # takes seconds and memory, which others are spared
 
-    own = TorchParams(
+    torch_params = TorchParams(
         params.n_cells, params.n_seq_max, params.n_batch, params.n_outputs_max, params.n_threads,
         device.backend.device, device.backend.dtype, device.turn, params.exact,
     )  # fmt: skip
-    return TorchStage(open_layers(), own)
+    return TorchStage(open_layers(), torch_params)
 
 
 def experiment_key(what: str, device: DevicePlan, hosts: Sequence[Host], threads: Sequence[int], rank: int) -> str:
-    """The name under which the times of `what` on a rank are kept: everything that they depend on. `threads`: of each
-    rank."""
-    host, there = hosts[rank], " ".join(str(threads[other]) for other in ranks_there(hosts, rank))
+    """The name under which the times of `what` on a rank are kept, with everything that they depend on. `threads`: of
+    each rank."""
+    host, there = hosts[rank], " ".join(map(str, threads_there(hosts, threads, rank)))
     where = f"-ngl {device.n_gpu_layers} {device.name}".rstrip()
     by = f"{device.backend} {torch_version()}" if device.is_torch else where
     return (
@@ -52,5 +62,63 @@ def gpu_of(device: DevicePlan) -> str:
     torch = load_torch()
     from pipeinfer.models.torch.stage import find_device
 
-    found = find_device(device.backend.device, device.turn)
-    return "" if found.type == CPU else str(torch.cuda.get_device_name(found))
+    torch_device = find_device(device.backend.device, device.turn)
+    return "" if torch_device.type == CPU else str(torch.cuda.get_device_name(torch_device))
+
+
+@dataclass(frozen=True, slots=True)
+class RunCosts:
+    """Of one rank, in seconds.
+
+    rows       rows of a run -> seconds; empty: not timed
+    context_s  a row takes longer for each token before it; 0 where that is not timed
+    chunk      rows of a chunk of a prompt, and its seconds; None where no delay is limited
+    """
+
+    rows: dict[int, float] = field(default_factory=dict)
+    context_s: float = 0.0
+    chunk: tuple[int, float] | None = None
+
+
+def time_stage(context: "Context", plan: JobPlan, model: LoadedModel) -> RunCosts:
+    """Costs of this rank's stage of the target; of a paced stage those of its profile. The cache must be empty and is
+    empty afterwards."""
+    index = plan.assignment.stage_of(context.rank)
+    assert index is not None, f"rank {context.rank} has a model and no stage"
+    if plan.pace:
+        return RunCosts(stage_rows(plan.pace.stages[index]))
+    part = f"{plan.model.fingerprint} {plan.assignment.stages[index].layers} {plan.numerics.name}"
+    key = experiment_key(part, plan.ranks[context.rank].target, plan.hosts, plan.threads, context.rank)
+    rows, chunk = recall_rows(model, time.monotonic, user_cache(), f"row times: {key}"), None
+    context_s: float | None = None  # states could not be rewound to time a run again, and cost the same in any context
+    if plan.model.rewinds:
+        context_s = recall_context(model, rows, plan.capacity.n_cells, time.monotonic, user_cache(), f"context: {key}")
+    if plan.limits_delay:
+        blocks = plan.numerics.blocks
+        n_rows = BLOCK if blocks else min(BLOCK, plan.capacity.n_batch)
+        n_blocks = 3 * BLOCK if blocks else 0
+        chunk = n_rows, min(time_chunk(model, n_rows, n_blocks, time.monotonic)[1] for _ in range(2))
+    return RunCosts(rows, context_s or 0.0, chunk)
+
+
+def time_draft(context: "Context", plan: JobPlan, model: LoadedModel, number: int) -> RunCosts:
+    """Costs of this rank's layers of a draft: rows alone."""
+    if plan.pace:
+        return RunCosts(stage_rows(plan.pace.drafts[number]))
+    layers, types = plan.parts(context.rank)[number].layers, " ".join(plan.numerics.draft_cache)
+    part = f"{plan.drafts[number].fingerprint} {layers} of a draft, {types}"
+    key = experiment_key(part, plan.ranks[context.rank].draft, plan.hosts, plan.threads, context.rank)
+    return RunCosts(recall_rows(model, time.monotonic, user_cache(), f"row times: {key}"))
+
+
+def run_cost(stages: Collection[RunCosts], plan: JobPlan) -> RunCost | None:
+    """The run cost of a pipeline of these stages, that of the slowest; None where they were not timed. In a paced job
+    it is that of `simulate`. Where delays are limited it includes chunks."""
+    if pace := plan.pace:
+        chunk_s = max(stage.seconds(BLOCK, 0) for stage in pace.stages)
+        return simulation.run_cost(pace, plan.capacity.n_cells, (BLOCK, chunk_s) if plan.limits_delay else None)
+    rows = slowest_stage([stage.rows for stage in stages])
+    chunk = max(filter(None, (stage.chunk for stage in stages)), default=None)  # all have as many rows
+    context_s = max((stage.context_s for stage in stages), default=0.0)
+    n_sharing = max(sharers(plan.hosts, plan.assignment.computing, rank) for rank in plan.assignment.computing)
+    return RunCost(rows, plan.crowding, chunk, context_s, n_sharing) if rows else None

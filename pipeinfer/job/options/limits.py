@@ -1,15 +1,15 @@
-"""Limits of options, and the words and numbers that stand for a special value. Knows no option."""
+"""Limits of options, and words and numbers with a special meaning. Knows no option."""
 
 from pathlib import Path
 
 INT32_MAX = 2**31 - 1
-"""What libllama and the messages between ranks hold: tokens, positions, counts."""
+"""The largest token, position or count of libllama and of messages between ranks."""
 
 MAX_SEQUENCES = 254
-"""Branches and requests at a time: libllama has room for two more, which the stages keep for themselves."""
+"""The most branches and requests at a time: libllama has room for two more, which the stages use."""
 
 MAX_CTX = INT32_MAX - 1023
-"""Tokens of a context: with the cells above it, positions and cells must be 32-bit numbers."""
+"""The most tokens of a context: with the cells above it, positions and cells are 32-bit numbers."""
 
 MAX_THREADS = 512  # libggml's limit
 MAX_LAYERS = 512  # libllama's limit
@@ -18,10 +18,10 @@ MAX_GBIT = 10**6
 MAX_TOKENS = 1 << 19  # prompt and text together: what synthetic choices hold
 
 ALL_LAYERS, AUTO_LAYERS = -1, -2
-"""All of a rank's layers on its GPU; the same where there is a GPU, else none."""
+"""Layers on a rank's GPU: all; all if there is a GPU, else none."""
 
 NO_DEVICE = ("none",)
-"""Of a rank's devices: its layers stay on the CPU."""
+"""The devices of a rank whose layers stay on the CPU."""
 
 AUTO, ON, OFF = "auto", "on", "off"
 

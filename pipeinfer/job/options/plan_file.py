@@ -1,4 +1,4 @@
-"""A plan that `pipeinfer plan --json` wrote: as options of a job, and as what the job's own plan must come to."""
+"""A plan that `pipeinfer plan --json` wrote: as options of a job, and compared with the plan of that job."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pipeinfer.cluster.messages.activations import WireType
+from pipeinfer.cluster.assignment import parse_split
+from pipeinfer.cluster.wire import WireType
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.limits import AUTO_LAYERS, NO_DEVICE
+from pipeinfer.job.options.values import Backend, Parsed
 
 N_SHOWN = 4
 """Differences in a message."""
@@ -19,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PlanFile:
-    """`decisions`: as `JobPlan` has them."""
+    """`decisions`: those of a `JobPlan`."""
 
     path: Path
     decisions: Mapping[str, Any]
@@ -33,14 +34,16 @@ class PlanFile:
     def numerics_name(self) -> str:
         return str(self.decisions["numerics"]["name"])
 
-    def options(self) -> dict[str, Any]:
-        """The options that a plan decides, by their names in RunOptions."""
+    def decided(self) -> dict[str, Any]:
+        """The settings that the plan decides, by their names: results of a job by a plan show them as if they were
+        given."""
         decisions, ranks = self.decisions, self.decisions["ranks"]
         numerics, capacity = decisions["numerics"], decisions["capacity"]
         targets, draft_stages = [rank["target"] for rank in ranks], decisions["draft_stages"]
         devices = [each["devices"] for each in targets]
         widths, threads = tuple(map(len, draft_stages[1:])), tuple(rank["threads"] or 0 for rank in ranks)
         draft_rank = draft_stages[0][0][0] if len(draft_stages) == 1 else 0
+        draft = ranks[draft_rank]["draft"]
         return {
             "layer_split": ",".join(map(str, self.layer_split)),
             "draft_split": widths if max(widths, default=1) > 1 else (),
@@ -50,7 +53,7 @@ class PlanFile:
             "backend": _short([Backend.parse(target["backend"]) for target in targets]),
             "n_gpu_layers": _short([target["n_gpu_layers"] for target in targets]),
             "device": _short([NO_DEVICE if names == [] else tuple(names or ()) for names in devices]),
-            "n_gpu_layers_draft": _draft_layers(ranks[draft_rank]),
+            "n_gpu_layers_draft": AUTO_LAYERS if draft in (None, targets[draft_rank]) else int(draft["n_gpu_layers"]),
             "numerics": "exact" if numerics["exact"] else "fast",
             "repack": numerics["repack"],
             "wire_type": WireType(numerics["wire_type"]),
@@ -63,12 +66,12 @@ class PlanFile:
         }
 
     def check(self, decisions: Mapping[str, Any]) -> None:
-        """Raises UserError, with what differs, for decisions, all or some, of another plan."""
-        found = [each for name in decisions for each in _differences(self.decisions[name], decisions[name], name)]
-        if found:
-            more = f", and {len(found) - N_SHOWN} more" if len(found) > N_SHOWN else ""
-            raise UserError(f"--plan {self.path} is for other hosts or files: {'; '.join(found[:N_SHOWN])}{more}; plan "
-                            "again here, or start as it was planned")  # fmt: skip
+        """Raises UserError, with the differences, if decisions, all or some, differ from the plan's."""
+        texts = [each for name in decisions for each in _differences(self.decisions[name], decisions[name], name)]
+        if texts:
+            more = f", and {len(texts) - N_SHOWN} more" if len(texts) > N_SHOWN else ""
+            differences = f"is for other hosts or files: {'; '.join(texts[:N_SHOWN])}{more}"
+            raise UserError(f"--plan {self.path} {differences}; plan again here, or start as it was planned")
 
 
 def read_plan(path: Path) -> PlanFile:
@@ -76,7 +79,7 @@ def read_plan(path: Path) -> PlanFile:
     try:
         decisions = json.loads(path.read_text())["plan"]
         plan = PlanFile(path, decisions)
-        plan.options()
+        plan.decided()
         if not all(type(count) is int for count in plan.layer_split):
             raise ValueError
         return plan
@@ -87,26 +90,20 @@ def read_plan(path: Path) -> PlanFile:
 
 
 def _short(values: Sequence[T]) -> tuple[T, ...]:
-    """One value where all are the same."""
+    """One value if all are the same."""
     return tuple(values[:1]) if len(set(values)) == 1 else tuple(values)
 
 
-def _draft_layers(rank: Mapping[str, Any]) -> int:
-    """-ngld, by the rank of the draft."""
-    target, draft = rank["target"], rank["draft"]
-    return AUTO_LAYERS if draft in (None, target) else int(draft["n_gpu_layers"])
-
-
-def _differences(planned: Any, own: Any, where: str) -> Iterator[str]:
-    """A text each. What the plan leaves open is no difference, nor are hosts' domains."""
-    if isinstance(planned, Mapping) and isinstance(own, Mapping):
+def _differences(planned: Any, actual: Any, where: str) -> Iterator[str]:
+    """A text for each difference; values that the plan leaves open and the domains of hosts are none."""
+    if isinstance(planned, Mapping) and isinstance(actual, Mapping):
         for name in planned:
-            yield from _differences(planned[name], own.get(name), f"{where} {name}")
-    elif isinstance(planned, list) and isinstance(own, list) and len(planned) == len(own):
-        for number, (theirs, ours) in enumerate(zip(planned, own, strict=True)):
-            yield from _differences(theirs, ours, f"{where.removesuffix('s')} {number}")
-    elif planned is not None and _plain(planned, where) != _plain(own, where):
-        yield f"{where} is {_text(planned)} in the plan, {_text(own)} here"
+            yield from _differences(planned[name], actual.get(name), f"{where} {name}")
+    elif isinstance(planned, list) and isinstance(actual, list) and len(planned) == len(actual):
+        for number, pair in enumerate(zip(planned, actual, strict=True)):
+            yield from _differences(*pair, f"{where.removesuffix('s')} {number}")
+    elif planned is not None and _plain(planned, where) != _plain(actual, where):
+        yield f"{where} is {_text(planned)} in the plan, {_text(actual)} here"
 
 
 def _plain(value: Any, where: str) -> Any:
@@ -116,3 +113,14 @@ def _plain(value: Any, where: str) -> Any:
 def _text(value: Any) -> str:
     text = json.dumps(value) if isinstance(value, list | dict) else str(value)
     return text if len(text) <= 40 else f"{text[:40]}…"
+
+
+def _split(text: str) -> str:
+    if text.endswith(".json"):
+        return ",".join(map(str, read_plan(Path(text)).layer_split))
+    parse_split(text)
+    return text
+
+
+SPLIT = Parsed("split", _split)
+"""Layers or proportions of stages, for `parse_split`; the text itself."""

@@ -1,39 +1,43 @@
 """The options that several commands have, in sections: models, ranks, numerics, guesses, output; `text_sections` has
 the rest. Each is declared once, with its flags, type, limits and help.
 
-A command names its sections. Those that `RunOptions` is made of are what a job is asked to do; the others are what the
-command line says of it in words of its own, which `cli/given.py` turns into fields of `RunOptions`.
+A command names its sections. The records of `RunOptions` consist of some of them; `cli/options/job_options.py` turns
+the others into fields of these.
 """
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import click
 
-from pipeinfer.cluster.messages.activations import WireType
-from pipeinfer.cluster.watch.limits import LEAST_S, MOST_S, Limits
+from pipeinfer.cluster.watch.protocol import LEAST_S, MOST_S, Limits
+from pipeinfer.cluster.wire import WireType
 from pipeinfer.core.settings import setting
-from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.limits import AUTO, AUTO_LAYERS, MAX_LAYERS, MAX_SAMPLERS, MAX_SEQUENCES, OFF, ON
+from pipeinfer.job.options.plan_file import SPLIT
 from pipeinfer.job.options.values import (
     BACKEND,
     DEVICES,
     GPU_LAYERS,
+    PACE,
     REPO,
-    SPLIT,
+    SERVERS,
+    Backend,
     File,
     Folder,
     Listed,
     Number,
-    Text,
+    Pace,
+    TextType,
     Threads,
     Whole,
     WireName,
 )
-from pipeinfer.models.gguf.cache_types import CACHE_TYPES, F16_CACHE, CacheTypes
-from pipeinfer.models.hub_names import HubName
+from pipeinfer.models.gguf.layers import CACHE_TYPES, F16_CACHE, CacheTypes
+from pipeinfer.models.hub import HubName
 from pipeinfer.models.llama.params import NUMA_STRATEGIES
-from pipeinfer.policies.registry import POLICIES
+from pipeinfer.policies import POLICIES
 
 USUAL = Limits()
 
@@ -43,7 +47,7 @@ USUAL = Limits()
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """The target and its drafts, as files and as names on the hub."""
+    """The target and its drafts: files, and names on the hub."""
 
     heading = "Models"
     model: Path | None = setting(
@@ -60,7 +64,7 @@ class Models:
         help="Target model on the hub, downloaded once. Of its GGUF files Q4_K_M, else Q8_0, else the first; or the "
         "quantisation behind the colon. -m hf:USER/MODEL[:QUANT] is the same, in every command.",
     )  # fmt: skip
-    hf_file: str | None = setting(None, "--hf-file", "-hff", type=Text(), help="The file of -hf to take.")
+    hf_file: str | None = setting(None, "--hf-file", "-hff", type=TextType(), help="The file of -hf to take.")
     hf_drafts: tuple[HubName, ...] = setting(
         (), "--hf-repo-draft", "--spec-draft-hf", "-hfd", "-hfrd", type=REPO, repeated=True,
         help="Draft model on the hub; may be given again, as -md.",
@@ -68,20 +72,13 @@ class Models:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HubAccess:
-    """What the hub asks for."""
+class Loading:
+    """Access to the hub, and how ranks get their layers."""
 
     heading = "Models"
     hf_token: str | None = setting(
-        None, "--hf-token", "-hft", type=Text(), help="For models that are private or gated. [default: HF_TOKEN]"
+        None, "--hf-token", "-hft", type=TextType(), help="For models that are private or gated. [default: HF_TOKEN]"
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loading:
-    """How models get to where they are computed."""
-
-    heading = "Models"
     offline: bool = setting(False, "--offline", help="Take models of the hub from its cache only.")
     slice_cache: Path | None = setting(
         None, "--slice-cache", type=Folder(),
@@ -109,8 +106,24 @@ class Watching:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement(Watching):
-    """What each rank computes, and on what."""
+class Servers(Watching):
+    """Devices that are not in ranks' hosts."""
+
+    heading = "Ranks"
+    rpc: tuple[tuple[str, ...], ...] = setting(
+        ((),), "--rpc", type=Listed(SERVERS), written="none", column=True,
+        help="llama.cpp's RPC servers, whose devices are devices of a rank, RPC0 and so on: HOST:PORT, or several, "
+        "HOST:PORT+HOST:PORT; none. One value, or one a rank: a server serves one rank at a time.",
+    )  # fmt: skip
+
+    def servers_of(self, rank: int, n_ranks: int) -> tuple[str, ...]:
+        """A lone rank has all."""
+        return self.rpc[rank % len(self.rpc)] if n_ranks > 1 else tuple(chain.from_iterable(self.rpc))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlacementOptions(Servers):
+    """The layers of each rank, and its devices."""
 
     heading = "Ranks"
     threads: tuple[int, ...] = setting(
@@ -174,9 +187,11 @@ class Placement(Watching):
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """What is rounded, and where."""
+    """Types and kernels that round."""
 
     heading = "Numerics"
+    resumed: str = ""
+    """The name of the numerics of an earlier job that is resumed; empty: none is."""
     numerics: str = setting(
         "exact", "--numerics", type=click.Choice(["exact", "fast"]),
         help="exact: every policy and rank count gives the same bits; fast: llama.cpp's default kernels.",
@@ -220,7 +235,7 @@ class Numerics:
 
     @property
     def cache(self) -> CacheTypes:
-        """Of the target, with fast numerics."""
+        """The types of the target's cache, with fast numerics."""
         return CacheTypes(self.cache_type_k, self.cache_type_v)
 
     @property
@@ -229,14 +244,14 @@ class Numerics:
 
     @property
     def kernels(self) -> str:
-        """How the target's layers are computed: numerics, and layout of weights and types of the cache where they are
-        others."""
+        """The numerics of the target's layers: exact or fast, and the layout of weights and the types of the cache if
+        they are not the default."""
         layout = () if self.repack else ("no", "repack")
         return "-".join((self.numerics, *layout, *(self.cache if self.cache != F16_CACHE else ())))
 
     @property
     def rounding(self) -> str:
-        """Numerics, and what else rounds: where these differ a text may be another one."""
+        """The kernels, and the type of activations if it rounds: a text may depend on them."""
         return self.kernels if self.wire_type is WireType.F32 else f"{self.kernels}-{self.wire_type}"
 
 
@@ -245,18 +260,19 @@ class Numerics:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyName:
-    """Which policy there is."""
+    """The policy."""
 
     heading = "Speculation"
     policy: str | None = setting(
         None, "--policy", type=click.Choice(list(POLICIES)), first=True,
-        help="What is guessed and when it is sent. [default: auto with a draft, iterative without]",
+        help="What is guessed and when it is sent. [default: auto with a draft, or on several "
+        "ranks, else iterative]",
     )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Guesses:
-    """What may be guessed, and how."""
+    """Guesses."""
 
     heading = "Speculation"
     lookup: bool | None = setting(
@@ -277,7 +293,7 @@ class Guesses:
 
 @dataclass(frozen=True, kw_only=True)
 class Ablations:
-    """What is switched off for studies of speculation."""
+    """Parts that are switched off for studies of speculation."""
 
     heading = "Experiments"
     cancel: bool = setting(True, "--no-cancel", for_guesses=True, help="Ablation: dead runs go on.")
@@ -289,12 +305,13 @@ class Ablations:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiments:
-    """What is slowed down or switched off for studies of the pipeline."""
+    """Parts that are slowed down or switched off for studies of the pipeline."""
 
     heading = "Experiments"
-    pace: str | None = setting(
-        None, "--pace", type=Text(),
-        help="Slow ranks and links down to this profile's (see `simulate`): NAME, or NAME:PAIR of models.",
+    pace: Pace | None = setting(
+        None, "--pace", type=PACE,
+        help="Slow ranks and links down to this profile's (see `simulate`): NAME, or NAME:PAIR of models. NAME*K: K "
+        "real seconds count as one in all times, so that ranks on few cores keep the profile's.",
     )  # fmt: skip
     prepare_ahead: bool = setting(
         True, "--no-prepare-ahead", column=True,
@@ -309,10 +326,14 @@ class Experiments:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resuming:
-    """What outlives the job."""
+class Records:
+    """Files that are written beside the text, and that outlive the job."""
 
     heading = "Output"
+    results: Path | None = setting(None, "--results", type=File(), help="Append a row of figures to this CSV file.")
+    trace: Path | None = setting(
+        None, "--trace", type=File(), help="Write the timeline of all ranks, as Chrome trace events."
+    )
     resume: Path | None = setting(
         None, "--resume", type=File(),
         help="Note in this file what comes; where an earlier job noted the same there, go on from it.",
@@ -320,18 +341,7 @@ class Resuming:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Records:
-    """What is written beside the text."""
-
-    heading = "Output"
-    results: Path | None = setting(None, "--results", type=File(), help="Append a row of figures to this CSV file.")
-    trace: Path | None = setting(
-        None, "--trace", type=File(), help="Write the timeline of all ranks, as Chrome trace events."
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Output:
+class OutputOptions:
     """How the result is printed."""
 
     heading = "Output"

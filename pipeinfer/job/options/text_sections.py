@@ -1,21 +1,27 @@
-"""Sections of options about texts: the prompt, chats, constraints, lengths. See `sections`."""
+"""Sections of options about texts: the prompt, chats, constraints, lengths, loads of many. See `sections`."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipeinfer.core.settings import setting
-from pipeinfer.job.options.limits import MAX_CTX
-from pipeinfer.job.options.values import LOGIT_BIAS, Delay, File, Text
+from pipeinfer.errors import UserError
+from pipeinfer.job.options.limits import MAX_CTX, MAX_LAYERS, MAX_SEQUENCES
+from pipeinfer.job.options.values import LOGIT_BIAS, Delay, File, Listed, Number, TextType, Whole
+
+MAX_REQUESTS, MIN_RATE, MAX_RATE = 100_000, 1e-6, 1e6
+PARALLEL = 32
+"""The default number of open requests that arrive at a rate, as in a batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Prompt:
-    """The text that is continued, or what is said first."""
+class PromptOptions:
+    """The text that is continued, or the first message."""
 
     heading = "Prompt and chat"
     prompt: str | None = setting(
-        None, "--prompt", "-p", type=Text(blank=True), first=True, help="The text to continue."
+        None, "--prompt", "-p", type=TextType(blank=True), first=True, help="The text to continue."
     )
     file: Path | None = setting(
         None, "--file", "-f", type=File(stdin=True),
@@ -35,11 +41,11 @@ class Asking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """How the model is talked to. `variables`: further ones for the template, as the text of a JSON object."""
+    """A chat. `variables`: further ones for the template, as the text of a JSON object."""
 
     heading = "Prompt and chat"
     system: str | None = setting(
-        None, "--system-prompt", "-sys", type=Text(), help="In a chat, what the system says first."
+        None, "--system-prompt", "-sys", type=TextType(), help="In a chat, what the system says first."
     )
     system_file: Path | None = setting(
         None, "--system-prompt-file", "-sysf", type=File(), help="The same, from a file."
@@ -48,14 +54,14 @@ class ChatOptions:
         None, "--chat-template-file", type=File(), help="The chat template, in Jinja. [default: the model's own]"
     )
     variables: str | None = setting(
-        None, "--chat-template-kwargs", type=Text(),
+        None, "--chat-template-kwargs", type=TextType(),
         help='What else the template may look at, as a JSON object: {"enable_thinking": false}.',
     )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
-    """How texts on the command line are written, and what ends the output."""
+    """The spelling of texts on the command line, and the ends of the output."""
 
     heading = "Prompt and chat"
     escape: bool = setting(
@@ -72,23 +78,30 @@ class Texts:
         help="Names of control tokens in messages, such as <|im_end|>, are these tokens, as in llama.cpp; else text.",
     )  # fmt: skip
     stops: tuple[str, ...] = setting(
-        (), "--reverse-prompt", "--stop", "-r", type=Text(blank=True), repeated=True,
+        (), "--reverse-prompt", "--stop", "-r", type=TextType(blank=True), repeated=True,
         help="End the text where this stands in it, which is not printed; may be given several times.",
     )  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(Texts, PromptOptions):
+    """The prompt, or the chat, and how their texts are read."""
+
+    chat: ChatOptions | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarOptions:
-    """What the text must be, as one of: a grammar, a JSON schema as text, and the files of either."""
+    """A constraint of the text, one of: a grammar, a JSON schema as text, and the files of either."""
 
     heading = "Constraints"
     grammar: str | None = setting(
-        None, "--grammar", type=Text(),
+        None, "--grammar", type=TextType(),
         help="What the text must be, in llama.cpp's form (GBNF): 'root ::= \"yes\" | \"no\"'.",
     )  # fmt: skip
     grammar_file: Path | None = setting(None, "--grammar-file", type=File(), help="The same, from a file.")
     schema: str | None = setting(
-        None, "--json-schema", "-j", type=Text(),
+        None, "--json-schema", "-j", type=TextType(),
         help="The text must be JSON that this schema describes; {}: any object.",
     )  # fmt: skip
     schema_file: Path | None = setting(None, "--json-schema-file", "-jf", type=File(), help="The same, from a file.")
@@ -96,7 +109,7 @@ class GrammarOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Biases:
-    """Single tokens that are wanted more or less."""
+    """Tokens that are made more or less likely."""
 
     heading = "Constraints"
     biases: tuple[tuple[int, float], ...] = setting(
@@ -109,8 +122,8 @@ class Biases:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Length:
-    """How long a text gets."""
+class ContextOptions:
+    """The length of texts, the context, and the chunks of prompts."""
 
     heading = "Context and length"
     predict: int = setting(
@@ -118,13 +131,6 @@ class Length:
         help="Tokens to generate; -1 or -2: until the model ends or the context is full.",
     )  # fmt: skip
     ignore_eos: bool = setting(False, "--ignore-eos", help="Go on after an end-of-generation token.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Context:
-    """What is kept of texts, and how prompts are read."""
-
-    heading = "Context and length"
     ctx_size: int = setting(
         0, "--ctx-size", "-c", most=MAX_CTX, first=True, column=True,
         help="Context in tokens; 0: what prompt and -n need, within what the model was trained for.",
@@ -138,11 +144,78 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """How many requests may hold each other up."""
+    """Requests that share a job. `parallel`: the most that are open at a time; `n_expected`: so many as exact numerics
+    are laid out for."""
 
     heading = "Context and length"
+    parallel: int = 1
+    n_expected: int = 1
     max_delay_s: float = setting(
         math.inf, "--max-delay", type=Delay(), written="none", column=True,
         help="Seconds that the tokens of a text may come later because prompts of others are read meanwhile: these are "
         "cut into chunks that take all stages together so long. chunk: what one of -b tokens takes; none: no limit.",
     )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machines:
+    """Speeds elsewhere."""
+
+    heading = "Output"
+    machines: tuple[int, ...] = setting(
+        (), "--machines", type=Listed(Whole(1, MAX_LAYERS)),
+        help="After the text, how fast so many machines like this one would be on Gigabit Ethernet, as in 1,2,4,8: a "
+        "table of speeds without and with guesses, timed here and simulated there.",
+    )  # fmt: skip
+
+
+# -- loads
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loads:
+    """Each concurrency and each rate is a load. `parallel`: the most requests that are open at a time."""
+
+    heading = "Loads"
+    concurrencies: tuple[int, ...] = setting(
+        (), "--concurrency", type=Listed(Whole(1, MAX_SEQUENCES)),
+        help="Measure loads instead: 1,4,16 is three, of so many clients, each of whom asks for the next text when it "
+        "has one.",
+    )  # fmt: skip
+    rates: tuple[float, ...] = setting(
+        (), "--rate", type=Listed(Number(MIN_RATE, MAX_RATE)),
+        help="Measure loads instead: 0.5,2 is two, of so many requests a second, which come at random (Poisson).",
+    )  # fmt: skip
+    requests: int | None = setting(
+        None, "--requests", type=Whole(1, MAX_REQUESTS),
+        help="Requests of a load. [default: each prompt once, but twice the largest --concurrency at least]",
+    )  # fmt: skip
+    parallel: int | None = setting(
+        None, "--parallel", type=Whole(1, MAX_SEQUENCES),
+        help="Requests of loads at a time at most, for which there is to be room. [default: the largest --concurrency, "
+        f"with --rate {PARALLEL} at least]",
+    )  # fmt: skip
+
+    @property
+    def most_clients(self) -> int:
+        return max(self.concurrencies, default=0)
+
+    def checked(self) -> "Loads":
+        """The loads with `parallel` set, 0 if nothing limits it. Raises UserError for a contradiction."""
+        check_once("--concurrency", self.concurrencies)
+        check_once("--rate", self.rates)
+        most = self.most_clients
+        parallel = self.parallel or max(most, PARALLEL if self.rates else 0)
+        if parallel < most:
+            raise UserError(f"--parallel {parallel} is less than --concurrency {most}; leave it out, or raise it")
+        if self.requests and self.requests < most:
+            reason = f"--requests {self.requests} are fewer than the clients of --concurrency {most}"
+            raise UserError(f"{reason}; give {most} at least")
+        return replace(self, parallel=parallel)
+
+
+def check_once(option: str, values: Sequence[object]) -> None:
+    """Raises UserError if a value occurs twice: it would be measured twice under one name."""
+    twice = [value for value in values if values.count(value) > 1]
+    if twice:
+        raise UserError(f"{option} has {twice[0]} twice; give it once, -r says how often everything is measured")

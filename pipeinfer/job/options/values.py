@@ -1,84 +1,143 @@
-"""The types of all options: what a command line may say, checked by its text alone.
+"""The types of all options, checked by their text alone. Knows no command.
 
-Every rank parses the same command line and must come to the same end, so nothing here looks at a file system: rank 0
-does, later. Knows no command.
+Every rank parses the same command line with the same result, so nothing here reads the file system: rank 0 does, later.
 """
 
 import math
 import os
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
-from pipeinfer.cluster.assignment import parse_split
-from pipeinfer.cluster.messages.activations import WireType
-from pipeinfer.core.logit_bias import read_one
-from pipeinfer.core.scheduling.batch_planner import ONE_CHUNK
+from pipeinfer.cluster.wire import WireType
+from pipeinfer.core.batch_planner import ONE_CHUNK
+from pipeinfer.core.sampling import read_bias
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.backends import Backend
-from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS, INT32_MAX, MAX_CTX, MAX_THREADS
-from pipeinfer.job.options.plan_file import read_plan
-from pipeinfer.models.hub_names import parse_name
+from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS, INT32_MAX, MAX_CTX, MAX_THREADS, NO_DEVICE
+from pipeinfer.models.hub import parse_name
+from pipeinfer.models.torch.params import AUTO, CUDA
 
 NAME_MAX, PATH_MAX = 255, 4095
-"""Bytes of a file's name, and of a path, that Linux takes."""
+"""Linux's limits of the bytes of a file's name, and of a path."""
 
 MAX_SHOWN = 60
 WHOLE = re.compile(r"[+-]?[0-9]{1,40}")
 DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,6})?")
 
+MAX_DILATION = 1e4
+
+LLAMA, TORCH = "llama", "torch"
+SPELLING = re.compile(r"torch(?::(auto|cpu|cuda(?::[0-9]{1,3})?))?(?::(f32|bf16|int8|int4))?")
+CHOICES = (
+    "llama, torch, or torch with a device (cpu, cuda, cuda:N) or a type (f32, bf16, int8, int4) behind it: "
+    "torch:cpu:bf16"
+)
+
 DEVICE = re.compile(r"[A-Za-z][A-Za-z0-9_.:/\[\]-]{0,63}")
+SERVER = re.compile(r"[A-Za-z0-9_.-]{1,253}:[0-9]{1,5}")
 
 
-class Whole(click.IntRange):
-    """A whole number from `least` to `most`, in ASCII digits."""
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """`text`: of --pace: a profile's name or path, a pair of it or empty, and real seconds that count as one."""
+
+    text: str
+    profile: str
+    pair: str
+    dilation: float
+
+    def __str__(self) -> str:
+        return self.text
+
+    @classmethod
+    def parse(cls, text: str) -> "Pace":
+        """NAME[:PAIR][*K]. Raises UserError."""
+        name, star, factor = text.rpartition("*")
+        if not star:
+            name = text
+        elif not DECIMAL.fullmatch(factor) or not 1 <= float(factor) <= MAX_DILATION:
+            raise UserError(f"'{text}': behind * a number from 1 to {MAX_DILATION:g}: real seconds that count as one")
+        profile, _, pair = name.partition(":")
+        return cls(text, profile, pair, float(factor) if star else 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    """device, dtype: those of `TorchParams`, for torch alone."""
+
+    name: str = LLAMA
+    device: str = AUTO
+    dtype: str = AUTO
+
+    @classmethod
+    def parse(cls, text: str) -> "Backend":
+        """Raises ValueError with the possible values."""
+        if text == LLAMA:
+            return cls()
+        match = SPELLING.fullmatch(text)
+        if match is None:
+            raise ValueError(f"is not {CHOICES}")
+        return cls(TORCH, match[1] or AUTO, match[2] or AUTO)
+
+    def __str__(self) -> str:
+        return ":".join([self.name, *(each for each in (self.device, self.dtype) if each != AUTO)])
+
+    @property
+    def is_torch(self) -> bool:
+        return self.name == TORCH
+
+    @property
+    def wants_gpu(self) -> bool:
+        """Whether it needs a GPU; `auto` uses one if there is one."""
+        return self.device.startswith(CUDA)
+
+
+class Numeral(click.ParamType):
+    """A number in one spelling, and in the range of the next base. Raises click.BadParameter with the argument and what
+    is `expected`."""
 
     name = "number"
+    spelling = DECIMAL
+    expected: str
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            if not isinstance(value, str) or self.spelling.fullmatch(value):
+                return super().convert(value, param, ctx)
+        except click.BadParameter:
+            pass
+        shown = value if len(str(value)) <= MAX_SHOWN else f"{value[:MAX_SHOWN]}…"
+        raise click.BadParameter(f"{shown!r} is not {self.expected}", ctx, param)
+
+
+class Whole(Numeral, click.IntRange):
+    """A whole number from `least` to `most`, in ASCII digits."""
+
+    spelling = WHOLE
 
     def __init__(self, least: int, most: int = INT32_MAX) -> None:
         super().__init__(least, most)
-        self.wanted = f"a whole number from {least} to {most}"
+        self.expected = f"a whole number from {least} to {most}"
 
     def _describe_range(self) -> str:
-        """In the help: a limit that only 32-bit numbers set is left out."""
+        """In the help, without the limit of 32-bit numbers."""
         return f"x>={self.min}" if self.max and self.max >= MAX_CTX else super()._describe_range()
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return convert_number(super().convert, WHOLE, self.wanted, value, param, ctx)
 
-
-class Number(click.FloatRange):
+class Number(Numeral, click.FloatRange):
     """A number from `least` to `most`, so neither infinite nor NaN. `above`: `least` itself is too little."""
-
-    name = "number"
 
     def __init__(self, least: float, most: float, above: bool = False) -> None:
         super().__init__(least, most, min_open=above)
-        self.wanted = f"a number above {least} and up to {most}" if above else f"a number from {least} to {most}"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return convert_number(super().convert, DECIMAL, self.wanted, value, param, ctx)
+        self.expected = f"a number above {least} and up to {most}" if above else f"a number from {least} to {most}"
 
 
-def convert_number(
-    convert: Callable[[Any, click.Parameter | None, click.Context | None], Any], spelling: re.Pattern[str],
-    wanted: str, value: Any, param: click.Parameter | None, ctx: click.Context | None,
-) -> Any:  # fmt: skip
-    """A number in this spelling and range. Raises click.BadParameter with the value as it was given."""
-    try:
-        if not isinstance(value, str) or spelling.fullmatch(value):
-            return convert(value, param, ctx)
-    except click.BadParameter:
-        pass
-    shown = value if len(str(value)) <= MAX_SHOWN else f"{value[:MAX_SHOWN]}…"
-    raise click.BadParameter(f"{shown!r} is not {wanted}", ctx, param)
-
-
-class Text(click.ParamType):
+class TextType(click.ParamType):
     """UTF-8 text. `blank`: may be empty or white space only."""
 
     name = "text"
@@ -95,8 +154,8 @@ class Text(click.ParamType):
         return text
 
 
-class File(Text):
-    """A path, which `shell` completion looks for: `file` or `dir`. `stdin`: may be - for standard input."""
+class File(TextType):
+    """A path. `shell`: the kind of its completion, `file` or `dir`. `stdin`: it may be - for standard input."""
 
     name = "file"
     shell = "file"
@@ -129,7 +188,7 @@ class Folder(File):
 
 
 class Listed(click.ParamType):
-    """Values of one type with commas between them, as a tuple."""
+    """Values of one type, separated by commas, as a tuple."""
 
     def __init__(self, item: click.ParamType) -> None:
         self.item, self.name = item, f"{item.name}, …"
@@ -155,19 +214,19 @@ class Listed(click.ParamType):
 
 
 class Threads(Listed):
-    """Of each rank; empty, as if none were given, for llama.cpp's -1."""
+    """Threads of each rank; empty for llama.cpp's -1, as without the option."""
 
     def __init__(self) -> None:
-        each = Whole(1, MAX_THREADS)
-        each.wanted += ", or -1 alone"
-        super().__init__(each)
+        count = Whole(1, MAX_THREADS)
+        count.expected += ", or -1 alone"
+        super().__init__(count)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
         return () if value == "-1" else super().convert(value, param, ctx)
 
 
-class Parsed(Text):
-    """A text that `parse` turns into a value; it raises ValueError or UserError for a wrong one."""
+class Parsed(TextType):
+    """A text that `parse` converts; it raises ValueError or UserError for a wrong one."""
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         super().__init__()
@@ -185,13 +244,6 @@ class Parsed(Text):
             self.fail(str(error).removeprefix("--layer-split "), param, ctx)
 
 
-def _split(text: str) -> str:
-    if text.endswith(".json"):
-        return ",".join(map(str, read_plan(Path(text)).layer_split))
-    parse_split(text)
-    return text
-
-
 def _gpu_layers(text: str) -> int:
     named = {"all": ALL_LAYERS, "auto": AUTO_LAYERS, "-1": AUTO_LAYERS}
     if text not in named and not (WHOLE.fullmatch(text) and 0 <= int(text) <= INT32_MAX):
@@ -206,15 +258,23 @@ def _devices(text: str) -> tuple[str, ...]:
     return () if names == ("auto",) else names
 
 
-LOGIT_BIAS = Parsed("token_id(+/-)bias", read_one)
-SPLIT = Parsed("split", _split)
-"""Layers or proportions a stage, as `parse_split` reads them; the text itself."""
+def _servers(text: str) -> tuple[str, ...]:
+    servers = () if (text,) == NO_DEVICE else tuple(text.split("+"))
+    if not all(SERVER.fullmatch(server) and int(server.rpartition(":")[2]) < 1 << 16 for server in servers):
+        raise ValueError("is neither none nor HOST:PORT, or several of one rank, as HOST:PORT+HOST:PORT")
+    return servers
 
+
+LOGIT_BIAS = Parsed("token_id(+/-)bias", read_bias)
+PACE = Parsed("text", Pace.parse)
 GPU_LAYERS = Parsed("number, all or auto", _gpu_layers)
 """Layers on a rank's GPU: a number, ALL_LAYERS, or AUTO_LAYERS."""
 
 DEVICES = Parsed("device", _devices)
-"""Devices of a rank, by libllama's names with + between them; empty: auto, NO_DEVICE: none."""
+"""Devices of a rank, libllama's names separated by +; empty: auto, NO_DEVICE: none."""
+
+SERVERS = Parsed("host:port", _servers)
+"""RPC servers of a rank, separated by +; empty: none."""
 
 BACKEND = Parsed("backend", Backend.parse)
 REPO = Parsed("user/model[:quant]", parse_name)
@@ -222,7 +282,7 @@ REPO = Parsed("user/model[:quant]", parse_name)
 
 
 class WireName(click.Choice[str]):
-    """What activations travel as."""
+    """The type of activations between ranks."""
 
     def __init__(self) -> None:
         super().__init__(list(map(str, WireType)))
@@ -235,13 +295,13 @@ DELAYS = {"chunk": ONE_CHUNK, "none": math.inf}
 
 
 class Delay(Number):
-    """Seconds above 0, or a word: `chunk` is ONE_CHUNK, `none` no limit, which is infinite."""
+    """Seconds above 0, or a word: `chunk` is ONE_CHUNK, `none` is infinite."""
 
     name = "delay"
 
     def __init__(self) -> None:
         super().__init__(0, 1e6, above=True)
-        self.wanted += ", and neither chunk nor none"
+        self.expected += ", and neither chunk nor none"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return DELAYS[value] if value in DELAYS else value if value == math.inf else super().convert(value, param, ctx)
@@ -249,7 +309,5 @@ class Delay(Number):
 
 THREADS = Whole(1, MAX_THREADS)
 PROBABILITY = Number(0, 1)
-TYPES: Sequence[type[click.ParamType]] = (
-    Whole, Number, Text, Listed, click.Choice, type(click.BOOL),
-)  # fmt: skip
-"""What an option may have for a type: a new one checks as much, or is added here."""
+TYPES: Sequence[type[click.ParamType]] = (Whole, Number, TextType, Listed, click.Choice, type(click.BOOL))
+"""The base types of all options: a further one must check as much."""

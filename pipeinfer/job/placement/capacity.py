@@ -3,7 +3,8 @@
 from dataclasses import asdict, dataclass
 
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.options.options import Speculation
+from pipeinfer.job.options.plan_file import PlanFile
 
 MAX_BATCH = 2048  # prompt tokens a run: every rank has buffers for so many rows
 N_CELLS_SPARE = 512  # cells above the context, for guesses and, with exact numerics, for parked cells
@@ -53,20 +54,22 @@ class Capacity:
         return max(self.n_guess_rows, self.n_seq) + 1
 
 
-def capacity_of(options: RunOptions, n_ctx: int, rewinds: bool) -> Capacity:
+def capacity_of(speculation: Speculation, n_requests: int, batch_size: int, n_ctx: int, rewinds: bool) -> Capacity:
     """`rewinds`: whether a sequence of the target can lose its newest tokens."""
-    n_guess_rows, n_requests = options.n_guess_rows, options.parallel
-    own = Capacity(
-        n_ctx, cells_for(n_ctx), min(options.batch_size, MAX_BATCH, n_ctx), n_guess_rows, max(n_guess_rows, n_requests),
-        n_requests, min(MAX_PROMPTS, n_requests), options.n_seq, options.n_target_seq(rewinds),
-        options.n_target_guesses(rewinds),
+    n_guess_rows = speculation.n_guess_rows
+    return Capacity(
+        n_ctx, cells_for(n_ctx), min(batch_size, MAX_BATCH, n_ctx), n_guess_rows, max(n_guess_rows, n_requests),
+        n_requests, min(MAX_PROMPTS, n_requests), speculation.n_seq(n_requests),
+        speculation.n_target_seq(n_requests, rewinds), speculation.n_target_guesses(n_requests, rewinds),
     )  # fmt: skip
-    if options.planned is None:
-        return own
-    planned = Capacity(**options.planned.decisions["capacity"])
-    for name, wanted in asdict(own).items():
-        if wanted > (room := getattr(planned, name)):
-            raise UserError(f"--plan {options.plan} has room for {room} {MEANINGS[name]}, and this job needs {wanted}; "
+
+
+def planned_capacity(plan: PlanFile, needed: Capacity) -> Capacity:
+    """The capacity in a plan. Raises UserError where the job needs more."""
+    planned = Capacity(**plan.decisions["capacity"])
+    for name, n in asdict(needed).items():
+        if n > (room := getattr(planned, name)):
+            raise UserError(f"--plan {plan.path} has room for {room} {MEANINGS[name]}, and this job needs {n}; "
                             "plan with the same --policy, --parallel and -c")  # fmt: skip
     return planned
 
@@ -91,5 +94,8 @@ class EngineSettings:
     n_target_seq: int
 
 
-def engine_settings(options: RunOptions, rewinds: bool) -> EngineSettings:
-    return EngineSettings(options.cancel, options.looks_up, options.n_seq, options.n_target_seq(rewinds))
+def engine_settings(speculation: Speculation, n_requests: int, rewinds: bool) -> EngineSettings:
+    return EngineSettings(
+        speculation.cancel, speculation.looks_up, speculation.n_seq(n_requests),
+        speculation.n_target_seq(n_requests, rewinds),
+    )  # fmt: skip

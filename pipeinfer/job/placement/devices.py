@@ -6,12 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from pipeinfer.cluster.hosts.cores import Host, ranks_there
-from pipeinfer.cluster.shares import share_of
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS, NO_DEVICE
-from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.options.sections import Placement
+from pipeinfer.job.options.options import JobPlacement
+from pipeinfer.job.options.values import Backend
 from pipeinfer.models.torch.params import AUTO, CUDA
 
 
@@ -50,6 +48,19 @@ class DevicePlan:
         """The devices as on the command line; empty: the user named none."""
         return "+".join(self.devices or NO_DEVICE) if self.is_named else ""
 
+    @property
+    def decisions(self) -> dict[str, Any]:
+        """As plain data; see `from_decisions`."""
+        devices = None if self.devices is None else list(self.devices)
+        backend, n_gpu_layers = str(self.backend), self.n_gpu_layers
+        return {"backend": backend, "n_gpu_layers": n_gpu_layers, "devices": devices, "turn": self.turn}
+
+    @classmethod
+    def from_decisions(cls, values: Mapping[str, Any]) -> "DevicePlan":
+        names = None if values["devices"] is None else tuple(values["devices"])
+        backend = Backend.parse(values["backend"])
+        return cls(backend, values["n_gpu_layers"], names, values["turn"], names is not None)
+
 
 class RankDevices(NamedTuple):
     """The devices of a rank's layers of the target, and of drafts."""
@@ -58,65 +69,74 @@ class RankDevices(NamedTuple):
     draft: DevicePlan
 
 
-def plan_devices(options: RunOptions, hosts: Sequence[Host]) -> tuple[RankDevices, ...]:
-    """The devices of each rank. `hosts`: with `offloads` and `gpu_names`. Raises UserError as `check_devices` does."""
+class RankOptions(NamedTuple):
+    """The options of one rank. `names`: of its devices, or NO_DEVICE; empty: not given. `servers`: of RPC."""
+
+    backend: Backend
+    n_gpu_layers: int
+    names: tuple[str, ...]
+    servers: tuple[str, ...]
+
+
+def plan_devices(options: JobPlacement, hosts: Sequence[Host]) -> tuple[RankDevices, ...]:
+    """The devices of each rank. `hosts`: with `offloads` and `gpu_names`. Raises UserError as `rank_options` does."""
     if options.planned:
-        return tuple(
-            RankDevices(_planned(rank["target"]), _planned(rank["draft"] or rank["target"]))
-            for rank in options.planned.decisions["ranks"]
-        )
-    check_devices(options, len(hosts))
-    targets = [_target(options, hosts, rank) for rank in range(len(hosts))]
-    drafts = [_draft(options, targets[rank]) for rank in range(len(hosts))]
+        planned = [(each["target"], each["draft"] or each["target"]) for each in options.planned.decisions["ranks"]]
+        return tuple(RankDevices(*map(DevicePlan.from_decisions, both)) for both in planned)
+    there = [ranks_there(hosts, rank) for rank in range(len(hosts))]
+    by_rank = rank_options(options, len(hosts))
+    targets = []
+    for rank, host in enumerate(hosts):
+        turn = sum(_takes_turns(by_rank[other].backend) for other in there[rank] if other < rank)
+        targets.append(_target(*by_rank[rank][:3], host.offloads, turn))
     return tuple(
-        RankDevices(*(_with_share(each, rank, targets, hosts) for each in (targets[rank], drafts[rank])))
-        for rank in range(len(hosts))
+        RankDevices(
+            *(_with_share(each, rank, there[rank], targets, hosts) for each in (target, _draft(options, target)))
+        )
+        for rank, target in enumerate(targets)
     )
 
 
-def _planned(device: Mapping[str, Any]) -> DevicePlan:
-    """From the file of a plan."""
-    names = None if device["devices"] is None else tuple(device["devices"])
-    return DevicePlan(
-        Backend.parse(device["backend"]), device["n_gpu_layers"], names, device["turn"], names is not None
-    )
-
-
-def _target(options: Placement, hosts: Sequence[Host], rank: int) -> DevicePlan:
+def _target(backend: Backend, n_gpu_layers: int, names: tuple[str, ...], offloads: bool, turn: int) -> DevicePlan:
     """The target's devices, before ranks share GPUs."""
-    names = _names(options, rank, len(hosts))
-    n_gpu_layers = _layers(options, rank)
     if n_gpu_layers == AUTO_LAYERS:
-        n_gpu_layers = ALL_LAYERS if hosts[rank].offloads else 0
-    turn = sum(_takes_turns(_backend(options, other)) for other in ranks_there(hosts, rank) if other < rank)
-    devices = () if names == NO_DEVICE else names or None
-    return DevicePlan(_backend(options, rank), n_gpu_layers, devices, turn, bool(names))
+        n_gpu_layers = ALL_LAYERS if offloads else 0
+    return DevicePlan(backend, n_gpu_layers, () if names == NO_DEVICE else names or None, turn, bool(names))
 
 
-def _draft(options: Placement, target: DevicePlan) -> DevicePlan:
+def _draft(options: JobPlacement, target: DevicePlan) -> DevicePlan:
     """Those of the target's layers there, or of -ngld."""
-    asked = options.n_gpu_layers_draft
-    if asked == AUTO_LAYERS or (asked and target.is_torch):
+    n_gpu_layers = options.n_gpu_layers_draft
+    if n_gpu_layers == AUTO_LAYERS or (n_gpu_layers and target.is_torch):
         return target
-    if asked == 0:
+    if n_gpu_layers == 0:
         return DevicePlan(turn=target.turn)
-    return target if target.devices == () else replace(target, n_gpu_layers=asked)
+    return target if target.devices == () else replace(target, n_gpu_layers=n_gpu_layers)
 
 
-def _with_share(own: DevicePlan, rank: int, targets: Sequence[DevicePlan], hosts: Sequence[Host]) -> DevicePlan:
-    """With this rank's share of the GPUs, where several ranks of a host see them and the user named none."""
-    if targets[rank].is_named or not own.uses_gpus:
-        return own
+def _with_share(
+    plan: DevicePlan, rank: int, there: Sequence[int], targets: Sequence[DevicePlan], hosts: Sequence[Host]
+) -> DevicePlan:
+    """With this rank's share of the GPUs, where several ranks of its host see them and the user named none. `there`:
+    the ranks of its host."""
+    names, host = hosts[rank].gpu_names, hosts[rank]
+    if targets[rank].is_named or not plan.uses_gpus or not names:
+        return plan
     sharers = [
         other
-        for other in ranks_there(hosts, rank)
-        if other == rank or (hosts[other].gpus_given == hosts[rank].gpus_given and not targets[other].is_named
-                             and targets[other].uses_gpus)
-    ]  # fmt: skip
-    names = hosts[rank].gpu_names
-    if len(sharers) == 1 or not names:
-        return own
-    return replace(own, devices=tuple(share_of(names, sharers.index(rank), len(sharers))) or None)
+        for other in there
+        if other == rank
+        or (hosts[other].gpus_given == host.gpus_given and not targets[other].is_named and targets[other].uses_gpus)
+    ]
+    if len(sharers) == 1:
+        return plan
+    return replace(plan, devices=tuple(share_of(names, sharers.index(rank), len(sharers))) or None)
+
+
+def share_of(names: Sequence[str], index: int, n_sharers: int) -> Sequence[str]:
+    """The consecutive GPUs of one of `n_sharers`, equally many for each; neighbours share one if they are too few."""
+    first, last = index * len(names) // n_sharers, (index + 1) * len(names) // n_sharers
+    return names[first : max(last, first + 1)]
 
 
 def _takes_turns(backend: Backend) -> bool:
@@ -124,46 +144,39 @@ def _takes_turns(backend: Backend) -> bool:
     return backend.is_torch and backend.device in (AUTO, CUDA)
 
 
-def _layers(options: Placement, rank: int) -> int:
-    """Layers on GPUs, as given; 0 with --device none."""
-    if options.device[rank % len(options.device)] == NO_DEVICE:
-        return 0
-    given = options.n_gpu_layers
-    return given[rank] if len(given) > 1 else given[0]
+# -- options of each rank
 
 
-def _names(options: Placement, rank: int, n_ranks: int) -> tuple[str, ...]:
-    """Names of the devices, as given, or NO_DEVICE; empty: none. A lone rank has all of them."""
-    given = options.device
-    return tuple(name for names in given for name in names) if n_ranks == 1 else given[rank % len(given)]
-
-
-def _backend(options: Placement, rank: int) -> Backend:
-    return options.backend[rank] if len(options.backend) > 1 else options.backend[0]
-
-
-# -- checks
-
-
-def check_devices(options: Placement, n_ranks: int) -> None:
-    """Raises UserError unless options of ranks have one value, or one a rank, and go together on each rank."""
+def rank_options(options: JobPlacement, n_ranks: int) -> list[RankOptions]:
+    """The options of each rank. Raises UserError unless they have one value, or one a rank, and go together."""
     lists: tuple[tuple[str, tuple[Any, ...], Any, str], ...] = (
         ("--gpu-layers", options.n_gpu_layers, gpu_layers_text, ""),
         ("--backend", options.backend, str, ""),
         ("--device", options.device, device_text, " (several of one rank as CUDA0+CUDA1)"),
+        ("--rpc", options.rpc, servers_text, " (several of one rank as HOST:PORT+HOST:PORT)"),
     )
     for flag, values, text, further in lists:
-        if len(values) not in (1, n_ranks) and not (flag == "--device" and n_ranks == 1):
+        if len(values) not in (1, n_ranks) and not (flag in ("--device", "--rpc") and n_ranks == 1):
             raise UserError(
                 f"{flag} {','.join(map(text, values))} has {len(values)} values, and the number of ranks is {n_ranks}; "
                 f"give one, or one for each rank{further}"
             )
+    by_rank = []
     for rank in range(n_ranks):
-        _check_rank(rank, _backend(options, rank), _layers(options, rank), _names(options, rank, n_ranks))
+        n_gpu_layers, backend, names = (values[rank % len(values)] for _, values, *_ in lists[:3])
+        if names == NO_DEVICE:
+            n_gpu_layers = 0
+        if n_ranks == 1:  # a lone rank has all devices
+            names = tuple(name for of_rank in options.device for name in of_rank)
+        by_rank.append(RankOptions(backend, n_gpu_layers, names, options.servers_of(rank, n_ranks)))
+        _check_rank(rank, *by_rank[-1])
+    return by_rank
 
 
-def _check_rank(rank: int, backend: Backend, n_gpu_layers: int, names: tuple[str, ...]) -> None:
-    """`names`: of its devices. Raises UserError for options that exclude each other."""
+def _check_rank(
+    rank: int, backend: Backend, n_gpu_layers: int, names: tuple[str, ...], servers: tuple[str, ...]
+) -> None:
+    """Raises UserError for options that exclude each other."""
     shown = device_text(names)
     if backend.is_torch and n_gpu_layers:
         raise UserError(
@@ -177,37 +190,15 @@ def _check_rank(rank: int, backend: Backend, n_gpu_layers: int, names: tuple[str
             f"--device is for layers that libllama computes, and rank {rank} has --backend {backend}; say its device "
             "there (torch:cuda:1), and auto here"
         )
-    if names not in ((), NO_DEVICE) and not n_gpu_layers:
-        raise UserError(f"--device {shown}: rank {rank} has no layers for it, as -ngl is 0 there; give -ngl all, or a "
-                        "number of layers")  # fmt: skip
+    for flag, values in (("--device", () if names == NO_DEVICE else names), ("--rpc", servers)):
+        if values and not n_gpu_layers:
+            raise UserError(f"{flag} {'+'.join(values)}: rank {rank} has no layers for it, as -ngl is 0 there; give "
+                            "-ngl all, or a number of layers")  # fmt: skip
 
 
-def check_draft_gpu_layers(n_gpu_layers: int, devices: Sequence[RankDevices], ranks: Sequence[int]) -> None:
-    """`n_gpu_layers`: -ngld; `ranks`: those with drafts. Raises UserError where torch computes such a draft."""
-    if n_gpu_layers in (ALL_LAYERS, AUTO_LAYERS, 0):
-        return
-    for rank in ranks:
-        if (backend := devices[rank].target.backend).is_torch:
-            raise UserError(
-                f"-ngld {n_gpu_layers} is for a draft that libllama computes, and rank {rank} has --backend "
-                f"{backend}; give all, 0 (by libllama on the CPU), or a --backend for each rank"
-            )
-
-
-def check_one_backend(devices: Sequence[RankDevices], ranks: Sequence[int]) -> None:
-    """Raises UserError if these ranks compute the target's layers with different backends or types: exact numerics
-    cannot hold then."""
-    ways: dict[str, list[int]] = {}
-    for rank in ranks:
-        ways.setdefault(str(devices[rank].target.kernels), []).append(rank)
-    if len(ways) > 1:
-        shown = ", ".join(
-            f"rank{'s' * (len(own) > 1)} {' '.join(map(str, own))} {way}" for way, own in sorted(ways.items())
-        )
-        raise UserError(
-            f"--numerics exact needs one --backend for all layers of the target, else the text depends on where it is "
-            f"cut; here they have: {shown}; give one, or --numerics fast"
-        )
+def servers_text(servers: tuple[str, ...]) -> str:
+    """As on the command line."""
+    return "+".join(servers or NO_DEVICE)
 
 
 def device_text(names: tuple[str, ...]) -> str:

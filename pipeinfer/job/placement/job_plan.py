@@ -12,27 +12,29 @@ from typing import Any
 
 from pipeinfer.cluster.assignment import Assignment, Sizes, StagePlan
 from pipeinfer.cluster.hosts.cores import Host, crowded_hosts, crowding
-from pipeinfer.cluster.hosts.free_memory import FreeMemory, Memory, check_fits, paging_lines
-from pipeinfer.cluster.hosts.gpu_memory import check_gpus
-from pipeinfer.cluster.timing.costs import Profile
-from pipeinfer.core.kv.blocks import LARGEST
-from pipeinfer.errors import UserError
+from pipeinfer.cluster.hosts.resources import Memory, check_fits, check_gpus, paging_lines, spare_memory, spare_on_gpus
+from pipeinfer.core.blocks import LARGEST
 from pipeinfer.job.placement.capacity import Capacity, EngineSettings
 from pipeinfer.job.placement.devices import DevicePlan
 from pipeinfer.job.placement.model_files import translation_note
 from pipeinfer.job.placement.numerics import NumericsPlan
+from pipeinfer.models.drafts.translation import Translation
 from pipeinfer.models.gguf.contents import FileState
-from pipeinfer.models.gguf.head import Head, layers_read
-from pipeinfer.models.gguf.model_info import ModelInfo
-from pipeinfer.models.text.vocabularies import Translation
+from pipeinfer.models.gguf.model_info import DraftHead, ModelInfo, layers_read
+from pipeinfer.virtual.costs import Profile
+
+TARGET = -1
+"""In the place of a draft's number."""
 
 N_DIGITS = 12
 """Of a plan's hash."""
 
+SHARED_CORES = "ranks share cores, and predictions do not know who waits: with guesses they are off by up to a quarter"
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFile:
-    """A model as rank 0 found it, before the job: its file may be replaced or removed while the job runs."""
+    """A model as rank 0 read it before the job: its file may be replaced or removed while the job runs."""
 
     path: Path
     fingerprint: str
@@ -45,7 +47,7 @@ class ModelFile:
     rewinds: bool = True  # whether a sequence can lose its newest tokens
     window: int = 0  # of layers that see only so many tokens back; 0 if there are none
     states: tuple[FileState, ...] = ()  # of its files on rank 0's host
-    head: Head | None = None  # of a draft, what it reads of the target
+    head: DraftHead | None = None  # of a draft, what it reads of the target
 
     @classmethod
     def of(cls, info: ModelInfo) -> "ModelFile":
@@ -85,10 +87,11 @@ class JobPlan:
     looks_up      whether lookup guesses too; None: the policy decides
     couple        drafts share the target's random numbers
     pace          the profile to whose times ranks and links are slowed down
+    dilation      real seconds that count as one of the profile
     slice_cache   directory in which hosts keep slices
     send_layers   rank 0 sends layers to hosts that lack a file
     prepare_ahead, post_ahead   see the options of these names
-    begun         name of the numerics of resumed texts; empty: none is resumed
+    resumed_numerics  name of the numerics of resumed texts; empty: none is resumed
     unused        options without effect, a line each
     notes         lines about texts: those that exact numerics do not hold for, or the model was not trained for
     """
@@ -105,28 +108,24 @@ class JobPlan:
     looks_up: bool | None = None
     couple: bool = True
     pace: Profile | None = None
+    dilation: float = 1.0
     slice_cache: Path | None = None
     send_layers: bool = True
     prepare_ahead: bool = True
     post_ahead: bool = True
-    begun: str = ""
+    resumed_numerics: str = ""
     unused: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
     def text_numerics(self) -> str:
         """The name of the numerics of its texts: of resumed texts that with which they began."""
-        return self.begun or self.numerics.name
+        return self.resumed_numerics or self.numerics.name
 
     @cached_property
     def hosts(self) -> tuple[Host, ...]:
         """Of every rank."""
         return tuple(rank.host for rank in self.ranks)
-
-    @property
-    def host_names(self) -> list[str]:
-        """Of every rank."""
-        return [host.name for host in self.hosts]
 
     @property
     def threads(self) -> tuple[int, ...]:
@@ -138,15 +137,30 @@ class JobPlan:
         """The memory that every rank will hold."""
         return tuple(rank.memory for rank in self.ranks)
 
-    @property
-    def on_gpus(self) -> tuple[int, ...]:
-        """Bytes of libllama's on every rank's GPUs."""
-        return tuple(rank.gpu_bytes for rank in self.ranks)
-
     def device(self, rank: int) -> DevicePlan:
         """The devices of a rank's layers: of the target's where it has some, else of a draft's."""
         is_draft = self.assignment.stage_of(rank) is None and bool(self.assignment.drafts_on(rank))
         return self.ranks[rank].draft if is_draft else self.ranks[rank].target
+
+    def describe(self, rank: int) -> str:
+        """What the rank has, as messages about it say: `layers 4-7 on RPC0`."""
+        text, names = self.assignment.describe(rank), self.device_names(rank)
+        return f"{text} on {names}" if names and self.device(rank).uses_gpus else text
+
+    def device_names(self, rank: int) -> str:
+        """The devices of its layers, as --device takes them; empty: the user named none, and libllama has none."""
+        device, present = self.device(rank), self.hosts[rank].gpu_names
+        return device.name or "+".join((device.devices or present) if device.uses_gpus else ())
+
+    def parts(self, rank: int) -> dict[int, StagePlan]:
+        """The rank's layers of TARGET, and of drafts by number."""
+        index = self.assignment.stage_of(rank)
+        target = {} if index is None else {TARGET: self.assignment.stages[index]}
+        return target | self.assignment.drafts_on(rank)
+
+    def file(self, number: int) -> ModelFile:
+        """The file of a draft of this number, or of TARGET."""
+        return self.model if number == TARGET else self.drafts[number]
 
     @property
     def limits_delay(self) -> bool:
@@ -175,18 +189,25 @@ class JobPlan:
         return len(ends) == 2 and all(self.hosts[rank].device_messages for rank in ends)
 
     @property
-    def free_memory(self) -> tuple[list[str], list[FreeMemory]]:
-        """The name and the free memory of every rank's host."""
-        return self.host_names, [host.memory for host in self.hosts]
+    def spare_memory(self) -> list[int | None]:
+        """Bytes left to each rank by its host's memory or its own limit; negative: missing; None: no limit is known."""
+        return spare_memory(self.hosts, self.memory)
+
+    @property
+    def spare_on_gpus(self) -> list[int | None]:
+        """The same of its GPUs; None also if it needs none."""
+        return spare_on_gpus(self.hosts, [rank.gpu_bytes for rank in self.ranks])
+
+    @property
+    def shortage(self) -> int:
+        """Bytes that are missing where most are; 0: it fits."""
+        spare = [*self.spare_memory, *self.spare_on_gpus]
+        return max(0, max((-n_bytes for n_bytes in spare if n_bytes is not None), default=0))
 
     @property
     def fits(self) -> bool:
         """Whether every host and GPU has the memory that its ranks need."""
-        try:
-            check_memory(self, "")
-        except UserError:
-            return False
-        return True
+        return not self.shortage
 
     @property
     def crowding(self) -> float:
@@ -202,9 +223,10 @@ class JobPlan:
             for rank, host in enumerate(self.hosts)
             if host.untimed
         ]
-        paged = paging_lines(*self.free_memory, self.memory)
+        paged = paging_lines(self.hosts, self.memory)
         crowded = crowded_hosts(self.hosts, self.assignment.computing, self.threads)
-        return [*filter(None, notes), *untimed, *crowded, *paged, *self.unused, *self.notes]
+        dilated = [f"texts are timed by --pace: {self.dilation:g} real seconds are one"] * (self.dilation > 1)
+        return [*filter(None, notes), *dilated, *untimed, *crowded, *paged, *self.unused, *self.notes]
 
     @cached_property
     def decisions(self) -> dict[str, Any]:
@@ -218,14 +240,14 @@ class JobPlan:
             "ranks": [
                 {
                     "host": rank.host.name,
-                    "target": _device(rank.target),
-                    "draft": _device(rank.draft) if self.assignment.drafts_on(number) else None,
+                    "target": rank.target.decisions,
+                    "draft": rank.draft.decisions if self.assignment.drafts_on(number) else None,
                     "threads": rank.threads if rank.host.n_cores else None,
                     "samplers": rank.samplers,
                 }
                 for number, rank in enumerate(self.ranks)
             ],
-            "numerics": _plain(asdict(self.numerics)),
+            "numerics": json.loads(json.dumps(asdict(self.numerics), default=str)),  # as --plan reads it
             "capacity": asdict(self.capacity),
         }
 
@@ -241,21 +263,10 @@ def _spans(stages: Sequence[StagePlan]) -> list[list[int]]:
     return [[stage.rank, stage.first, stage.last] for stage in stages]
 
 
-def _device(plan: DevicePlan) -> dict[str, Any]:
-    devices = None if plan.devices is None else list(plan.devices)
-    backend, n_gpu_layers = str(plan.backend), plan.n_gpu_layers
-    return {"backend": backend, "n_gpu_layers": n_gpu_layers, "devices": devices, "turn": plan.turn}
-
-
-def _plain(value: Any) -> Any:
-    """As it is read from JSON."""
-    return json.loads(json.dumps(value, default=str))
-
-
 def check_memory(plan: JobPlan, way_out: str) -> None:
     """Raises UserError when a host or a GPU lacks the memory that its ranks need."""
-    check_fits(*plan.free_memory, plan.memory, way_out)
-    check_gpus(plan.hosts, plan.on_gpus, way_out)
+    check_fits(plan.hosts, plan.memory, way_out)
+    check_gpus(plan.hosts, [rank.gpu_bytes for rank in plan.ranks], way_out)
 
 
 def sizes_of(info: ModelInfo) -> Sizes:

@@ -1,36 +1,47 @@
-"""The memory that ranks will hold: models, contexts, buffers; and the room that is left for stages."""
+"""The memory of ranks: models, contexts, buffers; and the room for further stages. Loads nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 from pipeinfer.cluster.assignment import Assignment, Stages
-from pipeinfer.cluster.hosts.cores import Host
-from pipeinfer.cluster.hosts.free_memory import Memory, check_fits, free_memory
-from pipeinfer.cluster.hosts.gpu_memory import left_on_gpus
+from pipeinfer.cluster.hosts.cores import Host, free_memory
+from pipeinfer.cluster.hosts.resources import Memory, check_fits, left_on_gpus
 from pipeinfer.cluster.spread import StageRoom
-from pipeinfer.cluster.stages.samplers import N_BUFFERS
-from pipeinfer.core.kv.blocks import LARGEST
+from pipeinfer.cluster.stages.runs import N_BUFFERS
+from pipeinfer.core.blocks import LARGEST
 from pipeinfer.job.placement.capacity import CELLS_PADDING, Capacity
 from pipeinfer.job.placement.devices import DevicePlan, RankDevices
 from pipeinfer.job.placement.numerics import NumericsPlan
-from pipeinfer.job.placement.torch_memory import torch_memory
-from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
-from pipeinfer.models.gguf.head import layers_read
-from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.drafts.head_drafter import N_UNREAD
+from pipeinfer.models.gguf.layers import F16_CACHE, CacheTypes
+from pipeinfer.models.gguf.model_info import ModelInfo, layer_of, layers_read
 from pipeinfer.models.gguf.slice import slice_bytes
-from pipeinfer.models.heads.head_drafter import N_KEPT
-from pipeinfer.models.llama.buffers import buffer_bytes
-from pipeinfer.models.llama.params import GROUP_CELLS, in_whole_groups, rows_in_groups
-from pipeinfer.models.llama.prefill import N_SEQ, STATE_CELLS
+from pipeinfer.models.llama.cell_state import STATE_CELLS
+from pipeinfer.models.llama.params import (
+    GROUP_CELLS,
+    buffer_bytes,
+    feed_forward_length,
+    graph_bytes,
+    in_whole_groups,
+    rows_in_groups,
+)
+from pipeinfer.models.llama.prefill import N_SEQ
+from pipeinfer.models.torch.params import AUTO, BF16, CACHE_BYTES, CPU, F32, HEAD_BYTES, INT4, WEIGHT_BYTES
 
 N_SPARE_STATES = 2  # of sequences beside those of requests
 N_MESSAGES = 4  # on their way in and out of a rank at a time
 TOKEN_BYTES, MERGE_BYTES = 250, 200  # of a vocabulary, on rank 0 (measured)
-HEAD_BYTES = 4_000_000  # what rank 0 imports besides (measured)
+RANK_0_BYTES = 4_000_000  # of modules that rank 0 alone imports (measured)
+
+TORCH_BYTES = 290_000_000
+"""Memory of Python, MPI, libllama and torch's build for CPUs on a rank without a model (measured)."""
+
+N_WIDE = 6
+"""Rows of gates and up projections that torch holds at a time."""
 
 _slice_bytes = lru_cache(maxsize=1 << 16)(slice_bytes)
 """A planner that looks for ways out asks again and again."""
@@ -38,7 +49,7 @@ _slice_bytes = lru_cache(maxsize=1 << 16)(slice_bytes)
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """What a target and its drafts take of ranks' memory.
+    """The memory that a target and its drafts need of ranks.
 
     drafts       the smallest first
     devices      of each rank
@@ -60,115 +71,100 @@ class MemoryNeeds:
 
     def of_ranks(self, assignment: Assignment) -> tuple[Memory, ...]:
         """Of every rank."""
-        found = self._with_drafts(assignment.n_ranks, assignment.drafts)
-        for stage in assignment.stages:
-            found[stage.rank] += self.of_stage(self._computed_by(stage.rank), stage.first, stage.last)
-        return tuple(found)
+        return tuple(self._of_ranks(assignment.n_ranks, (*assignment.drafts, assignment.stages)))
 
     def on_gpus(self, assignment: Assignment) -> tuple[int, ...]:
         """Bytes that libllama puts on each rank's GPUs, without the driver's and without torch's."""
         return tuple(self._on_gpus(assignment.n_ranks, (*assignment.drafts, assignment.stages)))
 
-    def _on_gpus(self, n_ranks: int, placed: Sequence[Stages]) -> list[int]:
-        """The same of the models that have their ranks: the drafts, the smallest first, and then the target."""
-        found = [0] * n_ranks
-        for number, stages in enumerate(placed):
-            for stage in stages:
-                by = self._computed_by(stage.rank, number < len(self.drafts))
-                found[stage.rank] += self._of_gpu(number, by, stage.first, stage.last)
-        return found
-
-    def _of_gpu(self, number: int, by: Computed, first: int, last: int) -> int:
-        """Of layers [first, last) of a draft, or of the target, whose number comes after theirs."""
-        if not by.device.uses_gpus:
-            return 0
-        is_draft, capacity = number < len(self.drafts), self.capacity
-        info, n_rows = (self.drafts[number], capacity.n_guess_rows) if is_draft else (self.info, capacity.n_rows)
-        types = self.numerics.draft_cache if is_draft else self.numerics.cache
-        n_on_gpu = by.device.n_gpu_layers
-        return gpu_bytes(info, first, last, capacity.n_cells, n_rows, self._n_outputs, n_on_gpu, types)
-
     def room(self, hosts: Sequence[Host], placed: Sequence[Stages], ranks: Sequence[int]) -> StageRoom:
-        """What is left on `ranks`, one host a rank, for the next draft, or for the target after all drafts."""
-        number, besides = len(placed), self._with_drafts(len(hosts), placed)
-        left = {host.name: min(other.memory.host for other in hosts if other.name == host.name) for host in hosts}
+        """The room on `ranks`, one host a rank, for the next draft, or for the target after all drafts."""
+        number, needs = len(placed), self._of_ranks(len(hosts), placed)
+        free = {host.name: min(other.memory.host for other in hosts if other.name == host.name) for host in hosts}
         for rank, host in enumerate(hosts):
-            left[host.name] -= 0 if rank in ranks else besides[rank].needed
-        by = [self._computed_by(rank, number < len(self.drafts)) for rank in ranks]
-        placed_there = self._on_gpus(len(hosts), placed)
-        gpus, left_there = left_on_gpus(hosts, ranks, placed_there)
-        memory = cache(partial(self.of_draft, number) if number < len(self.drafts) else self.of_stage)
+            free[host.name] -= 0 if rank in ranks else needs[rank].needed
+        places = [self._place(number, rank) for rank in ranks]
+        on_gpus = self._on_gpus(len(hosts), placed)
+        gpus, free_on_gpus = left_on_gpus(hosts, ranks, on_gpus)
+        memory = cache(self._of_layers)
         return StageRoom(
-            needed=lambda stage, first, last: (besides[ranks[stage]] + memory(by[stage], first, last)).needed,
+            needed=lambda stage, first, last: (needs[ranks[stage]] + memory(number, places[stage], first, last)).needed,
             hosts=tuple(hosts[rank].name for rank in ranks),
-            left=left | left_there,
-            own=tuple(hosts[rank].memory.own for rank in ranks),
+            free=free | free_on_gpus,
+            limits=tuple(hosts[rank].memory.process for rank in ranks),
             on_gpus=lambda stage, first, last: (
-                placed_there[ranks[stage]] + self._of_gpu(number, by[stage], first, last)
+                on_gpus[ranks[stage]] + self._layers(number, places[stage], first, last).gpu_bytes
             ),
             gpus=gpus,
         )
 
-    def _with_drafts(self, n_ranks: int, placed: Sequence[Stages]) -> list[Memory]:
-        """The memory of every rank without the layers that are not placed yet."""
+    def _of_ranks(self, n_ranks: int, placed: Sequence[Stages]) -> list[Memory]:
+        """Of every rank with the models that have their ranks: the drafts, the smallest first, and then the target."""
         row_bytes = (4 + 2 * len(self.layers_read)) * self.info.n_embd  # activations, and features in bf16
-        found = [Memory(buffers=N_MESSAGES * row_bytes * self.capacity.n_rows)] * n_ranks
+        needs = [Memory(buffers=N_MESSAGES * row_bytes * self.capacity.n_rows)] * n_ranks
         # drafts' vocabularies are freed before weights are loaded
-        found[0] += Memory(buffers=HEAD_BYTES + vocabulary_bytes(self.info))
+        needs[0] += Memory(buffers=RANK_0_BYTES + vocabulary_bytes(self.info))
         n_features = len(self.layers_read) * self.info.n_embd  # of a token; the draft keeps some
-        found[0] += Memory(buffers=4 * n_features * min(self.capacity.n_cells, N_KEPT))
+        needs[0] += Memory(buffers=4 * n_features * min(self.capacity.n_cells, N_UNREAD))
         for number, stages in enumerate(placed):
             for stage in stages:
-                found[stage.rank] += self.of_draft(number, self._computed_by(stage.rank, True), stage.first, stage.last)
-        return found
+                place = self._place(number, stage.rank)
+                needs[stage.rank] += self._of_layers(number, place, stage.first, stage.last)
+        return needs
 
-    def _computed_by(self, rank: int, is_draft: bool = False) -> Computed:
+    def _on_gpus(self, n_ranks: int, placed: Sequence[Stages]) -> list[int]:
+        n_bytes = [0] * n_ranks
+        for number, stages in enumerate(placed):
+            for stage in stages:
+                place = self._place(number, stage.rank)
+                n_bytes[stage.rank] += self._layers(number, place, stage.first, stage.last).gpu_bytes
+        return n_bytes
+
+    def _place(self, number: int, rank: int) -> Place:
+        """Where a rank has layers of a draft, or of the target, whose number comes after theirs."""
+        devices = self.devices[rank]
         lacks = self.lacks[rank] if self.lacks else frozenset[str]()
-        return Computed(self.devices[rank].draft if is_draft else self.devices[rank].target, lacks)
+        return Place(devices.draft if number < len(self.drafts) else devices.target, lacks)
 
-    def of_draft(self, number: int, by: Computed, first: int, last: int) -> Memory:
-        """Of layers [first, last) of a draft."""
-        draft, types = self.drafts[number], self.numerics.draft_cache
-        is_cut = last - first < draft.n_layer
-        n_rows = self.capacity.n_guess_rows
-        messages = Memory(buffers=N_MESSAGES * 4 * n_rows * draft.n_embd if is_cut else 0)
-        return messages + self._of_layers(draft, by, first, last, n_rows, exact=False, types=types)
+    def _layers(self, number: int, place: Place, first: int, last: int) -> Layers:
+        """Layers [first, last) of that model, in one context."""
+        numerics, capacity = self.numerics, self.capacity
+        is_draft = number < len(self.drafts)
+        info = self.drafts[number] if is_draft else self.info
+        exact = numerics.exact and not is_draft
+        return Layers(
+            info, first, last, capacity.n_cells, capacity.n_guess_rows if is_draft else capacity.n_rows,
+            self._n_outputs, place.device, exact, numerics.draft_cache if is_draft else numerics.cache,
+            is_mapped=not numerics.repack or (exact and not numerics.repacked), in_file=self.in_cache,
+            is_sent=str(info.path) in place.lacks and not self.in_cache, at_once=0 if is_draft else numerics.at_once,
+        )  # fmt: skip
 
-    def of_stage(self, by: Computed, first: int, last: int) -> Memory:
-        """Of layers [first, last) of the target."""
-        info, capacity, numerics = self.info, self.capacity, self.numerics
-        found = self._of_layers(info, by, first, last, capacity.n_rows, numerics.exact, numerics.cache)
+    def _of_layers(self, number: int, place: Place, first: int, last: int) -> Memory:
+        """Of layers [first, last) of that model, with everything that they have beside their context."""
+        layers, capacity, numerics = self._layers(number, place, first, last), self.capacity, self.numerics
+        info, needs = layers.info, layers.memory
+        # a first stage looks tokens up in the model's file where there is one
+        needs += Memory(weights=info.input_bytes if first == 0 and not layers.is_last and layers.is_sent else 0)
+        if number < len(self.drafts):
+            is_cut = last - first < info.n_layer
+            return needs + Memory(buffers=N_MESSAGES * 4 * layers.n_rows * info.n_embd if is_cut else 0)
         n_read = sum(first <= layer < last for layer in self.layers_read)
-        found += Memory(buffers=4 * n_read * capacity.n_rows * info.n_embd)
-        if last == info.n_layer and self.has_samplers:
-            found += Memory(buffers=N_BUFFERS * 4 * self._n_outputs * info.n_vocab)
-        if by.device.is_torch:
-            return found
+        needs += Memory(buffers=4 * n_read * capacity.n_rows * info.n_embd)
+        if layers.is_last and self.has_samplers:
+            needs += Memory(buffers=N_BUFFERS * 4 * self._n_outputs * info.n_vocab)
+        if place.device.is_torch:
+            return needs
         if rows_in_groups(numerics.repacked):
-            found += Memory(kv=GROUP_CELLS * sum(info.kv_bytes_per_cell[first:last]))
+            needs += Memory(kv=GROUP_CELLS * sum(info.kv_bytes_per_cell[first:last]))
         if not info.layers.rewinds:
             n_states = capacity.n_target_seq + N_SPARE_STATES
-            return found + Memory(kv=n_states * sum(info.layers.state_bytes[first:last]))
+            return needs + Memory(kv=n_states * sum(info.layers.state_bytes[first:last]))
         if self.n_in_blocks:
             n_prompts = capacity.n_prompts
             # prompts that are read at a time have as many rows together as the cache has cells at most
             n_rows = min(n_prompts * self.n_in_blocks, max(self.n_in_blocks, capacity.n_cells))
-            found += prefill_memory(info, first, last, n_prompts, n_rows, capacity.n_rows)
-        return found
-
-    def _of_layers(
-        self, info: ModelInfo, by: Computed, first: int, last: int, n_rows: int, exact: bool, types: CacheTypes
-    ) -> Memory:
-        """Of layers [first, last) with one context for runs of up to `n_rows`."""
-        in_file = self.in_cache
-        is_sent = str(info.path) in by.lacks and not in_file  # by rank 0, and there is no cache to keep it in
-        # a first stage looks tokens up in the model's file where there is one
-        table = Memory(weights=info.input_bytes if first == 0 and last < info.n_layer and is_sent else 0)
-        sizes, numerics = (self.capacity.n_cells, n_rows, self._n_outputs), self.numerics
-        if by.device.is_torch:
-            return table + torch_memory(info, first, last, *sizes, by.device.backend, in_file, is_sent)
-        n_on_gpu, mapped = by.device.n_gpu_layers, not numerics.repack or (exact and not numerics.repacked)
-        return table + slice_memory(info, first, last, *sizes, exact, in_file, n_on_gpu, is_sent, types, mapped)
+            needs += prefill_memory(info, first, last, n_prompts, n_rows, capacity.n_rows)
+        return needs
 
     @property
     def _n_outputs(self) -> int:
@@ -182,11 +178,109 @@ class MemoryNeeds:
         return layers_read(draft.head for draft in self.drafts)
 
 
-class Computed(NamedTuple):
+class Place(NamedTuple):
     """The devices of a rank's layers. `lacks`: models without a file there."""
 
     device: DevicePlan
     lacks: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Layers [first, last) of a model with one context for runs of up to `n_rows`.
+
+    is_mapped  the weights are not repacked
+    in_file    the slice is on a disk, even if it is not the whole model
+    is_sent    rank 0 sends the layers, and nothing keeps them
+    at_once    rows that are computed at once, if they come in parts
+    """
+
+    info: ModelInfo
+    first: int
+    last: int
+    n_cells: int
+    n_rows: int
+    n_outputs: int
+    device: DevicePlan = DevicePlan()  # noqa: RUF009 (it is frozen)
+    exact: bool = True
+    cache: CacheTypes = F16_CACHE
+    is_mapped: bool = True
+    in_file: bool = True
+    is_sent: bool = False
+    at_once: int = 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.last == self.info.n_layer
+
+    @property
+    def is_whole(self) -> bool:
+        return self.first == 0 and self.is_last
+
+    @property
+    def n_on_gpu(self) -> int:
+        """Layers on a GPU, which are the last ones."""
+        n_layers, n_on_gpu = self.last - self.first, self.device.n_gpu_layers
+        return n_layers if n_on_gpu < 0 else min(n_layers, n_on_gpu)
+
+    @property
+    def memory(self) -> Memory:
+        return self._torch_memory if self.device.is_torch else self._llama_memory
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Bytes that libllama puts on a GPU: weights, KV and buffers."""
+        if not self.device.uses_gpus:
+            return 0
+        info, on_gpu = self.info, slice(self.last - self.n_on_gpu, self.last)
+        has_head = self.is_last and not 0 <= self.device.n_gpu_layers <= self.last - self.first
+        weights = sum(info.layer_bytes[on_gpu]) + (info.output_bytes if has_head else 0)
+        kv = self.n_cells * sum(self.cache.cell_bytes(info.kv_shapes[on_gpu]))
+        n_rows = min(self.n_rows, self.at_once or self.n_rows)
+        return weights + kv + graph_bytes(info, has_head, self.n_cells, n_rows, self.n_outputs)
+
+    @property
+    def _llama_memory(self) -> Memory:
+        info, first, last = self.info, self.first, self.last
+        is_file = self.is_whole and not info.borrowed
+        in_file = self.in_file or (is_file and not self.is_sent)
+        weights = info.n_bytes if is_file else _slice_bytes(info, first, last)
+        n_mapped = weights if self.is_mapped and in_file else 0
+        # read weights are laid out anew, and a table that is also the output head is there in both forms
+        has_head_again = not self.is_mapped and self.is_last and (info.tied or not self.is_whole)
+        on_host = slice(first, last - self.n_on_gpu)
+        return Memory(
+            weights=weights - n_mapped + (info.input_bytes if has_head_again else 0),
+            mapped=n_mapped,
+            kv=self.n_cells * sum(self.cache.cell_bytes(info.kv_shapes[on_host])),
+            buffers=buffer_bytes(info, self.is_last, self.n_cells, self.n_rows, self.n_outputs)
+            + (packing_bytes(info, first, last, self.n_cells) if self.exact else 0),
+            # weights that are not mapped are read out of the slice, which is freed afterwards
+            loading=0 if self.is_mapped or in_file else weights,
+        )
+
+    @property
+    def _torch_memory(self) -> Memory:
+        """Without what a GPU holds; `auto` may be on one, and is taken to be on none."""
+        info, first, last, backend = self.info, self.first, self.last, self.device.backend
+        dtype = F32 if backend.dtype == AUTO and not backend.wants_gpu else backend.dtype.replace(AUTO, BF16)
+        n_bytes = CACHE_BYTES[dtype]
+        loading = 0 if self.in_file or self.is_whole else slice_bytes(info, first, last)
+        model = info.n_bytes * (self.is_whole and self.is_sent)  # stays, for its tokens
+        if backend.wants_gpu:
+            return Memory(weights=model, runtime=TORCH_BYTES, loading=loading)
+        rows = 4 * self.n_rows * (N_WIDE * feed_forward_length(info) + N_WIDE * info.n_embd)
+        logits = 2 * 4 * self.n_outputs * info.n_vocab if self.is_last else 0
+        mask = 4 * self.n_rows * self.n_cells * _group(info)  # of each query head of a key head, what its rows see
+        # keys and values of one layer are gathered in the order of positions
+        gathered = self.n_cells * n_bytes // 2 * max(info.kv_bytes_per_cell[first:last])
+        return Memory(
+            weights=model + weight_bytes(info, first, last, dtype),
+            kv=self.n_cells * n_bytes // 2 * sum(info.kv_bytes_per_cell[first:last]),
+            buffers=rows + logits + mask + gathered,
+            loading=loading,
+            runtime=TORCH_BYTES,
+        )
 
 
 def vocabulary_bytes(info: ModelInfo) -> int:
@@ -199,8 +293,8 @@ def check_alone(models: Sequence[tuple[ModelInfo, bool]], n_cells: int, n_rows: 
     """Raises UserError when this host has no memory for whole models, each (model, exact), in this process."""
     total = Memory()
     for info, exact in models:
-        total += slice_memory(info, 0, info.n_layer, n_cells, n_rows, n_rows, exact, in_file=True)
-    check_fits(["this host"], [free_memory()], [total], "use a smaller -n")
+        total += Layers(info, 0, info.n_layer, n_cells, n_rows, n_rows, exact=exact, is_mapped=exact).memory
+    check_fits([Host("this host", frozenset(), 0, free_memory())], [total], "use a smaller -n")
 
 
 def prefill_memory(info: ModelInfo, first: int, last: int, n_prompts: int, n_in_blocks: int, n_rows: int) -> Memory:
@@ -219,43 +313,23 @@ def packing_bytes(info: ModelInfo, first: int, last: int, n_cells: int) -> int:
     return n_copied * sum(info.kv_bytes_per_cell[first:last]) + sum(info.layers.state_bytes[first:last])
 
 
-def gpu_bytes(
-    info: ModelInfo, first: int, last: int, n_cells: int, n_rows: int, n_outputs: int, n_on_gpu: int, cache: CacheTypes
-) -> int:
-    """Bytes on a GPU that has the last `n_on_gpu` of layers [first, last), all if negative: weights, KV and buffers."""
-    on_gpu = slice(_first_on_gpu(first, last, n_on_gpu), last)
-    has_head = last == info.n_layer and not 0 <= n_on_gpu <= last - first
-    weights = sum(info.layer_bytes[on_gpu]) + (info.output_bytes if has_head else 0)
-    kv = n_cells * sum(cache.cell_bytes(info.kv_shapes[on_gpu]))
-    return weights + kv + buffer_bytes(info, has_head, n_cells, n_rows, n_outputs)
-
-
-def _first_on_gpu(first: int, last: int, n_on_gpu: int) -> int:
-    """Of layers [first, last), the last `n_on_gpu` of which are there, all if negative."""
-    return first if n_on_gpu < 0 else max(first, last - n_on_gpu)
-
-
-def slice_memory(
-    info: ModelInfo, first: int, last: int, n_cells: int, n_rows: int, n_outputs: int, exact: bool, in_file: bool,
-    n_on_gpu: int = 0, is_sent: bool = False, cache: CacheTypes = F16_CACHE, mapped: bool | None = None,
-) -> Memory:  # fmt: skip
-    """Of layers [first, last) with one context. `in_file`: mapped from a disk. `is_sent`: the whole model is in
-    memory. `mapped`: the weights are not repacked; None: with `exact` they are not."""
-    is_whole, is_last = (first, last) == (0, info.n_layer), last == info.n_layer
-    is_file = is_whole and not info.borrowed
-    in_file = in_file or (is_file and not is_sent)
-    weights = info.n_bytes if is_file else _slice_bytes(info, first, last)
-    is_mapped = exact if mapped is None else mapped
-    n_mapped = weights if is_mapped and in_file else 0
-    # read weights are laid out anew, and a table that is also the output head is there in both forms
-    head_again = 0 if is_mapped or not is_last or (is_whole and not info.tied) else info.input_bytes
-    on_host = slice(first, _first_on_gpu(first, last, n_on_gpu))
-    return Memory(
-        weights=weights - n_mapped + head_again,
-        mapped=n_mapped,
-        kv=n_cells * sum(cache.cell_bytes(info.kv_shapes[on_host])),
-        buffers=buffer_bytes(info, is_last, n_cells, n_rows, n_outputs)
-        + (packing_bytes(info, first, last, n_cells) if exact else 0),
-        # weights that are not mapped are read out of the slice, which is let go when they are
-        loading=0 if is_mapped or in_file else weights,
+@lru_cache(maxsize=1 << 16)
+def weight_bytes(info: ModelInfo, first: int, last: int, dtype: str, device: str = CPU) -> int:
+    """Torch's, of layers [first, last), with the output head and norm on the last slice."""
+    n_elements = sum(
+        tensor.n_elements
+        for tensor in info.tensors
+        if (layer := layer_of(tensor.name)) is not None and first <= layer < last
     )
+    head = info.tensor("token_embd.weight" if info.tied else "output.weight")
+    n_head = head.n_elements if head is not None and last == info.n_layer else 0
+    # on a GPU there is no kernel for a head in 8 bits
+    head_bytes = HEAD_BYTES[BF16 if dtype == INT4 and device != CPU else dtype]
+    return int(n_elements * WEIGHT_BYTES[dtype] + n_head * head_bytes)
+
+
+def _group(info: ModelInfo) -> int:
+    """Query heads of a key head."""
+    heads = info.layers.of_layers("attention.head_count", 1)[0]
+    heads_kv = info.layers.of_layers("attention.head_count_kv", heads if isinstance(heads, int) else 1)[0]
+    return max(1, heads // max(1, heads_kv)) if isinstance(heads, int) and isinstance(heads_kv, int) else 1

@@ -6,37 +6,41 @@ from functools import lru_cache
 from pathlib import Path
 
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.process.complain import complain
-from pipeinfer.models.gguf.head import OWN_HEAD
-from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
-from pipeinfer.models.gguf.vocabulary import vocabulary_digest
-from pipeinfer.models.heads.own_head import draft_of, has_own_head
-from pipeinfer.models.hub_names import name_of
+from pipeinfer.job.options.options import JobModels
+from pipeinfer.job.process.streams import complain
+from pipeinfer.models.drafts.head_files import draft_of, has_mtp_head
+from pipeinfer.models.drafts.translation import Translation, find_translation
+from pipeinfer.models.gguf.model_info import OWN_HEAD, ModelInfo, read_model_info
+from pipeinfer.models.gguf.validation import vocabulary_digest
+from pipeinfer.models.hub import name_of
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.models.text.vocabularies import Translation, find_translation
 
 
 def open_models(target: Path, drafts: Sequence[Path]) -> tuple[ModelInfo, Tokenizer]:
     """The target's header and vocabulary. Raises UserError when a model is unusable or the draft's does not fit."""
     info = read_model_info(target)
     tokenizer = Tokenizer(target)
-    for path in drafts:
-        draft = draft_of(path, info)
-        draft.check_rewinds("it cannot be a draft: take another one, or -md none")
-        translation = None if draft.head and draft.head.own else draft_translation(target, path)
-        if draft.head and translation and not translation.alike:
-            raise UserError(
-                f"{path} is a head for another model than {target}: they share {translation.n_shared} of "
-                f"{len(translation.said)} tokens; give the head that was trained for it, another draft, or -md none"
-            )
+    check_drafts(info, drafts)
     return info, tokenizer
+
+
+def check_drafts(target: ModelInfo, paths: Sequence[Path]) -> None:
+    """Raises UserError for a draft that is unusable, or does not fit the target."""
+    for path in paths:
+        draft = draft_of(path, target)
+        draft.check_rewinds("it cannot be a draft: take another one, or -md none")
+        translation = None if draft.head and draft.head.own else draft_translation(target.path, path)
+        if draft.head and translation and not translation.padding_only:
+            raise UserError(
+                f"{path} is a head for another model than {target.path}: they share {translation.n_shared} of "
+                f"{len(translation.outputs)} tokens; give the head that was trained for it, another draft, or -md none"
+            )
 
 
 def read_drafts(paths: Sequence[Path], target: ModelInfo) -> list[ModelInfo]:
     """Their headers, a head first, then the smallest. Raises UserError for what cannot draft for the target."""
-    found = [draft_of(path, target) for path in paths]
-    return sorted(found, key=lambda draft: (draft.head is None, draft.n_bytes))
+    drafts = [draft_of(path, target) for path in paths]
+    return sorted(drafts, key=lambda draft: (draft.head is None, draft.n_bytes))
 
 
 def draft_translation(target: Path, draft: Path) -> Translation | None:
@@ -47,7 +51,7 @@ def draft_translation(target: Path, draft: Path) -> Translation | None:
 
 @lru_cache(maxsize=8)
 def _compare(target: Path, draft: Path, digests: tuple[str, str]) -> Translation | None:
-    """`digests`: of what is compared, should a file change meanwhile."""
+    """`digests`: of both vocabularies, as a key that changes with the files."""
     tokenizers: list[Tokenizer] = []
     try:
         for path in (target, draft):
@@ -60,33 +64,32 @@ def _compare(target: Path, draft: Path, digests: tuple[str, str]) -> Translation
 
 def translation_note(draft: Path, translation: Translation | None) -> str:
     """A note on the translation; empty where no token differs but padding."""
-    if translation is None or translation.alike:
+    if translation is None or translation.padding_only:
         return ""
     return (
         f"{draft} has other tokens than the target: they are translated, {translation.n_shared} of "
-        f"{len(translation.said)} can be guessed"
+        f"{len(translation.outputs)} can be guessed"
     )
 
 
-def fetch_models(options: RunOptions) -> RunOptions:
-    """The options with files in the place of names, and with the target's own head as the draft where that is wanted.
-    Raises UserError for a file that cannot be had."""
-    model, *drafts = fetch_files([options.model, *options.drafts], options.offline)
-    may_find = options.finds_head and not any(backend.is_torch for backend in options.backend)
-    if may_find and has_own_head(read_model_info(model)):
+def fetch_models(models: JobModels) -> JobModels:
+    """With files in the place of names, and with the target's own head as the draft where that is wanted. Raises
+    UserError for a file that cannot be had."""
+    target, *drafts = fetch_files([models.target, *models.drafts], models.offline, models.hf_token)
+    if models.finds_head and has_mtp_head(read_model_info(target)):
         drafts = [OWN_HEAD]
-    return replace(options, model=model, drafts=tuple(drafts))
+    return replace(models, target=target, drafts=tuple(drafts))
 
 
-def fetch_files(paths: Sequence[Path], offline: bool = False) -> list[Path]:
-    """The same of single paths."""
-    return [_fetched(path, offline) for path in paths]
+def fetch_files(paths: Sequence[Path], offline: bool = False, token: str | None = None) -> list[Path]:
+    """The same of single paths. `token`: for the hub; None: huggingface_hub finds it, as in HF_TOKEN."""
+    return [_fetched(path, offline, token) for path in paths]
 
 
-def _fetched(path: Path, offline: bool) -> Path:
+def _fetched(path: Path, offline: bool, token: str | None) -> Path:
     name = name_of(path)
     if name is None:
         return path
     from pipeinfer.models.hub import fetch  # what it imports takes a while
 
-    return fetch(name, offline, complain)
+    return fetch(name, offline, complain, token)

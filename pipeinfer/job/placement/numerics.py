@@ -5,14 +5,14 @@ Free memory, the number of ranks, threads and the policy are no part of it. Know
 
 import hashlib
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pipeinfer.cluster.hosts.cores import Host
-from pipeinfer.cluster.messages.activations import WireType
+from pipeinfer.cluster.wire import WireType
 from pipeinfer.job.options.sections import Numerics
 from pipeinfer.job.placement.devices import DevicePlan
-from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
+from pipeinfer.models.gguf.layers import F16_CACHE, CacheTypes
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.llama.ggml import type_name
 from pipeinfer.models.llama.params import MANY, LlamaParams, TypeRows, in_groups, rows_in_groups, worth_repacking
@@ -31,7 +31,9 @@ class NumericsPlan:
     exact      a row has the same bits in every batch and tree
     repack     libllama may copy weights into the layout of faster kernels
     repacked   types of the target's weights that are repacked with `exact`, and how rows of each are computed
-    blocks     prompts are evaluated in blocks that follow from their length; see pipeinfer.core.kv.blocks
+    at_once    with layers on GPUs, rows that each device computes at once, with the bits that they have alone on any;
+               0: there are none
+    blocks     prompts are evaluated in blocks that follow from their length; see pipeinfer.core.blocks
     parked     rejected cells of the target stay taken until all are packed
     wire_type  of activations between ranks
     cache      types of the target's keys and values, where `exact` does not choose them
@@ -41,11 +43,17 @@ class NumericsPlan:
     exact: bool = True
     repack: bool = True
     repacked: tuple[TypeRows, ...] = ()
+    at_once: int = 0
     blocks: bool = False
     parked: bool = False
     wire_type: WireType = WireType.F32
     cache: CacheTypes = F16_CACHE
     draft_cache: CacheTypes = F16_CACHE
+
+
+def may_repack(options: Numerics) -> bool:
+    """Whether weights of the target may be repacked with exact numerics."""
+    return options.repack and options.numerics == "exact"
 
 
 def repacked_alike(hosts: Sequence[Host], info: ModelInfo, n_requests: int, name: str) -> tuple[TypeRows, ...]:
@@ -64,33 +72,47 @@ def repacked_alike(hosts: Sequence[Host], info: ModelInfo, n_requests: int, name
     return in_groups(info, in_parts, [type for type, _ in hosts[0].grouped], n_requests) or in_parts
 
 
-def numerics_of(options: Numerics, repacked: tuple[TypeRows, ...], blocks: bool) -> NumericsPlan:
+def rows_at_once(hosts: Sequence[Host]) -> int:
+    """On all devices of the target's layers. A layer must have the same bits on each: else 0."""
+    results = [each for host in hosts for each in host.exact_rows]
+    return min((n_rows for n_rows, _ in results), default=0) if len({digest for _, digest in results}) == 1 else 0
+
+
+def numerics_of(options: Numerics, repacked: tuple[TypeRows, ...], at_once: int, blocks: bool) -> NumericsPlan:
     """Before ranks have their layers; its name is of the options alone."""
     return NumericsPlan(
-        options.rounding, options.numerics == "exact", options.repack, repacked, blocks, False, options.wire_type,
-        options.cache, options.draft_cache,
+        options.rounding, options.numerics == "exact", options.repack, repacked, at_once, blocks, False,
+        options.wire_type, options.cache, options.draft_cache,
     )  # fmt: skip
+
+
+def unnamed_numerics(
+    options: Numerics, hosts: Sequence[Host], info: ModelInfo, devices: Iterable[DevicePlan], n_requests: int = 1,
+    name: str = "",
+) -> NumericsPlan:  # fmt: skip
+    """The numerics before layers are assigned. `devices`: of the target's ranks; `n_requests`, `name`: see
+    `repacked_alike`. Drafts may be on GPUs; with layers of the target there rows come in the parts that were tried."""
+    is_exact, is_on_cpus = options.numerics == "exact", all(device.n_gpu_layers == 0 for device in devices)
+    repacked = repacked_alike(hosts, info, n_requests, name) if may_repack(options) and is_exact and is_on_cpus else ()
+    at_once = rows_at_once(hosts) if is_exact and not is_on_cpus else 0
+    return numerics_of(options, repacked, at_once, info.layers.architecture.flash and is_exact and is_on_cpus)
 
 
 def named(plan: NumericsPlan, target: Sequence[DevicePlan], host: Host) -> NumericsPlan:
     """`target`: what computes each stage of the target. `host`: one of them; all repack alike. A name is such as
-    `exact`, `exact-q4_0.32-1f3a`, `exact-q4_k.x4-q6_k.x4-9c07` (in groups), `fast-q8_0-f16`, `exact-torch`."""
+    `exact`, `exact-q4_0.32-1f3a`, `exact-q4_k.x4-q6_k.x4-9c07` (in groups), `fast-q8_0-f16`, `exact-torch`; with layers
+    on GPUs `exact-gpu-51d0`, which is exact, or `exact-gpu`, which is not."""
     parts = [plan.name]
     if plan.repacked:
         parts += [f"{type_name(each.type)}.{'x' * each.in_groups}{each.n_rows}" for each in plan.repacked]
-        known = [(type, digest) for type, _, digest in host.repacked]
+        in_parts = [(type, digest) for type, _, digest in host.repacked]
         used = {each.type for each in plan.repacked}
-        digests = host.grouped if rows_in_groups(plan.repacked) else known
+        digests = host.grouped if rows_in_groups(plan.repacked) else in_parts
         results = "".join(digest for type, digest in digests if type in used)
         parts.append(hashlib.sha256(results.encode()).hexdigest()[:N_DIGITS])
-    parts += sorted(str(kernels) for kernels in {own.kernels for own in target if own.is_torch})
-    parts += ["gpu"] if any(own.uses_gpus for own in target) else []
+    parts += sorted(str(kernels) for kernels in {device.kernels for device in target if device.is_torch})
+    parts += ["gpu"] if any(device.uses_gpus for device in target) else []
+    parts += [host.exact_rows[0][1][:N_DIGITS]] if plan.at_once else []
     # libllama's exact numerics add in the order of cells; torch sorts them itself
-    parked = plan.exact and not all(own.is_torch for own in target)
+    parked = plan.exact and not all(device.is_torch for device in target)
     return replace(plan, name="-".join(parts), parked=parked)
-
-
-def other_numerics_text(kept: str, name: str) -> str:
-    """Of a job that goes on. `kept`: the numerics with which it began; `name`: those that it would have."""
-    return (f"what is to go on was begun with numerics {kept}, and here they are {name}: the text may be another one "
-            "from here on; start anew, or go on all the same with --allow-other-numerics")  # fmt: skip

@@ -1,27 +1,52 @@
 """A plan as a table: for each rank its host, its layers, its memory, and whether that fits."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 
-from pipeinfer.cluster.hosts.cores import sharers
-from pipeinfer.cluster.hosts.free_memory import UNLIMITED, spare_memory
-from pipeinfer.cluster.hosts.gpu_memory import spare_on_gpus
-from pipeinfer.job.placement.job_plan import JobPlan, ModelFile
-from pipeinfer.observe.report import show_table, without_suffixes
-from pipeinfer.observe.texts.plan_text import ALWAYS, CELLS, plan_cells
-from pipeinfer.sizes import size_text
+from pipeinfer.cluster.hosts.cores import UNLIMITED, sharers
+from pipeinfer.job.placement.job_plan import JobPlan
+from pipeinfer.observe.report import show_table
+from pipeinfer.text import count_text, or_dash, size_text, without_suffixes
 from pipeinfer.virtual.nodes import UNKNOWN_CORES, Node
 
+Row = Mapping[str, Any]
+
+ENOUGH = 130  # characters of a line that has room for all columns
+RANKS_SHOWN = 8  # in a line
+ALWAYS = ("rank", "host", "role", "layers", "weights", "KV", "memory", "spare", "threads")
+"""Columns that fit on a narrow terminal."""
+
 WHERE = ("backend", "device")
-"""What is also shown on a narrow terminal, where a rank is told."""
+"""Columns of a narrow terminal besides, where the user chose one a rank."""
 
-ENOUGH = 130
-"""Characters a line in which all columns have room."""
+USUAL = {"backend": "llama"}
+"""A column all of whose cells are this, or else a dash, is not shown."""
 
-RANKS_SHOWN = 8
-"""In a line."""
+CELLS: Mapping[str, Callable[[Row], str]] = {
+    "rank": lambda row: str(row["rank"]),
+    "host": lambda row: row["host"],
+    "cores": lambda row: or_dash(row["n_cores"]),
+    "free": lambda row: _size(row["room_bytes"]),
+    "GPU": lambda row: or_dash(row["gpu"]),
+    "backend": lambda row: row["backend"],
+    "device": lambda row: or_dash(row["device"]),
+    "speed": lambda row: _speed(row),
+    "speed from": lambda row: or_dash(row["speed_source"]),
+    "a layer": lambda row: _layer(row),
+    "role": lambda row: row["role"],
+    "layers": lambda row: or_dash(row["layers"]),
+    "weights": lambda row: _size(row["weight_bytes"]),
+    "KV": lambda row: _size(row["kv_bytes"]),
+    "buffers": lambda row: _size(row["buffer_bytes"]),
+    "memory": lambda row: _size(row["memory_bytes"]),
+    "spare": lambda row: _size(row["spare_bytes"]),
+    "on GPUs": lambda row: _size(row["gpu_bytes"] or None),
+    "spare there": lambda row: _size(row["gpu_spare_bytes"]),
+    "fits": lambda row: "yes" if row["fits"] else "no",
+    "threads": lambda row: or_dash(row["threads"]),
+}
 
 
 def show_plan(console: Console, plan: JobPlan, about: str = "") -> None:
@@ -39,46 +64,37 @@ def show_start(console: Console, plan: JobPlan, brief: str, about: str, verbose:
         show_plan(console, plan, f"{about}, numerics {plan.numerics.name}")
         return
     hosts, assignment = {host.name for host in plan.hosts}, plan.assignment
-    models = " with the draft ".join(map(_named, [plan.model, *plan.drafts]))
-    ranks = _counted(assignment.n_ranks, "rank")
-    where = f"{ranks} of {_counted(len(hosts), 'host')}" if assignment.n_ranks > 1 else ranks
+    named = [f"{without_suffixes(file.path.name)} ({size_text(file.n_bytes)})" for file in (plan.model, *plan.drafts)]
+    ranks = count_text(assignment.n_ranks, "rank")
+    where = f"{ranks} of {count_text(len(hosts), 'host')}" if assignment.n_ranks > 1 else ranks
     memory = size_text(sum(memory.total for memory in plan.memory))
     shown = [
         f"{rank}{f' ({plan.hosts[rank].name})' if len(hosts) > 1 else ''} {assignment.describe(rank)}"
         for rank in range(min(assignment.n_ranks, RANKS_SHOWN))
     ]
     more = f"; {assignment.n_ranks - RANKS_SHOWN} more: -v" if assignment.n_ranks > RANKS_SHOWN else ""
-    for line in (f"{models} on {where}, {memory}, {brief}", f"rank {'; '.join(shown)}{more}"):
+    for line in (f"{' with the draft '.join(named)} on {where}, {memory}, {brief}", f"rank {'; '.join(shown)}{more}"):
         console.print(line, markup=False, soft_wrap=True)
 
 
-def _named(model: ModelFile) -> str:
-    return f"{without_suffixes(model.path.name)} ({size_text(model.n_bytes)})"
-
-
-def _counted(n: int, what: str) -> str:
-    return f"{n} {what}{'s' * (n != 1)}"
-
-
 def plan_rows(plan: JobPlan, nodes: Sequence[Node]) -> list[dict[str, Any]]:
-    """Of every rank, in bytes; null where nobody knows. `nodes`: what each runs on.
+    """Of every rank, in bytes; null where unknown. `nodes`: of each rank.
 
-    layer_s               a row in a layer of the target's mean size, and who says so
-    n_cores, room_bytes   what its host has for all ranks there, before anything is loaded
-    read_bytes_per_s, …   this rank's share of its host's speed, and who says so
-    memory_bytes          what the rank will hold; needed_bytes: without weights that the system can read again
-    gpu_bytes, gpu_spare_bytes   what libllama puts on its GPUs, and what is left there likewise; null: nobody knows
-    spare_bytes           what is left there when all ranks of the host have theirs; negative: so much is missing
+    layer_s               a row in a layer of the target's mean size, and the source
+    n_cores, room_bytes   of its host for all ranks there, before anything is loaded
+    read_bytes_per_s, …   this rank's share of its host's speed, and the source
+    memory_bytes          of the rank; needed_bytes: without weights that the system can read again
+    gpu_bytes, gpu_spare_bytes   of libllama on its GPUs, and left there likewise; null: unknown
+    spare_bytes           left there when all ranks of the host are loaded; negative: so much is missing
     """
     hosts, memories = plan.hosts, plan.memory
-    spare = spare_memory(*plan.free_memory, memories)
-    on_gpus = spare_on_gpus(hosts, plan.on_gpus)
+    spare, on_gpus = plan.spare_memory, plan.spare_on_gpus
     rows = []
-    for rank, (node, memory, left) in enumerate(zip(nodes, memories, spare, strict=True)):
+    for rank, (node, memory, spare_bytes) in enumerate(zip(nodes, memories, spare, strict=True)):
         roles, room = plan.assignment.roles(rank), node.host.memory
         share = sharers(hosts, plan.assignment.computing, rank)
         speed = hosts[rank].speed
-        room_bytes = min(room.host, room.own)
+        room_bytes = min(room.host, room.process)
         rows.append(
             {
                 "rank": rank,
@@ -87,7 +103,7 @@ def plan_rows(plan: JobPlan, nodes: Sequence[Node]) -> list[dict[str, Any]]:
                 "room_bytes": room_bytes if room_bytes < UNLIMITED else None,
                 "gpu": node.gpu or None,
                 "backend": str(plan.device(rank).backend),
-                "device": plan.device(rank).name or None,
+                "device": plan.device_names(rank) or None,
                 "read_bytes_per_s": node.machine.bytes_per_s / share if node.machine else None,
                 "flop_per_s": node.machine.flop_per_s / share if node.machine else None,
                 "speed_source": node.source or None,
@@ -100,11 +116,32 @@ def plan_rows(plan: JobPlan, nodes: Sequence[Node]) -> list[dict[str, Any]]:
                 "buffer_bytes": memory.buffers + memory.runtime,
                 "memory_bytes": memory.total,
                 "needed_bytes": memory.needed,
-                "spare_bytes": left,
-                "gpu_bytes": plan.on_gpus[rank],
+                "spare_bytes": spare_bytes,
+                "gpu_bytes": plan.ranks[rank].gpu_bytes,
                 "gpu_spare_bytes": on_gpus[rank],
-                "fits": (left is None or left >= 0) and (on_gpus[rank] or 0) >= 0,
+                "fits": (spare_bytes is None or spare_bytes >= 0) and (on_gpus[rank] or 0) >= 0,
                 "threads": plan.threads[rank] if node.host.n_cores != UNKNOWN_CORES else None,
             }
         )
     return rows
+
+
+def plan_cells(rows: Sequence[Row], names: Sequence[str] = tuple(CELLS)) -> tuple[list[str], list[list[str]]]:
+    """Columns and cells of `plan_rows`, without columns that tell nothing here."""
+    cells = {name: [CELLS[name](row) for row in rows] for name in names}
+    shown = [name for name in names if name in ALWAYS or set(cells[name]) != {USUAL.get(name, "-")}]
+    return shown, [[cells[name][index] for name in shown] for index in range(len(rows))]
+
+
+def _size(n_bytes: float | None) -> str:
+    return "-" if n_bytes is None else f"-{size_text(-n_bytes)}" if n_bytes < 0 else size_text(n_bytes)
+
+
+def _speed(row: Row) -> str:
+    if row["read_bytes_per_s"] is None:
+        return "-"
+    return f"{row['read_bytes_per_s'] / 1e9:.3g} GB/s, {row['flop_per_s'] / 1e9:.4g} GFLOP/s"
+
+
+def _layer(row: Row) -> str:
+    return "-" if row["layer_s"] is None else f"{1e3 * row['layer_s']:.3g} ms, {row['layer_source']}"

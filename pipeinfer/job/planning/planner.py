@@ -1,4 +1,5 @@
-"""The plan that `run` would make on these nodes, and its predicted speed. Loads no weights, prints nothing."""
+"""The plan that `run` would make on some nodes, what it costs, and its predicted speed. Loads no weights, times and
+prints nothing."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -6,39 +7,41 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from pipeinfer.cluster.hosts.free_memory import spare_memory
-from pipeinfer.cluster.hosts.gpu_memory import spare_on_gpus
-from pipeinfer.cluster.timing.costs import LinkCost, Profile
+from pipeinfer.cluster.assignment import StagePlan
+from pipeinfer.cluster.hosts.cores import Host, LayerSpeed, sharers
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deploy import choose_numerics
-from pipeinfer.job.placement.devices import plan_devices
 from pipeinfer.job.placement.job_plan import JobPlan
-from pipeinfer.job.placement.lay_out import PlanInputs
 from pipeinfer.job.placement.model_files import read_drafts
-from pipeinfer.job.planning.planned_costs import planned_profile, with_described_speeds
-from pipeinfer.job.profiling.schedule import all_threads, kinds_of, ranks_to_time
+from pipeinfer.job.planning.deploy import PlanInputs, choose_numerics, schedule_of
 from pipeinfer.job.requests.request import fit_context
-from pipeinfer.models.gguf.model_info import ModelInfo
-from pipeinfer.observe.texts.plan_text import UNFIT
-from pipeinfer.policies import Iterative
+from pipeinfer.models.gguf.layers import F16_CACHE, CacheTypes
+from pipeinfer.models.gguf.model_info import ModelInfo, layer_of
+from pipeinfer.policies import Auto, Iterative
 from pipeinfer.virtual.choices import ranks_for
-from pipeinfer.virtual.compare import limit_of
+from pipeinfer.virtual.costs import HeadCost, LinkCost, ModelCost, Profile
 from pipeinfer.virtual.nodes import Node
-from pipeinfer.virtual.study import Question
+from pipeinfer.virtual.profile import Machine, Model
+from pipeinfer.virtual.study import Study
 
-N_PROMPT = 128  # tokens that a prompt is thought to have
+N_PROMPT = 128  # tokens of a prompt whose length is unknown
 ETHERNET = LinkCost(latency_s=50e-6, bytes_per_s=10e9 / 8)
-"""Of hosts whose links nobody describes: 10 Gbit/s."""
+"""Of links without a description: 10 Gbit/s."""
 
 N_SIMULATED = 128
 """Tokens of a simulated text."""
 
+HEAD = HeadCost(run_s=200e-6, verdict_s=200e-6, draft_s=80e-6)
+"""Our engine's own work on rank 0; an estimate, as in the shipped profiles."""
+
+UNFIT = "its plan does not fit"
+"""The reason why no speed of a policy is predicted, if it is this."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Of a text under a policy. `limit_per_s`: see `limit_of`."""
+    """Of a text under a policy. `limit_per_s`: see `Profile`."""
 
     policy: str
     tokens_per_s: float
@@ -50,8 +53,7 @@ class Prediction:
 @dataclass(frozen=True)
 class Planner:
     """`drafts`: the headers of all that are given, the smallest first. `acceptances`: how often each one's best guess
-    is right; empty: as `simulate` takes it. `is_described`: nobody was on the nodes, and what is said of
-    them is believed."""
+    is right; empty: the default of `simulate`. `is_described`: speeds are from the nodes' description."""
 
     options: RunOptions
     info: ModelInfo
@@ -64,20 +66,21 @@ class Planner:
 
     def changed(self, **changes: Any) -> "Planner":
         """With other options."""
-        return replace(self, options=replace(self.options, **changes))
+        return replace(self, options=self.options.changed(**changes))
 
     @property
     def drafts_in_use(self) -> Sequence[ModelInfo]:
-        return self.drafts if self.options.policy.drafts else ()
+        return self.drafts if self.options.speculation.policy.drafts else ()
 
     @property
     def n_ctx(self) -> int:
         """Raises UserError when the prompt does not fit."""
-        return fit_context(self.options.ctx_size, self.options.predict, self.info, self.n_prompt)[0]
+        context = self.options.context
+        return fit_context(context.ctx_size, context.predict, self.info, self.n_prompt)[0]
 
     @cached_property
     def plan(self) -> JobPlan:
-        """Raises UserError when splits or threads do not fit; whether the memory does, `shortage` says."""
+        """Whether it fits or not. Raises UserError when splits or threads do not fit."""
         timed = [node.host for node in self.nodes]
         hosts = with_described_speeds(self.nodes, self.info) if self.is_described else timed
         inputs = PlanInputs(self.options, hosts, self.info, self.drafts_in_use, self.n_ctx, self.n_prompt)
@@ -86,40 +89,32 @@ class Planner:
     @property
     def may_split_otherwise(self) -> bool:
         """Whether `run` would time ranks, because they differ and their speeds are unknown."""
-        hosts, devices = self.plan.hosts, plan_devices(self.options, self.plan.hosts)
-        kinds = kinds_of(hosts, all_threads(self.options.threads, hosts), devices)
-        ranks = ranks_to_time(self.options, hosts)
-        return len({kinds[rank] for rank in ranks}) > 1 and any(hosts[rank].speed is None for rank in ranks)
-
-    @property
-    def shortage(self) -> int:
-        """Bytes that are missing where most are; 0: it fits."""
-        spare = spare_memory(*self.plan.free_memory, self.plan.memory)
-        on_gpus = spare_on_gpus(self.plan.hosts, self.plan.on_gpus)
-        return max(0, max((-each for each in (*spare, *on_gpus) if each is not None), default=0))
+        hosts = self.plan.hosts
+        if not (schedule := schedule_of(self.options, hosts)):
+            return False
+        has_kinds = len({schedule.kinds[rank] for rank in schedule.ranks}) > 1
+        return has_kinds and any(hosts[rank].speed is None for rank in schedule.ranks)
 
     def lay_out(self, has_draft: bool) -> Profile:
         """The costs of the plan; without a draft its rank has layers too, as in `run`."""
-        asked = self if has_draft or not self.drafts_in_use else self.changed(policy=Iterative())
-        caches = self.options.cache, self.options.draft_cache
-        costs = planned_profile(asked.plan, self.info, asked.drafts_in_use, self.nodes, self.link, *caches)
-        return replace(costs, wire_type=self.options.wire_type)
+        planner = self if has_draft or not self.drafts_in_use else self.changed(policy=Iterative())
+        return planned_profile(planner.plan, self.info, planner.drafts_in_use, self.nodes, self.link)
 
     def predict(self, policy: Policy) -> Prediction:
-        """A text by a fresh policy. Raises UserError where it cannot be simulated, or its plan does not fit."""
+        """A text by a fresh policy; by `auto` without a draft one in which nothing can be looked up. Raises UserError
+        where it cannot be simulated, or its plan does not fit."""
         # a split has a part for each stage, and without drafts there are more
-        alike = policy.drafts == self.options.policy.drafts
-        asked = self.changed(policy=policy, layer_split=self.options.layer_split if alike else None)
-        if asked.shortage:
+        options, speculation = self.options, self.options.speculation
+        alike = not self.drafts or policy.drafts == speculation.policy.drafts
+        planner = self.changed(policy=policy, layer_split=options.placement.layer_split if alike else None)
+        if planner.plan.shortage:
             raise UserError(UNFIT)
-        if policy.drafts and not self.drafts:
+        if policy.drafts and not self.drafts and not isinstance(policy, Auto):
             raise UserError("guesses by --lookup are not simulated")
         by_rank = [ranks_for(share) for share in self.acceptances if policy.drafts]
-        question = Question(
-            asked.lay_out, N_SIMULATED, self.n_prompt, by_rank, self.options.cancel, self.options.partitions
-        )
-        simulated, result, _ = question.answer(deepcopy(policy))
-        timings, limit = result["timings"], limit_of(simulated.profile, self.n_prompt)
+        study = Study(planner.lay_out, N_SIMULATED, self.n_prompt, by_rank, speculation.cancel, speculation.partitions)
+        simulated, result = study.generate(deepcopy(policy) if self.drafts else Iterative())
+        timings, limit = result.data["timings"], simulated.profile.limit_per_s(self.n_prompt)
         speed = timings["predicted_per_second"]
         return Prediction(policy.name, speed, limit, timings["ttft_s"], timings["itl_p50_s"])
 
@@ -127,7 +122,7 @@ class Planner:
     def speed(self) -> float | None:
         """Tokens a second; None: unknown."""
         try:
-            return self.predict(self.options.policy).tokens_per_s
+            return self.predict(self.options.speculation.policy).tokens_per_s
         except UserError:
             return None
 
@@ -137,10 +132,115 @@ def open_planner(
     acceptances: Sequence[float], is_described: bool = False,
 ) -> Planner:  # fmt: skip
     """Raises UserError when a draft is no model, or `acceptances` are not one for each draft."""
-    drafts = read_drafts(options.drafts, info)
-    if acceptances and len(acceptances) != len(options.drafts):
+    drafts = read_drafts(options.models.drafts, info)
+    if acceptances and len(acceptances) != len(drafts):
         raise UserError(
-            f"--acceptance is given {len(acceptances)} times for {len(options.drafts)} drafts; give it once for each, "
+            f"--acceptance is given {len(acceptances)} times for {len(drafts)} drafts; give it once for each, "
             "the smallest first, or leave it out"
         )
     return Planner(options, info, drafts, nodes, link, n_prompt, acceptances, is_described)
+
+
+# -- costs
+
+
+def planned_profile(
+    plan: JobPlan, info: ModelInfo, drafts: Sequence[ModelInfo], nodes: Sequence[Node], link: LinkCost
+) -> Profile:
+    """The costs of a plan. `info`, `drafts`: of its models.
+
+    Raises UserError for what virtual time does not know: a rank that has target and draft, a draft that is cut, a host
+    of unknown speed.
+    """
+    assignment, machines, numerics = plan.assignment, machines_of(plan, info, nodes), plan.numerics
+    if assignment.n_ranks == 1 and assignment.drafts:
+        raise UserError("a lone rank computes target and draft in turns, which is not simulated")
+    if max(assignment.draft_split, default=1) > 1:
+        raise UserError("a draft on several ranks is not simulated")
+    target = model_of(info, numerics.cache)
+
+    def cost(part: StagePlan, model: Model) -> ModelCost:
+        return machines[part.rank].slice_of(model, part.last - part.first, part.last == model.layers)
+
+    return Profile(
+        name="the plan",
+        n_embd=target.n_embd,
+        stages=tuple(cost(stage, target) for stage in assignment.stages),
+        drafts=tuple(
+            cost(part, model_of(draft, numerics.draft_cache))
+            for draft, (part,) in zip(drafts, assignment.drafts, strict=True)
+        ),
+        link=link,
+        head=HEAD,
+        head_is_first=assignment.stages[0].rank == 0,
+        sleeps=True,
+        blocks=numerics.blocks,
+        parked=numerics.parked,
+        wire_type=numerics.wire_type,
+    )
+
+
+def model_of(info: ModelInfo, cache: CacheTypes = F16_CACHE) -> Model:
+    """What a row reads and computes, of experts those that one row uses."""
+    used = _share_of_experts(info)
+    end = info.n_layer
+    if info.head and info.head.own:
+        (end,) = (number + 1 for number in info.head.target_layers)  # its layer has its number in the target
+    parts = [tensor for tensor in info.tensors if (layer := layer_of(tensor.name)) is not None and layer < end]
+    shares = [used if "_exps" in tensor.name else 1.0 for tensor in parts]
+    head = info.tensor("output.weight") or info.tensor("token_embd.weight")
+    assert head is not None, "read_model_info wants a token table"
+    return Model(
+        name=info.name,
+        layers=info.n_layer,
+        n_embd=info.n_embd,
+        layer_bytes=sum(part.n_bytes * share for part, share in zip(parts, shares, strict=True)) / info.n_layer,
+        layer_params=sum(part.n_elements * share for part, share in zip(parts, shares, strict=True)) / info.n_layer,
+        output_bytes=info.output_bytes,
+        output_params=head.n_elements,
+        kv_bytes=sum(cache.cell_bytes(info.kv_shapes)) / info.n_layer,
+    )
+
+
+def _share_of_experts(info: ModelInfo) -> float:
+    used, all_ = (info.metadata.get(f"{info.architecture}.expert_{name}") for name in ("used_count", "count"))
+    if used is None or all_ is None or not isinstance(used.value, int) or not isinstance(all_.value, int):
+        return 1.0
+    return min(1.0, used.value / all_.value) if all_.value > 0 else 1.0
+
+
+def machines_of(plan: JobPlan, info: ModelInfo, nodes: Sequence[Node]) -> list[Machine]:
+    """Each rank's share of its host, all of whose ranks compute, as fast as a row was in the layers of `info` where
+    these were timed. Raises UserError when some speed is not known."""
+    machines, model = [], model_of(info)
+    for rank, node in enumerate(nodes):
+        if node.machine is None:
+            raise UserError(
+                f"the speed of {node.host.name} is not known; give gb_per_s and gflop_per_s in the hosts file"
+            )
+        share = _slowed(node.machine, sharers(plan.hosts, plan.assignment.computing, rank))
+        if speed := node.host.speed:
+            factor = speed.layer_s(info.layer_bytes) / share.slice_of(model, 1, True).layer.at(1)
+            share = _slowed(replace(share, layer_s=share.layer_s * factor), factor)
+        machines.append(share)
+    return machines
+
+
+def with_described_speeds(nodes: Sequence[Node], info: ModelInfo) -> list[Host]:
+    """The hosts with speeds of layers from their description. All ranks of a host are taken to compute."""
+    model, hosts = model_of(info), [node.host for node in nodes]
+    mean_bytes = sum(info.layer_bytes) / info.n_layer  # all experts': the planner knows no others
+
+    def speed(rank: int, node: Node) -> LayerSpeed | None:
+        if node.machine is None:
+            return None
+        share = sharers(hosts, frozenset(range(len(nodes))), rank)
+        cost = _slowed(node.machine, share).slice_of(model, 1, True)
+        return LayerSpeed(cost.layer.at(1) / mean_bytes, cost.output.at(1), node.source)
+
+    return [replace(node.host, speed=speed(rank, node)) for rank, node in enumerate(nodes)]
+
+
+def _slowed(machine: Machine, factor: float) -> Machine:
+    """The share of one of `factor` ranks."""
+    return replace(machine, bytes_per_s=machine.bytes_per_s / factor, flop_per_s=machine.flop_per_s / factor)

@@ -1,51 +1,217 @@
-"""Rank 0 turns options into a plan and a request, and checks all that can be wrong before models load."""
+"""From options to loaded models on every rank: rank 0 checks all that can be wrong before models load, and makes plan
+and request; the other ranks follow the plan. Knows no command."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from pipeinfer.cluster.assignment import check_stages
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.limits import STDIN
-from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deploy import DoesNotFit, deploy
+from pipeinfer.job.options.limits import AUTO_LAYERS, OFF, STDIN
+from pipeinfer.job.options.options import RunOptions, with_plan
+from pipeinfer.job.placement.devices import plan_devices, rank_options
 from pipeinfer.job.placement.job_plan import JobPlan
-from pipeinfer.job.placement.model_files import open_models
-from pipeinfer.job.process.complain import complain
-from pipeinfer.job.requests.chat_format import ChatFormat, open_format
-from pipeinfer.job.requests.constraints import constrained
-from pipeinfer.job.requests.request import DEFAULT_CTX, GenerationRequest, end_tokens, make_request, read_prompt
-from pipeinfer.models.gguf.model_info import ModelInfo, part_paths
+from pipeinfer.job.placement.model_files import check_drafts, fetch_models, open_models
+from pipeinfer.job.placement.numerics import may_repack
+from pipeinfer.job.planning.deploy import DoesNotFit, deploy, schedule_of
+from pipeinfer.job.process.streams import complain
+from pipeinfer.job.profiling.hosts import check_present, exact_rows, free_gpus, gpus, sends_from_device
+from pipeinfer.job.profiling.layer_times import with_layer_times
+from pipeinfer.job.requests.body import Defaults
+from pipeinfer.job.requests.chat_format import open_format
+from pipeinfer.job.requests.journal import kept_numerics
+from pipeinfer.job.requests.request import (
+    GenerationRequest,
+    check_constraints,
+    end_tokens,
+    fit_context,
+    grammar_of,
+    read_prompt,
+)
+from pipeinfer.models.gguf.model_info import ModelInfo, part_paths, read_model_info
+from pipeinfer.models.llama.ggml import has_gpu, load_library
+from pipeinfer.models.llama.repacking import grouped_types, repacked_types
+from pipeinfer.models.llama.rpc import connect
 from pipeinfer.models.text.chat_template import template_of
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.observe.results import RESULTS
-from pipeinfer.observe.table import Table
+from pipeinfer.observe.table import RESULTS, Table
 from pipeinfer.outputs import check_separate, check_writable
+from pipeinfer.policies import Auto
 from pipeinfer.virtual.nodes import Node
 
+if TYPE_CHECKING:  # imports MPI
+    from pipeinfer.cluster.transport import Link
+    from pipeinfer.job.launch.context import Context
+    from pipeinfer.job.launch.start import Crew
 
-@dataclass(frozen=True, slots=True)
-class ChatSetup:
-    """`request`: the settings of all answers, without a prompt. `first`: the user's first message, if given."""
+T = TypeVar("T")
 
-    request: GenerationRequest
-    format: ChatFormat
-    first: str | None
+Prepare = Callable[[RunOptions, Sequence[Host]], tuple[JobPlan, T] | None]
+RunHead = Callable[["Context", JobPlan, T], int]
+
+
+def start_prepared(settings: object, options: RunOptions, plan_job: Prepare[T], run_head: RunHead[T]) -> int:
+    """A job, on every rank; returns the exit code. `settings`: must be alike on all, as in `start_job`."""
+    from pipeinfer.job.launch.start import start_job  # initialises MPI
+
+    placement, verbose = options.placement, options.output.verbose
+    return start_job(lambda crew: _run(crew, options, plan_job, run_head), settings, placement, verbose)
+
+
+def _run(crew: "Crew", options: RunOptions, plan_job: Prepare[T], run_head: RunHead[T]) -> int:
+    """Rank 0 prepares and is the head, the others serve. Returns the exit code; 0 without a plan. Raises
+    JobError."""
+    link = crew.link
+    if link.rank:
+        get_ready()
+    options = without_gpus(link, link.agree(lambda: _checked(options, link.size)))
+    hosts = find_hosts(crew, options)
+    prepared: tuple[JobPlan, T] | None = None
+
+    def make_plan() -> JobPlan | None:
+        nonlocal prepared
+        try:
+            prepared = plan_job(options, hosts)
+        except DoesNotFit as error:
+            from pipeinfer.job.planning.plan_table import show_plan
+            from pipeinfer.observe.report import stderr_console
+
+            show_plan(stderr_console(), error.plan)
+            raise
+        return prepared and prepared[0]
+
+    plan = link.agree(make_plan)
+    if plan is None:
+        return 0
+    context = crew.context(plan, options.output.trace is not None)
+    if not prepared:
+        from pipeinfer.job.loading.load import run_stage
+
+        return run_stage(context, plan)
+    return run_head(context, *prepared)
+
+
+def get_ready() -> None:
+    """Import and load what every stage needs, while rank 0 plans."""
+    import pipeinfer.job.loading.load  # noqa: F401
+
+    load_library()
+
+
+def _checked(options: RunOptions, n_ranks: int) -> RunOptions:
+    """With what --plan decides, the numerics of resumed texts, and files. Raises UserError, also for values that are
+    not one a rank."""
+    options = with_plan(options, n_ranks)
+    rank_options(options.placement, n_ranks)
+    options = with_files(options.changed(resumed=kept_numerics(options.output.resume)), n_ranks)
+    if n_ranks > 1:
+        check_headers(options, n_ranks)
+    return options
+
+
+def check_headers(options: RunOptions, n_ranks: int) -> None:
+    """Raises UserError for what follows from the models' headers, before any rank loads or times layers."""
+    info = read_model_info(options.models.target)
+    check_drafts(info, options.drafts_in_use)
+    if not options.models.finds_head:  # which may need a rank
+        check_stages(len(options.target_ranks(n_ranks)), info.n_layer, n_ranks)
+
+
+def with_files(options: RunOptions, n_ranks: int) -> RunOptions:
+    """With files in the place of models' names, and with the policy of so many ranks: without a draft several wait for
+    each other, unless `auto` looks guesses up. Where layers keep states it is not taken unasked, as each guess needs a
+    state of its own. Raises UserError for a file that cannot be had."""
+    options = replace(options, models=fetch_models(options.models))
+    if options.speculation.by_ranks and n_ranks > 1 and read_model_info(options.models.target).layers.rewinds:
+        options = options.changed(policy=Auto())
+    return options.changed(by_ranks=False)
+
+
+def without_gpus(link: "Link", options: RunOptions) -> RunOptions:
+    """As in llama.cpp: where no rank has a GPU, -ngl is passed over with a warning. Collective."""
+    ranks = options.placement
+    if (ranks.n_gpu_layers, max(0, ranks.n_gpu_layers_draft)) == ((0,), 0) or any((*ranks.device, *ranks.rpc)):
+        return options
+    if any(link.all_gather(has_gpu())):
+        return options
+    if link.rank == 0:
+        complain("-ngl is without effect: libllama has no GPU here, all layers are computed on CPUs; it takes a "
+                 "GPU and a build with CMAKE_ARGS=-DGGML_CUDA=on, or --rpc")  # fmt: skip
+    return options.changed(n_gpu_layers=(0,), n_gpu_layers_draft=AUTO_LAYERS)
+
+
+def find_hosts(crew: "Crew", options: RunOptions) -> Sequence[Host]:
+    """The hosts with all that ranks find out about them. `options`: `with_files`. Collective. Raises JobError."""
+    from pipeinfer.cluster.transport import is_gpu_aware  # initialises MPI
+
+    link = crew.link
+    hosts = link.all_gather(link.agree_all(lambda: describe_host(options, crew.hosts, link.rank, is_gpu_aware)))
+    schedule, target = schedule_of(options, hosts), options.models.target
+    return with_layer_times(crew, hosts, schedule, target, options.numerics) if schedule else hosts
+
+
+def describe_host(
+    options: RunOptions, hosts: Sequence[Host], rank: int, query_mpi: Callable[[], bool | None] = lambda: None
+) -> Host:
+    """This rank's host with the models that it lacks, its GPUs and their free memory, whether MPI reads that, and the
+    types of weights that may be repacked there with exact numerics. Raises UserError for wrong GPUs and servers."""
+    placement, by_rank = options.placement, rank_options(options.placement, len(hosts))
+    with named_rank(rank, hosts[rank].name):
+        connect(by_rank[rank].servers)
+    offloads = has_gpu()
+    uses_gpus = offloads and (any(placement.n_gpu_layers) or placement.n_gpu_layers_draft != 0)
+    present = gpus() if uses_gpus or any(placement.device) else []
+    # ranks whose builds differ find that out themselves
+    alike = [
+        replace(host, offloads=offloads, gpus_given=" ".join([host.gpus_given, *each.servers]).strip())
+        for host, each in zip(hosts, by_rank, strict=True)
+    ]
+    alike[rank] = host = replace(alike[rank], gpu_names=tuple(device.name for device in present))
+    devices = plan_devices(placement, alike)
+    if names := devices[rank].target.devices:
+        with named_rank(rank, host.name):
+            check_present(names, present)
+    repacks = may_repack(options.numerics) and not devices[rank].target.is_torch
+    gpu_aware = OFF if options.experiments.pace else options.numerics.gpu_aware
+    return replace(
+        host,
+        gpus=free_gpus(devices[rank], present),
+        device_messages=sends_from_device(gpu_aware, devices, host, rank, query_mpi),
+        lacks=frozenset(str(path) for path in options.models.files if not all(map(os.path.exists, part_paths(path)))),
+        repacked=repacked_types() if repacks else (),
+        grouped=grouped_types() if repacks else (),
+        exact_rows=exact_rows(options, hosts, devices, present, rank),
+    )
+
+
+@contextmanager
+def named_rank(rank: int, host: str) -> Iterator[None]:
+    """A UserError names both."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"rank {rank} (host {host}): {error}") from None
+
+
+# -- on rank 0
 
 
 def prepare(
-    options: RunOptions, hosts: Sequence[Host], given: bool = True
+    options: RunOptions, hosts: Sequence[Host], is_users: bool = True
 ) -> tuple[JobPlan, tuple[GenerationRequest, Tokenizer]]:
-    """`given`: whether the prompt is the user's. Raises UserError for whatever is wrong with the options, the files and
-    how they fit together."""
-    check_outputs(options)
-    info, tokenizer = open_models(options.model, options.drafts_in_use)
-    options = constrained(options, tokenizer)
-    text, format = read_prompt(options), open_format(options, info, tokenizer)
-    names = tokenizer.control_names if options.parse_special else None
-    if given and not format and template_of(info.metadata) and not (names and names.search(text)):
+    """`is_users`: the prompt is the user's. Raises UserError for whatever is wrong with the options, the files and how
+    they fit together."""
+    options, info, tokenizer = open_job(options)
+    format = open_format(options.text, info, tokenizer)
+    text, special = read_prompt(options.text), options.text.parse_special
+    names = tokenizer.control_names if special else None
+    if is_users and not format and template_of(info.metadata) and not (names and names.search(text)):
         complain(f"{info.path.name} has a chat template, and -p is continued as plain text; --chat asks it")
-    prompt = format.first_prompt(text) if format else tokenizer.encode(text, parse_special=options.parse_special)
+    prompt = format.first_prompt(text) if format else tokenizer.encode(text, parse_special=special)
     if not prompt and format:
         raise format.makes_nothing
     if not prompt:
@@ -56,7 +222,7 @@ def prepare(
     try:
         plan = deploy(options, hosts, info, request.n_ctx, len(prompt))
     except DoesNotFit as error:
-        if options.kept_numerics:  # advice would be for others
+        if options.numerics.resumed:  # advice would be for others
             raise
         from pipeinfer.job.planning.planner import ETHERNET, open_planner  # takes a while to import
         from pipeinfer.job.planning.suggestions import advised
@@ -66,23 +232,32 @@ def prepare(
     return plan, (request, tokenizer)
 
 
-def prepare_chat(options: RunOptions, hosts: Sequence[Host]) -> tuple[JobPlan, ChatSetup]:
-    """The same for a chat; `options.chat` must be there. A template that is broken is refused here."""
-    check_outputs(options)
-    info, tokenizer = open_models(options.model, options.drafts_in_use)
-    options = constrained(options, tokenizer)
-    format = open_format(options, info, tokenizer)
-    assert format, "a chat without its options"
-    format.template.check()
-    asked = options.prompt is not None or options.file is not None
-    first = read_prompt(options) if asked else None
-    n_ctx = options.ctx_size or min(info.n_ctx_train, DEFAULT_CTX)
-    n_predict = options.predict if options.predict >= 0 else n_ctx
-    request = GenerationRequest(
-        (), n_predict, n_ctx, options.sampling.settled, end_tokens(options.ignore_eos, tokenizer), format.stops,
-        markers=True, keep=True, policy=options.policy,
+def make_request(
+    options: RunOptions, info: ModelInfo, tokenizer: Tokenizer, prompt: Sequence[int], n_most: int = 0
+) -> GenerationRequest:
+    """`n_most`: tokens of the longest prompt that shares its context. Raises UserError when that does not fit."""
+    context, text = options.context, options.text
+    n_ctx, n_predict = fit_context(context.ctx_size, context.predict, info, max(n_most, len(prompt)))
+    return GenerationRequest(
+        tuple(prompt), n_predict, n_ctx, options.sampling.settled, end_tokens(context.ignore_eos, tokenizer),
+        text.stops, markers=text.chat is not None, policy=options.speculation.policy,
     )  # fmt: skip
-    return deploy(options, hosts, info, n_ctx, n_ctx), ChatSetup(request, format, first)
+
+
+def open_job(options: RunOptions) -> tuple[RunOptions, ModelInfo, Tokenizer]:
+    """The options with a grammar for their schema, and the target's header and vocabulary. Raises UserError, also for
+    files that cannot be written."""
+    check_outputs(options)
+    info, tokenizer = open_models(options.models.target, options.drafts_in_use)
+    sampling = replace(options.sampling, grammar=grammar_of(options.constraints))
+    check_constraints(sampling, options.context.ignore_eos, tokenizer)
+    return replace(options, sampling=sampling), info, tokenizer
+
+
+def defaults_of(options: RunOptions, **more: Any) -> Defaults:
+    """Of requests that come one by one. `more`: further fields."""
+    context = options.context
+    return Defaults(options.sampling, context.predict, options.text.stops, context.ignore_eos, **more)
 
 
 def deploy_largest(
@@ -93,33 +268,37 @@ def deploy_largest(
         try:
             return deploy(options, hosts, info, n_ctx, min(n_ctx, n_prompt))
         except DoesNotFit:
-            if options.ctx_size or n_ctx <= least:
+            if options.context.ctx_size or n_ctx <= least:
                 raise
             n_ctx = max(least, n_ctx // 2)
 
 
 def check_outputs(options: RunOptions, table: Table = RESULTS) -> None:
     """Raises UserError for files that cannot be written, or that are read. `table`: the one of --results."""
-    outputs = {"--results": options.results, "--trace": options.trace, "--resume": options.resume}
+    output, cache = options.output, options.models.slice_cache
+    outputs = {"--results": output.results, "--trace": output.trace, "--resume": output.resume}
     check_separate(outputs, inputs_of(options))
-    cache = options.slice_cache
     if cache and cache.exists() and not cache.is_dir():
         raise UserError(f"--slice-cache {cache} is no directory; name one, it is made if it is not there")
-    if options.results:
-        table.check(options.results)
-    if options.trace:
-        check_writable(options.trace, "--trace")
+    if output.results:
+        table.check(output.results)
+    if output.trace:
+        check_writable(output.trace, "--trace")
 
 
 def inputs_of(options: RunOptions) -> dict[str, list[Path]]:
     """The files that a job reads, by the options that name them."""
-    return {
-        "--model": part_paths(options.model),
-        "--model-draft": [part for draft in options.drafts for part in part_paths(draft)],
-        "--file": [options.file] if options.file not in (None, STDIN) else [],
-        "--grammar-file": [options.grammar.grammar_file] if options.grammar.grammar_file else [],
-        "--json-schema-file": [options.grammar.schema_file] if options.grammar.schema_file else [],
-        "--system-prompt-file": [options.chat.system_file] if options.chat and options.chat.system_file else [],
-        "--chat-template-file": [options.chat.template_file] if options.chat and options.chat.template_file else [],
-        "--pace": [Path(options.pace.partition(":")[0])] if options.pace else [],
+    text, grammar, pace = options.text, options.constraints, options.experiments.pace
+    files = {
+        "--file": text.file if text.file != STDIN else None,
+        "--grammar-file": grammar.grammar_file,
+        "--json-schema-file": grammar.schema_file,
+        "--system-prompt-file": text.chat.system_file if text.chat else None,
+        "--chat-template-file": text.chat.template_file if text.chat else None,
+        "--pace": Path(pace.profile) if pace else None,
     }
+    models = {
+        "--model": part_paths(options.models.target),
+        "--model-draft": [part for draft in options.models.drafts for part in part_paths(draft)],
+    }
+    return models | {option: [file] if file else [] for option, file in files.items()}

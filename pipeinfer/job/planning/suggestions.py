@@ -5,17 +5,17 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pipeinfer.errors import UserError
-from pipeinfer.job.placement.deploy import DoesNotFit
 from pipeinfer.job.placement.job_plan import check_memory
 from pipeinfer.job.placement.memory import CELLS_PADDING
+from pipeinfer.job.planning.deploy import DoesNotFit
 from pipeinfer.job.planning.planner import Planner, Prediction
-from pipeinfer.sizes import size_text
+from pipeinfer.text import size_text
 
 MOST_NODES = 64
-"""More than so many further hosts are not advised."""
+"""Further hosts in a suggestion, at most."""
 
 GAIN = 1.03
-"""A suggestion makes a plan so many times as fast at least."""
+"""The least factor by which a suggestion makes a plan faster."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +33,18 @@ class Suggestion:
 def suggestions(planner: Planner, predicted: list[Prediction]) -> list[Suggestion]:
     """Those that help, the best first. For a plan that does not fit: those with which it would, else the nearest.
     `predicted`: the speeds of its policies."""
-    short, found = planner.shortage, list(_tried(planner))
+    short, tried = planner.plan.shortage, list(_tried(planner))
     if short:
-        fitting = [way for way in found if not way.short_bytes]
-        nearest = sorted((way for way in found if way.short_bytes < short), key=lambda way: way.short_bytes)[:1]
+        fitting = [way for way in tried if not way.short_bytes]
+        nearest = sorted((way for way in tried if way.short_bytes < short), key=lambda way: way.short_bytes)[:1]
         return fitting or nearest
-    chosen = planner.options.policy.name
+    chosen = planner.options.speculation.policy.name
     speed = next((each.tokens_per_s for each in predicted if each.policy == chosen), None)
     if speed is None:
         return []
     best = max(predicted, key=lambda each: each.tokens_per_s)
     faster = list[Suggestion]()
-    for way in (Suggestion(f"--policy {best.policy}", 0, best.tokens_per_s), *found):
+    for way in (Suggestion(f"--policy {best.policy}", 0, best.tokens_per_s), *tried):
         if not way.short_bytes and way.tokens_per_s and way.tokens_per_s > GAIN * speed:
             faster.append(way)
             speed = way.tokens_per_s
@@ -52,8 +52,8 @@ def suggestions(planner: Planner, predicted: list[Prediction]) -> list[Suggestio
 
 
 def shortage_text(planner: Planner, helping: Sequence[Suggestion]) -> str:
-    """What is missing where, and the ways out; empty if the plan fits."""
-    if not planner.shortage:
+    """The missing memory by host, and the ways out; empty if the plan fits."""
+    if not planner.plan.shortage:
         return ""
     fitting = [way.what for way in helping if not way.short_bytes]
     nearest = [f"{way.what} would leave {size_text(way.short_bytes)} missing; " for way in helping]
@@ -66,7 +66,7 @@ def shortage_text(planner: Planner, helping: Sequence[Suggestion]) -> str:
         check_memory(planner.plan, way_out)
     except UserError as error:
         return str(error)
-    raise AssertionError(f"{planner.shortage} bytes are missing, and nothing is refused")
+    raise AssertionError(f"{planner.plan.shortage} bytes are missing, and no check fails")
 
 
 def advised(error: DoesNotFit, planner: Planner) -> DoesNotFit:
@@ -75,37 +75,39 @@ def advised(error: DoesNotFit, planner: Planner) -> DoesNotFit:
 
 
 def _tried(planner: Planner) -> Iterator[Suggestion]:
-    """What takes the least effort first."""
+    """Those of the least effort first."""
     for what, change in (*_left_out(planner), *_contexts(planner), *_hosts(planner)):
         try:
-            short = change.shortage
+            short = change.plan.shortage
             yield Suggestion(what, short, None if short else change.speed)
         except UserError:  # such a plan cannot be
             continue
 
 
 def _left_out(planner: Planner) -> Iterator[tuple[str, Planner]]:
-    """What the plan chooses itself where nothing is given."""
+    """Without options that the plan can choose itself."""
     for option, name in (("--layer-split", "layer_split"), ("--draft-rank", "draft_rank")):
-        if getattr(planner.options, name) is not None:
+        if getattr(planner.options.placement, name) is not None:
             yield f"leave {option} out", planner.changed(**{name: None})
 
 
 def _contexts(planner: Planner) -> Iterator[tuple[str, Planner]]:
     """The largest context that fits, where the planned one does not."""
-    if not planner.shortage:
+    if not planner.plan.shortage:
         return
+    n_predict = planner.options.context.predict
 
     def smaller(n_blocks: int) -> Planner:
         n_ctx = n_blocks * CELLS_PADDING
-        return planner.changed(ctx_size=n_ctx, predict=min(planner.options.predict, n_ctx - planner.n_prompt))
+        return planner.changed(ctx_size=n_ctx, predict=min(n_predict, n_ctx - planner.n_prompt))
 
     least = planner.n_prompt // CELLS_PADDING + 1
-    n_blocks = largest(lambda n: not smaller(n).shortage, least, (planner.n_ctx - 1) // CELLS_PADDING)
+    n_blocks = largest(lambda n: not smaller(n).plan.shortage, least, (planner.n_ctx - 1) // CELLS_PADDING)
     if n_blocks:
-        found = smaller(n_blocks)
-        cut = f" -n {found.options.predict}" if found.options.predict != planner.options.predict else ""
-        yield f"-c {found.options.ctx_size}{cut}", found
+        fitting = smaller(n_blocks)
+        context = fitting.options.context
+        cut = f" -n {context.predict}" if context.predict != n_predict else ""
+        yield f"-c {context.ctx_size}{cut}", fitting
 
 
 def _hosts(planner: Planner) -> Iterator[tuple[str, Planner]]:
@@ -114,11 +116,11 @@ def _hosts(planner: Planner) -> Iterator[tuple[str, Planner]]:
 
     def wider(n: int) -> Planner:
         twins = [last.twin(f"{last.host.name}+{number}") for number in range(1, n + 1)]
-        return replace(planner, nodes=[*planner.nodes, *twins], options=replace(planner.options, layer_split=None))
+        return replace(planner.changed(layer_split=None), nodes=[*planner.nodes, *twins])
 
-    if len(planner.options.threads) > 1:  # of which there would have to be more
+    if len(planner.options.placement.threads) > 1:  # of which there would have to be more
         return
-    n = _enough(wider) if planner.shortage else 1
+    n = _enough(wider) if planner.plan.shortage else 1
     if n:
         yield f"{n} more host{'s' * (n > 1)} like {last.host.name}", wider(n)
 
@@ -133,9 +135,9 @@ def _enough(wider: Callable[[int], Planner]) -> int:
             return False
 
     most = largest(is_plan, 1, MOST_NODES)
-    if not most or wider(most).shortage:
+    if not most or wider(most).plan.shortage:
         return 0
-    return 1 + largest(lambda n: wider(n).shortage > 0, 1, most)
+    return 1 + largest(lambda n: wider(n).plan.shortage > 0, 1, most)
 
 
 def largest(holds: Callable[[int], bool], least: int, most: int) -> int:

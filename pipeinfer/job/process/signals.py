@@ -1,7 +1,7 @@
 """SIGINT, SIGTERM and SIGHUP at any moment, also while C code runs that never returns to Python, as MPI_Init may.
 
 The interpreter's own handlers run between two Python instructions of the main thread, which may be minutes away. So the
-byte that Python writes for every signal wakes a thread. Imports next to nothing: it is there before all else.
+byte that Python writes for every signal wakes a thread. Imports next to nothing, since it is used before all else.
 """
 
 import contextlib
@@ -15,14 +15,14 @@ from pipeinfer.cluster.hosts.launch import end_job
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HEAD_FIRST_S = 0.3
-"""How much longer another rank waits than rank 0, which tells the watch that what follows is no death."""
+"""How much longer another rank waits than rank 0, which tells the watch that the deaths that follow are a stop."""
 
 SHOW_CURSOR = b"\x1b[?25h"
 
 
 def on_signals(act: Callable[[int], object]) -> None:
-    """Call `act(number)`, in a thread, for each of SIGNALS from now on, but for a SIGHUP that nohup has ignored. Asked
-    for by the main thread."""
+    """Call `act(number)`, in a thread, for each of SIGNALS from now on, but for a SIGHUP that nohup ignores. To be
+    called by the main thread."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     threading.Thread(target=_listen, args=(reading, act), name="signals", daemon=True).start()
@@ -31,13 +31,13 @@ def on_signals(act: Callable[[int], object]) -> None:
         is_ignored = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
         # the default would raise KeyboardInterrupt anywhere
         signal.signal(number, signal.SIG_IGN if is_ignored else lambda number, frame: None)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # scripts/pipeinfer has held them back
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # scripts/pipeinfer blocks them
     if before >= 0:
         os.close(before)  # ends the thread that listened before
 
 
 def end_at_once(rank: int) -> Callable[[int], None]:
-    """What a process does on a signal before it is part of a job, or without one: nothing is there to be kept."""
+    """The act on a signal before a process is part of a job, or without one: there is nothing to keep."""
 
     def end(number: int) -> None:
         if rank > 0:

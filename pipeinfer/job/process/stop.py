@@ -1,36 +1,54 @@
-"""Ctrl-C, SIGTERM and SIGHUP in a job: rank 0 stops it, in order and with the text kept once there is one."""
+"""How a job is ended from outside. On Ctrl-C, SIGTERM and SIGHUP rank 0 stops it, in order and with the text kept once
+there is one; on a bus error the file is named that became shorter under a computing thread.
 
+A service ends in two steps: the first signal lets open requests come to their ends, a later one stops them.
+
+The kernel answers a read beyond the end of a mapped file with SIGBUS, in the thread that computes. A handler of
+Python's would never run, as that thread cannot go on; one that the C library calls does. Linux only: elsewhere such a
+death is reported by the watch alone.
+"""
+
+import contextlib
+import ctypes
+import math
+import os
 import signal
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from pipeinfer.cluster.watch.protocol import write_line
 from pipeinfer.cluster.watch.watch import Watch
 from pipeinfer.errors import StopRequested
 from pipeinfer.job.process.signals import HEAD_FIRST_S, show_cursor
+from pipeinfer.models.gguf.contents import CHANGED_WHILE_COMPUTING
 
 NAMES = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 ORDERLY_S = 1.2
 """How long an orderly stop may take before the job is ended where it stands."""
 
+ONE_PRESS_S = 0.5
+"""Signals within this time are one request to stop: a launcher may forward what the terminal has already sent."""
+
 
 class Interrupts(Protocol):
-    """Who decides what a signal ends, where that is not the job."""
+    """Decides what a signal ends, if that is not the job."""
 
     def interrupt(self, number: int) -> bool:
-        """Whether a signal is seen to; else the job shall stop. Called in another thread."""
+        """Whether the signal is handled here; else the job stops. Called in another thread."""
         ...
 
-    def asked(self) -> bool:
-        """The same when another rank was told to stop."""
+    def stop_requested(self) -> bool:
+        """The same for a stop that another rank asks for."""
         ...
 
     def due(self) -> bool:
-        """Whether what is being done shall end; said once."""
+        """Whether the current work must end; True once for each interrupt."""
         ...
 
 
@@ -46,7 +64,7 @@ class StopFlag:
         self.exit_code = 0
         self.orderly = False
         self.interrupts: Interrupts | None = None
-        self._raised = self._waits = False
+        self._raised = self._is_held = False
 
     def set(self, reason: str, exit_code: int = 1) -> None:
         if not self.reason:
@@ -59,15 +77,15 @@ class StopFlag:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Meanwhile `check` lets be what is brought to an end already; what was asked for meanwhile it says later."""
-        self._waits = True
+        """Within the block `check` does not raise; a stop requested meanwhile is raised afterwards."""
+        self._is_held = True
         try:
             yield
         finally:
-            self._waits = False
+            self._is_held = False
 
     def check(self) -> None:
-        if self._waits:
+        if self._is_held:
             return
         if self.reason and not self._raised:
             self._raised = True
@@ -78,7 +96,7 @@ class StopFlag:
 
 @dataclass(frozen=True, slots=True)
 class Stopper:
-    """What a rank of a job does when it is asked to stop. `end` ends all ranks at once."""
+    """What a rank of a job does on a request to stop. `end` ends all ranks at once."""
 
     flag: StopFlag
     watch: Watch
@@ -87,7 +105,7 @@ class Stopper:
     def on_signal(self, number: int) -> None:
         """Once a rank has joined the others it leaves SIGINT, which all get, to rank 0, and passes others on.
 
-        Not before rank 0 would have said its own: a launcher that ends hands SIGTERM to every rank, in any order.
+        Not before rank 0 would have handled its own: a launcher that ends sends SIGTERM to every rank, in any order.
         """
         name = NAMES[signal.Signals(number)]
         if self.watch.rank == 0:
@@ -102,16 +120,113 @@ class Stopper:
             self.watch.ask_stop(f"rank {self.watch.rank} was {name}")
 
     def on_request(self, reason: str) -> None:
-        """On rank 0, when another rank was asked to stop."""
+        """On rank 0, when another rank asks for a stop."""
         interrupts = self.flag.interrupts
-        if not self.flag.reason and not (interrupts and interrupts.asked()):
+        if not self.flag.reason and not (interrupts and interrupts.stop_requested()):
             threading.Thread(target=self._stop, args=(reason, 1), daemon=True).start()
 
     def _stop(self, reason: str, code: int) -> None:
         self.flag.set(reason, code)
-        self.watch.ask_stop(reason)  # so that the deaths that follow are no news
+        self.watch.ask_stop(reason)  # so that the deaths that follow are not reported
         if self.flag.orderly:
             time.sleep(ORDERLY_S)
             write_line(f"{reason}; ended where it stood, after {ORDERLY_S:g} s without an orderly end")
         show_cursor()
         self.end(code)
+
+
+class Drain:
+    """The `Interrupts` of a service. `limit_s`: time for open requests after the first signal. Signals arrive in other
+    threads."""
+
+    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.limit_s, self.clock = limit_s, clock
+        self.exit_code = 0
+        self._since_s = math.inf
+
+    @property
+    def began(self) -> bool:
+        return self._since_s < math.inf
+
+    @property
+    def left_s(self) -> float:
+        """Time left for open requests; 0 before a drain."""
+        return max(0.0, self._since_s + self.limit_s - self.clock()) if self.began else 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no time is left for open requests."""
+        return self.clock() >= self._since_s + self.limit_s
+
+    def interrupt(self, number: int) -> bool:
+        now_s = self.clock()
+        if self.began:
+            return now_s < self._since_s + ONE_PRESS_S
+        self.exit_code = 128 + number if number == signal.SIGINT else 0
+        self._since_s = now_s
+        return True
+
+    def stop_requested(self) -> bool:
+        return self.began or self.interrupt(signal.SIGTERM)
+
+    def due(self) -> bool:
+        return False
+
+
+SA_SIGINFO = 4
+N_MASK_BYTES = 128
+ADDRESS_AT = 16
+"""Offset in a siginfo_t, on 64-bit Linux, of the address that could not be read."""
+
+
+class _Action(ctypes.Structure):
+    _fields_ = [
+        ("handler", ctypes.c_void_p),
+        ("mask", ctypes.c_char * N_MASK_BYTES),
+        ("flags", ctypes.c_int),
+        ("restorer", ctypes.c_void_p),
+    ]
+
+
+_Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
+
+
+@contextlib.contextmanager
+def report_bus_errors(fault: Callable[[str], object]) -> Iterator[None]:
+    """Within the block a bus error ends in `fault(line)`, which does not return."""
+
+    @_Handler
+    def on_bus_error(number: int, info: int, context: int) -> None:
+        try:
+            address = ctypes.c_size_t.from_address(info + ADDRESS_AT).value
+            fault(describe(file_at(address, Path("/proc/self/maps").read_text(errors="replace").splitlines())))
+        finally:
+            os._exit(1)
+
+    if sys.platform != "linux" or sys.maxsize < 2**32:
+        yield
+        return
+    sigaction, before = ctypes.CDLL(None).sigaction, _Action()
+    action = _Action(ctypes.cast(on_bus_error, ctypes.c_void_p), b"", SA_SIGINFO, None)
+    sigaction(int(signal.SIGBUS), ctypes.byref(action), ctypes.byref(before))
+    try:
+        yield
+    finally:
+        sigaction(int(signal.SIGBUS), ctypes.byref(before), None)
+
+
+def describe(path: str) -> str:
+    """The line about a file that cannot be read at a place that is mapped."""
+    if path.startswith("/") and not path.startswith(("/memfd:", "/dev/shm/")):
+        return f"{path} {CHANGED_WHILE_COMPUTING}"
+    return f"out of memory for {path or 'a mapped file'}; use more ranks, or a host with more free memory"
+
+
+def file_at(address: int, maps: Iterable[str]) -> str:
+    """The file that is mapped at an address, given the lines of /proc/PID/maps; "" if none is."""
+    for line in maps:
+        span, _, _, _, _, *path = line.split(maxsplit=5)
+        low, high = (int(end, 16) for end in span.split("-"))
+        if low <= address < high:
+            return path[0] if path else ""
+    return ""

@@ -1,16 +1,44 @@
-"""Standard output and standard error that may be closed, full, or left by their reader. Knows no command.
+"""Standard output and standard error that may be closed, full, or left by their reader; input that may have no end; and
+a terminal whose keys come as they are typed, Ctrl-C too, to a process that may have none of its own. Knows no lines.
 
-A command writes as if all were well; what became of it is asked afterwards (`lost`), and `settle` makes it the exit
-code.
+A command writes as if all were well, asks afterwards what was lost (`lost`), and `settle` makes that the exit code. A
+*guard*, a process in a session of its own, which no launcher kills, sets the terminal so that Ctrl-C and Ctrl-Z are
+keys like others, and sets it back whatever ends.
 """
 
+import contextlib
 import errno
 import io
 import os
+import select
+import signal
+import subprocess
 import sys
-from typing import TextIO
+import termios
+from pathlib import Path
+from typing import IO, Any, AnyStr, TextIO
 
-READER_LEFT = 141  # what shells give for a command that wrote to a closed pipe
+from pipeinfer.child import python_command
+from pipeinfer.errors import UserError
+
+READER_LEFT = 141
+"""The exit code that shells give a command that wrote to a closed pipe."""
+
+MAX_LENGTH = 1 << 26
+"""Bytes or characters: more than the longest contexts hold, and little enough for a host's memory."""
+
+
+def complain(message: str) -> None:
+    """Write a line about a fault or a warning to standard error. Rank 0 only."""
+    print(f"pipeinfer: {message}", file=sys.stderr)
+
+
+def read_limited(file: IO[AnyStr], name: str, limit: int = MAX_LENGTH) -> AnyStr:
+    """All of an open file. Raises UserError, which calls the file `name`, when that is more than `limit`; OSError."""
+    data = file.read(limit + 1)
+    if len(data) > limit:
+        raise UserError(f"{name} is longer than {limit >> 20} MiB, the limit for prompts; give a shorter one")
+    return data
 
 
 class Stream(io.TextIOWrapper):
@@ -32,7 +60,7 @@ class Stream(io.TextIOWrapper):
 
     def _lose(self, error: OSError, n_dropped: int) -> int:
         self.error = self.error or error
-        # what is buffered is written once more at the end: give it something that takes it
+        # the buffer is written once more at the end: give it a file that takes it
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, self.fileno())
         os.close(null)
@@ -48,7 +76,7 @@ class Closed(io.StringIO):
 
 
 def take_streams() -> bool:
-    """Put such streams in the places of the interpreter's; False when standard output is closed."""
+    """Replace the interpreter's streams by these; False when standard output is closed."""
     has_output, has_error = sys.stdout is not None, sys.stderr is not None
     _fill_descriptors()
     sys.stdout = _stream(1, sys.stdout) if has_output else Closed()
@@ -57,7 +85,7 @@ def take_streams() -> bool:
 
 
 def lost(stream: TextIO) -> OSError | None:
-    """Why something that was written to a stream did not arrive."""
+    """The error of a write to a stream that did not arrive."""
     return getattr(stream, "error", None)
 
 
@@ -65,28 +93,27 @@ def exit_code(error: OSError) -> int:
     return READER_LEFT if error.errno == errno.EPIPE else 2
 
 
-def said_of_output(error: OSError) -> int:
-    """Say why standard output is not complete, unless its reader left. Returns the exit code."""
+def report_lost_output(error: OSError) -> int:
+    """Print why standard output is not complete, unless its reader left. Returns the exit code."""
     if exit_code(error) == 2:
-        print(f"pipeinfer: standard output: {error.strerror}; what was written there is not complete",
-              file=sys.stderr)  # fmt: skip
+        complain(f"standard output: {error.strerror}; what was written there is not complete")
     return exit_code(error)
 
 
 def settle(code: int) -> int:
-    """The exit code of a command that would have ended with `code`; says what was lost, where that can be said."""
+    """The exit code of a command that would have ended with `code`; prints what was lost, where that is possible."""
     sys.stdout.flush()
     if error := lost(sys.stdout):
-        said = said_of_output(error)
-        code = code or said
+        output_code = report_lost_output(error)
+        code = code or output_code
     sys.stderr.flush()
     error = lost(sys.stderr)
-    # who closed the pipe did not want to read on: that is no loss
+    # a reader that closed the pipe lost nothing
     return code or (2 if error and error.errno != errno.EPIPE else 0)
 
 
 def _fill_descriptors() -> None:
-    """Open what is closed of 0, 1 and 2, or the next file that is opened would get what is written there."""
+    """Open those of 0, 1 and 2 that are closed, or the next file that is opened would take their place."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
@@ -99,3 +126,128 @@ def _stream(descriptor: int, before: TextIO) -> Stream:
         open(descriptor, "wb", closefd=False), before.encoding, errors,
         line_buffering=descriptor == 2 or bool(before.line_buffering),
     )  # fmt: skip
+
+
+LAUNCHERS = ("mpiexec", "mpirun", "prte", "orte", "hydra", "srun")
+TERMINALS = ("/dev/pts/", "/dev/tty")
+STARTS_S, ENDS_S = 5.0, 2.0
+GUARD = "from pipeinfer.job.process.streams import guard; guard(int(sys.argv[1]), int(sys.argv[2]))"
+
+SUSPEND = b"s"
+"""A message to the guard's standard input for a Ctrl-Z. The end of its input is that of the process that started it."""
+
+LOOK_S = 0.1
+LFLAG, CC = 3, 6
+OFF = b"\0"
+
+
+class RawTerminal:
+    """From creation on until `close`, or until this process ends in any way."""
+
+    def __init__(self, terminal: int, reader: int) -> None:
+        """`reader`: the process that reads the terminal and forwards what it reads. Raises OSError."""
+        self._guard = subprocess.Popen(
+            python_command(GUARD, terminal, reader), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL, pass_fds=[terminal], start_new_session=True, cwd="/",
+        )  # fmt: skip
+        keys = b""
+        if self._guard.stdout and select.select([self._guard.stdout], [], [], STARTS_S)[0]:
+            keys = os.read(self._guard.stdout.fileno(), 2)
+        self._interrupt, self._suspend = (keys[:1], keys[1:]) if len(keys) == 2 else (b"", b"")
+
+    def act(self, keys: bytes) -> bytes:
+        """Do what Ctrl-C and Ctrl-Z mean; returns the other keys."""
+        for key, act in ((self._interrupt, self._interrupt_this_process), (self._suspend, self._suspend_reader)):
+            if key.strip(b"\0") and key in keys:
+                act()
+                keys = keys.replace(key, b"")
+        return keys
+
+    def close(self) -> None:
+        """Returns when the terminal is as before."""
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            if self._guard.stdin:
+                self._guard.stdin.close()
+            self._guard.wait(ENDS_S)
+
+    def _interrupt_this_process(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def _suspend_reader(self) -> None:
+        with contextlib.suppress(OSError):
+            if self._guard.stdin:
+                os.write(self._guard.stdin.fileno(), SUSPEND)
+
+
+def launcher_at_terminal() -> int:
+    """The launcher that started this process and forwards what a user types; 0 where there is none on this host."""
+    pid, launcher = os.getppid(), 0
+    with contextlib.suppress(OSError, ValueError):
+        while Path(f"/proc/{pid}/comm").read_text().startswith(LAUNCHERS):
+            launcher = pid if is_terminal(pid, 0) else 0
+            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return launcher
+
+
+def is_terminal(pid: int, number: int) -> bool:
+    """Whether a file descriptor of a process is a terminal. Raises OSError."""
+    return os.readlink(f"/proc/{pid}/fd/{number}").startswith(TERMINALS)
+
+
+def guard(terminal: int, reader: int) -> None:
+    """The guard's program, until its standard input ends. `reader`: the process that reads the terminal. The keys of
+    Ctrl-C and Ctrl-Z are written to standard output once the terminal is set."""
+    with contextlib.suppress(termios.error):  # the terminal is gone
+        _guard(terminal, reader)
+
+
+def _guard(terminal: int, reader: int) -> None:
+    before, ours, is_set = termios.tcgetattr(terminal), None, False
+    while True:
+        # a shell sets the terminal when the job is suspended, and again when it goes on
+        if (now := termios.tcgetattr(terminal)) != ours and _has_terminal(reader):
+            if now[LFLAG] & termios.ICANON:  # else only a part of ours was changed
+                before = now
+            termios.tcsetattr(terminal, termios.TCSANOW, _all_keys(now))
+            ours = termios.tcgetattr(terminal)
+        if not is_set:
+            is_set = True
+            with contextlib.suppress(OSError):  # the process that started this one is gone: standard input ends too
+                os.write(1, b"".join(before[CC][key] for key in (termios.VINTR, termios.VSUSP)))
+        if not select.select([0], [], [], LOOK_S)[0]:
+            continue
+        message = os.read(0, 1)
+        if message and not _can_go_on(reader):
+            continue
+        if termios.tcgetattr(terminal) == ours:  # else a shell has it already
+            termios.tcsetattr(terminal, termios.TCSANOW, before)
+        if not message:
+            return
+        # its ranks go on: with SIGTSTP Open MPI's launcher would stop them, and not itself
+        with contextlib.suppress(OSError):
+            os.killpg(os.getpgid(reader), signal.SIGSTOP)
+
+
+def _all_keys(attributes: list[Any]) -> list[Any]:
+    keys = [*attributes]
+    keys[LFLAG] &= ~(termios.ICANON | termios.ECHO | termios.IEXTEN)  # ISIG stays: Ctrl-\ kills
+    keys[CC] = [*attributes[CC]]
+    for number, value in ((termios.VINTR, OFF), (termios.VSUSP, OFF), (termios.VMIN, 1), (termios.VTIME, 0)):
+        keys[CC][number] = value
+    return keys
+
+
+def _can_go_on(pid: int) -> bool:
+    """Whether a process is a shell's job: only a shell continues it once it is suspended."""
+    with contextlib.suppress(OSError):
+        return os.getpgid(pid) != os.getsid(pid)
+    return False
+
+
+def _has_terminal(pid: int) -> bool:
+    """Whether a process runs, and in the foreground of its terminal if it has one."""
+    try:
+        state, _, group, _, _, foreground, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (OSError, ValueError):
+        return False
+    return state not in "TZX" and foreground in (group, "-1")

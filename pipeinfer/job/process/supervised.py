@@ -1,25 +1,38 @@
-"""Rank 0's link to the supervisor above the job, if there is one. Knows no command."""
+"""What a process knows of the supervisor that started its job, and rank 0's links to it.
 
+A supervised job is started again when it is lost. Each start, an attempt, marks its processes by an environment
+variable, which also says where rank 0 finds the supervisor.
+"""
+
+import contextlib
 import hmac
+import json
 import os
+import signal
 import sys
+import time
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import TextIO
 
-from pipeinfer.cluster.watch.attempts import own_attempt
-from pipeinfer.cluster.watch.limits import Limits
-from pipeinfer.cluster.watch.rendezvous import connect
+from pipeinfer.cluster.watch.protocol import Limits
+from pipeinfer.cluster.watch.rendezvous import Rendezvous, connect
 from pipeinfer.errors import UserError
 
+VARIABLE = "PIPEINFER_SUPERVISOR"
+LOOK_EVERY_S, ENDS_S = 0.01, 5.0
+
 NOTES, OUTPUT, ERRORS, FRONT = b"notes", b"output", b"errors", b"front"
-"""What rank 0 says first of a link: that it has notes of what comes, or is standard output, to which launchers write
-too, or standard error, of which Open MPI's hands on whole lines, or leads to who speaks with a service's clients."""
+"""Kinds of links, rank 0's first message: the journal's notes; standard output, to which launchers write too; standard
+error, of which Open MPI forwards whole lines only; the messages of a service."""
 
 INTERRUPT = b"interrupt"
-"""What the supervisor says where notes go: a chat's user has pressed Ctrl-C. Launchers end a job with the second."""
+"""The supervisor's message on a link for notes: the user of a chat has pressed Ctrl-C. Launchers end a job with the
+second one."""
 
 SAME_MODEL, OTHER_MODEL = b"same", b"other"
-"""What the supervisor answers to rank 0, which says what model it has."""
+"""The supervisor's answers to the model that rank 0 names."""
 
 OTHER_MODEL_TEXT = ("the model or its numerics are not those with which this job began, so what it began cannot go on; "
                     "start the job anew")  # fmt: skip
@@ -27,37 +40,65 @@ OTHER_MODEL_TEXT = ("the model or its numerics are not those with which this job
 N_PROOF = 32
 
 
-def seal(data: bytes, key: str) -> bytes:
-    """With a proof that who says it has the key."""
-    return hmac.digest(key.encode(), data, "sha256") + data
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """`job`: the same for all attempts of a supervisor. `number`: from 1; rank 0 sends it to the supervisor as its
+    rank. `is_typed`: a user types the standard input; `sends_keys`: key by key. `numerics`: the name of the first
+    attempt's; empty if unknown."""
+
+    job: str
+    number: int
+    rendezvous: Rendezvous
+    is_typed: bool = False
+    sends_keys: bool = False
+    numerics: str = ""
+
+    def text(self) -> str:
+        return json.dumps(asdict(self))
 
 
-def unseal(sealed: bytes, key: str) -> bytes:
-    """Raises ValueError where the proof is wrong."""
-    if not hmac.compare_digest(seal(sealed[N_PROOF:], key), sealed):
-        raise ValueError("who says this does not have the key")
-    return sealed[N_PROOF:]
+def own_attempt() -> Attempt | None:
+    """This process's; None without a supervisor."""
+    return _read_attempt(os.environ.get(VARIABLE, ""))
 
 
-def send_output() -> None:
-    """To the supervisor, where there is one. Raises UserError as `connect_supervisor`."""
-    _send(OUTPUT, sys.stdout)
+def _read_attempt(text: str) -> Attempt | None:
+    with contextlib.suppress(ValueError, TypeError, KeyError):
+        fields = json.loads(text)
+        where = fields.pop("rendezvous")
+        return Attempt(**fields, rendezvous=Rendezvous(**where | {"addresses": tuple(where["addresses"])}))
+    return None
 
 
-def send_errors() -> None:
-    """The same for standard error."""
-    _send(ERRORS, sys.stderr)
+def end_attempts(job: str, before: int) -> bool:
+    """Kill the processes of this job's attempts below a number on this host, and wait for their end. False if some are
+    left."""
+    deadline = time.monotonic() + ENDS_S
+    while pids := [pid for pid in _processes_of(job, before) if pid != os.getpid()]:
+        for pid in pids:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(LOOK_EVERY_S)
+    return True
 
 
-def _send(kind: bytes, stream: TextIO) -> None:
-    if link := connect_supervisor(kind):
-        stream.flush()
-        os.dup2(link.fileno(), stream.fileno())
-        link.close()
+def _processes_of(job: str, before: int) -> list[int]:
+    mark, pids = f"{VARIABLE}=".encode(), []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            values = (folder / "environ").read_bytes().split(b"\0")
+            text = next((each[len(mark) :] for each in values if each.startswith(mark)), b"")
+            attempt = _read_attempt(text.decode("utf-8", "replace")) if job.encode() in text else None
+            if attempt and attempt.job == job and attempt.number < before:
+                pids.append(int(folder.name))
+    return pids
 
 
 def connect_supervisor(kind: bytes) -> Connection | None:
-    """None where there is none. Raises UserError when it does not answer: it has ended, or has started another job."""
+    """A link of this kind; None without a supervisor. Raises UserError when it does not answer: it has ended, or has
+    started another attempt."""
     if (attempt := own_attempt()) is None:
         return None
     link = connect(attempt.rendezvous, attempt.number, Limits())
@@ -68,3 +109,32 @@ def connect_supervisor(kind: bytes) -> Connection | None:
     except (OSError, EOFError):
         raise UserError("the supervisor of this job does not answer; start the job anew") from None
     return link
+
+
+def send_output() -> None:
+    """Send standard output to the supervisor, if there is one. Raises UserError as `connect_supervisor`."""
+    _redirect(sys.stdout, OUTPUT)
+
+
+def send_errors() -> None:
+    """The same for standard error."""
+    _redirect(sys.stderr, ERRORS)
+
+
+def _redirect(stream: TextIO, kind: bytes) -> None:
+    if link := connect_supervisor(kind):
+        stream.flush()
+        os.dup2(link.fileno(), stream.fileno())
+        link.close()
+
+
+def seal(data: bytes, key: str) -> bytes:
+    """The data after a proof that the sender has the key."""
+    return hmac.digest(key.encode(), data, "sha256") + data
+
+
+def unseal(sealed: bytes, key: str) -> bytes:
+    """Raises ValueError where the proof is wrong."""
+    if not hmac.compare_digest(seal(sealed[N_PROOF:], key), sealed):
+        raise ValueError("the sender does not have the key")
+    return sealed[N_PROOF:]

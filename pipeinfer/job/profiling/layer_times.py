@@ -1,205 +1,325 @@
-"""Times the target's layers on ranks that are not alike, for the split. On every rank, before there is a plan."""
+"""Times the target's layers on ranks that are not alike, for the split, before there is a plan; and keeps times for the
+next start. A `Schedule` says which ranks are timed, at which layers, and when.
 
-from __future__ import annotations
+Collective functions, which take a link, branch only on values that all ranks have in common: arguments that are the
+same everywhere, and what the link returned. What a rank does alone is in `_RankTimer`, which knows no link.
+"""
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import mean
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeinfer.cluster.assignment import Sizes
-from pipeinfer.cluster.hosts.cores import Host, ranks_there
-from pipeinfer.cluster.hosts.layer_speed import BEFORE, NOW, LayerSpeed
-from pipeinfer.cluster.timing.timed_layers import time_layers
-from pipeinfer.core.interfaces import LoadedModel
-from pipeinfer.errors import UserError
-from pipeinfer.job.launch.context import forget_peak
-from pipeinfer.job.loading.stages import experiment_key, load_layers
-from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.devices import RankDevices, plan_devices
-from pipeinfer.job.placement.job_plan import sizes_of
-from pipeinfer.job.placement.lay_out import unnamed_numerics
-from pipeinfer.job.placement.model_files import fetch_files
-from pipeinfer.job.profiling.known_times import known
-from pipeinfer.job.profiling.schedule import (
-    Kind,
-    Span,
-    all_threads,
-    evened,
-    is_doubtful,
-    kinds_of,
-    ranks_to_time,
-    timed_span,
-    timing_turns,
+from pipeinfer.cluster.hosts.cores import (
+    BEFORE,
+    NOW,
+    Host,
+    LayerSpeed,
+    ranks_there,
+    threads_of_ranks,
+    threads_there,
+    turns_on_cores,
 )
-from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
-from pipeinfer.models.gguf.skeleton import Skeleton, put_up, take_skeleton
+from pipeinfer.cluster.hosts.resources import forget_peak
+from pipeinfer.cluster.timed_runs import time_layers
+from pipeinfer.core.interfaces import LoadedModel
+from pipeinfer.disk_cache import user_cache
+from pipeinfer.errors import UserError
+from pipeinfer.job.loading.stages import experiment_key, load_layers
+from pipeinfer.job.options.options import JobPlacement
+from pipeinfer.job.options.sections import Numerics
+from pipeinfer.job.placement.devices import DevicePlan, RankDevices, plan_devices
+from pipeinfer.job.placement.job_plan import sizes_of
+from pipeinfer.job.placement.numerics import unnamed_numerics
+from pipeinfer.models.gguf.model_info import ModelHeaders, ModelInfo, read_model_info
 from pipeinfer.models.gguf.slice import open_blank, slice_bytes
 from pipeinfer.models.llama.params import LlamaParams
-from pipeinfer.models.torch.library import load_torch
-from pipeinfer.outputs import temporary_folder
 
 if TYPE_CHECKING:  # imports MPI
     from pipeinfer.cluster.transport import Link
     from pipeinfer.job.launch.start import Crew
+
+TIMED_BYTES = 128 << 20
+"""Weights that are timed: more than caches hold, so that they come from where a stage's will."""
+
+ALIKE = 1.1
+"""Times of ranks of a kind may differ by this factor, which is noise."""
+
+Span = tuple[int, int]
+"""Layers [first, last)."""
+
+Kind = tuple[object, ...]
+"""Processor, cores, threads and device: what tells ranks' speeds apart before they are timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """`ranks`: those that are timed, each in its turn: ranks of a host compute at once, as in a full pipeline, or one
+    after another where it lacks cores, else the system's scheduler would be timed. Of all ranks: devices, threads while
+    all compute, and kinds: ranks of one kind should be equally fast. `target_ranks`: those with layers of the target
+    if rank 0 drafts."""
+
+    ranks: list[int]
+    turns: dict[int, int]
+    devices: Sequence[RankDevices]
+    threads: tuple[int, ...]
+    kinds: list[Kind]
+    target_ranks: Sequence[int]
+
+
+def make_schedule(
+    placement: JobPlacement, hosts: Sequence[Host], target_ranks: list[int], chooses_draft_rank: bool
+) -> Schedule | None:
+    """The ranks that get layers of the target, or may get some as the planner chooses the draft's rank, if they are not
+    alike. Raises UserError for wrong options."""
+    everyone = range(len(hosts))
+    devices = plan_devices(placement, hosts)
+    threads = threads_of_ranks(placement.threads, frozenset(everyone), hosts)
+    ranks = list(everyone) if chooses_draft_rank else target_ranks
+    turns = turns_on_cores(hosts, threads, ranks)
+    there = [tuple(sorted(threads_there(hosts, threads, rank))) for rank in everyone]
+    kinds: list[Kind] = []
+    for rank, host in enumerate(hosts):
+        device = devices[rank].target
+        work = str(device.backend), device.n_gpu_layers, device.name
+        kinds.append((host.processor, host.n_cores, threads[rank], *work, there[rank]))
+    differ = len({(hosts[rank].name, kinds[rank]) for rank in ranks}) > 1
+    return Schedule(ranks, turns, devices, threads, kinds, target_ranks) if differ else None
+
+
+def evened(speeds: Sequence[LayerSpeed | None], kinds: Sequence[Kind]) -> list[LayerSpeed | None]:
+    """Average ranks of one kind whose times differ only by noise. None where all ranks are of one kind: sizes
+    decide."""
+    means, groups = list(speeds), _by_kind(speeds, kinds)
+    for of_kind in groups:
+        if _are_alike(of_kind):
+            s_per_byte = mean(speed.s_per_byte for speed in of_kind.values())
+            for rank, speed in of_kind.items():
+                means[rank] = None if len(groups) == 1 else replace(speed, s_per_byte=s_per_byte)
+    return means
+
+
+def is_doubtful(speeds: Sequence[LayerSpeed | None], kinds: Sequence[Kind]) -> bool:
+    """Whether ranks of a kind differ: one of them is slower, or was disturbed."""
+    return not all(map(_are_alike, _by_kind(speeds, kinds)))
+
+
+def _by_kind(speeds: Sequence[LayerSpeed | None], kinds: Sequence[Kind]) -> list[dict[int, LayerSpeed]]:
+    """The timed ranks of each kind."""
+    timed = {rank: speed for rank, speed in enumerate(speeds) if speed}
+    return [
+        {rank: timed[rank] for rank in timed if kinds[rank] == kind}
+        for kind in dict.fromkeys(kinds[rank] for rank in timed)
+    ]
+
+
+def _are_alike(speeds: Mapping[int, LayerSpeed]) -> bool:
+    times = [speed.s_per_byte for speed in speeds.values()]
+    return max(times) <= ALIKE * min(times)
+
+
+def timed_span(sizes: Sizes, n_stages: int, is_last: bool) -> Span | None:
+    """Layers to time for one of `n_stages`: an equal share, TIMED_BYTES at most, from the middle, or from the end
+    with the output matrix; None if there are none."""
+    n_layers = len(sizes.layer_bytes)
+    most = min(n_layers // n_stages, TIMED_BYTES * n_layers // max(1, sum(sizes.layer_bytes)))
+    counts = [*range(max(1, most), 0, -1), *range(max(1, most) + 1, n_layers)]
+    for count in counts:
+        middle = (n_layers - count + 1) // 2
+        starts = [n_layers - count] if is_last else sorted(range(1, n_layers - count), key=lambda at: abs(at - middle))
+        for first in starts:
+            if first > 0 and (first, first + count) not in sizes.faults:
+                return first, first + count
+    return None if is_last else timed_span(sizes, n_stages, is_last=True)
+
+
+T = TypeVar("T")
 
 N_CELLS = 256
 N_ROUNDS = 3
 """Ranks that look alike and differ are timed so often at most, and the best counts: the result is kept, and a host may
 have been busy for a moment."""
 
+SOURCE = "source"
+"""A field that is not kept: the reader of times knows it."""
 
-def with_layer_times(crew: Crew, hosts: Sequence[Host], options: RunOptions) -> Sequence[Host]:
-    """The hosts with the speed of those that get layers, where ranks differ and the split is free. Collective."""
-    ranks, link = ranks_to_time(options, hosts), crew.link
-    if not ranks:
-        return hosts
-    info = _read(link, options.model, options.offline)
+
+def with_layer_times(
+    crew: "Crew", hosts: Sequence[Host], schedule: Schedule, target: Path, options: Numerics
+) -> Sequence[Host]:
+    """The hosts with the speed of those that get layers. Collective."""
+    ranks, kinds, link = schedule.ranks, schedule.kinds, crew.link
+    info = _on_rank_0(link, lambda: read_model_info(target))
     fingerprint, sizes = link.broadcast((info.fingerprint, sizes_of(info)) if info else ("", None))
     if not sizes:
         return hosts
     spans = {rank: timed_span(sizes, len(ranks), rank == ranks[-1]) for rank in ranks}
     if not all(spans.values()):
         return hosts
-    timing = _Timing(crew, options, hosts, info, sizes, spans)
-    found, are_kept = known(link, timing.key(fingerprint), LayerSpeed, timing.run, ranks)
-    speeds = evened([speed for speed, _ in found], timing.kinds)
-    source = BEFORE if are_kept else NOW
+    timer = _RankTimer(
+        options, hosts, sizes, fingerprint, schedule, link.rank, spans.get(link.rank), crew.watch.describe
+    )
+
+    measure = partial(_time_ranks, link, timer, info, schedule.turns, kinds)
+    times, are_cached = recall(link, timer.key, LayerSpeed, measure, ranks)
+    speeds = evened([speed for speed, _ in times], kinds)
+    source = BEFORE if are_cached else NOW
     return [
-        replace(host, speed=speed and replace(speed, source=source), untimed=why)
-        for host, speed, (_, why) in zip(hosts, speeds, found, strict=True)
+        replace(host, speed=speed and replace(speed, source=source), untimed=error)
+        for host, speed, (_, error) in zip(hosts, speeds, times, strict=True)
     ]
 
 
-def _read(link: Link, model: Path, offline: bool) -> ModelInfo | None:
-    """The target's header on rank 0; None elsewhere, and where it cannot be read, which is said when it is planned."""
+def _on_rank_0(link: "Link", read: Callable[[], T]) -> T | None:
+    """What `read` returns there; None elsewhere, and for a UserError, which planning repeats."""
     try:
-        return read_model_info(fetch_files([model], offline)[0]) if link.rank == 0 else None
+        return read() if link.rank == 0 else None
     except UserError:
         return None
 
 
-def _share_skeleton(link: Link, info: ModelInfo | None) -> Skeleton | None:
-    """Rank 0's model without weights; None if its file cannot be read any more. Collective."""
-    try:
-        found = take_skeleton(info) if info else None
-    except UserError:
-        found = None
-    return link.broadcast(found)
+def _time_ranks(
+    link: "Link", timer: "_RankTimer", info: ModelInfo | None, turns: Mapping[int, int], kinds: Sequence[Kind]
+) -> list[tuple[LayerSpeed | None, str]]:
+    """Of every rank its speed, and why it could not load its layers; then no rank has a speed. `info`: the target's, on
+    rank 0; `turns`: see `Schedule`; all ranks are timed again while those of a kind differ. Collective."""
+    headers = link.broadcast(_on_rank_0(link, lambda: info.read_headers() if info else None))
+    if not headers:
+        return [(None, "")] * link.size
+    with timer.loaded(headers) as (model, error):
+        errors = link.all_gather(error)
+        best: list[LayerSpeed | None] = [None] * link.size
+        for _ in range(0 if any(errors) else N_ROUNDS):
+            for turn in range(1 + max(turns.values())):
+                speeds = link.all_gather(timer.time(model) if turns.get(link.rank) == turn else None)
+                best = [
+                    min(filter(None, pair), key=lambda speed: speed.s_per_byte, default=None)
+                    for pair in zip(best, speeds, strict=True)
+                ]
+            if not is_doubtful(best, kinds):
+                break
+    return list(zip(best, errors, strict=True))
 
 
 @dataclass(frozen=True)
-class _Timing:
-    """Of the target's layers on ranks that are not alike, as one rank does it. `spans`: the layers of each that times
-    some; `info`: the target's header, on rank 0."""
+class _RankTimer:
+    """One rank's part of the timing. `span`: the layers that it times; None: none. `describe` tells the watch what it
+    does."""
 
-    crew: Crew
-    options: RunOptions
+    options: Numerics
     hosts: Sequence[Host]
-    info: ModelInfo | None
     sizes: Sizes
-    spans: Mapping[int, Span | None]
-
-    @cached_property
-    def devices(self) -> tuple[RankDevices, ...]:
-        return plan_devices(self.options, self.hosts)
-
-    @cached_property
-    def threads(self) -> tuple[int, ...]:
-        return all_threads(self.options.threads, self.hosts)
-
-    @cached_property
-    def kinds(self) -> list[Kind]:
-        return kinds_of(self.hosts, self.threads, self.devices)
+    fingerprint: str
+    schedule: Schedule
+    rank: int
+    span: Span | None
+    describe: Callable[[str], object]
 
     @property
-    def own(self) -> Span | None:
-        """This rank's layers."""
-        return self.spans.get(self.crew.link.rank)
+    def device(self) -> DevicePlan:
+        return self.schedule.devices[self.rank].target
 
-    def key(self, fingerprint: str) -> str:
+    @property
+    def key(self) -> str:
         """The name under which this rank's speed is kept; empty: it times nothing."""
-        if not self.own:
+        if not self.span:
             return ""
-        first, last = self.own
-        rank = self.crew.link.rank
-        what = f"layers: {fingerprint} {first}-{last - 1}, {self.options.kernels}, {self.hosts[rank].name}"
-        return experiment_key(what, self.devices[rank].target, self.hosts, self.threads, rank)
+        first, last = self.span
+        what = f"layers: {self.fingerprint} {first}-{last - 1}, {self.options.kernels}, {self.hosts[self.rank].name}"
+        return experiment_key(what, self.device, self.hosts, self.schedule.threads, self.rank)
 
-    def run(self) -> tuple[LayerSpeed | None, str]:
-        """This rank's speed, or why it could not load its layers. Then no other rank has one. Collective."""
-        link, own, model, error = self.crew.link, self.own, None, ""
-        if not (skeleton := _share_skeleton(link, self.info)):
-            return None, ""
-        if own:
-            self.crew.watch.describe(f"timing layers {own[0]}-{own[1] - 1}")
+    @contextmanager
+    def loaded(self, headers: ModelHeaders) -> Iterator[tuple[LoadedModel | None, str]]:
+        """The layers without weights, or why they cannot be loaded; they are freed at the end."""
+        model, error = None, ""
+        if self.span:
+            self.describe(f"timing layers {self.span[0]}-{self.span[1] - 1}")
             try:
-                model = self._load_blank(skeleton, own)
+                model = self._load_blank(headers, self.span)
             except UserError as caught:
                 error = str(caught)
-
-        def time_own() -> LayerSpeed | None:
-            if not model or not own:
-                return None
-            output_bytes = self.sizes.output_bytes if model.is_last else 0
-            asks = not self.devices[link.rank].target.is_torch
-            return time_layers(model, self.sizes.layer_bytes[slice(*own)], output_bytes, time.monotonic, asks)
-
-        turns = timing_turns(self.hosts, self.threads, self.spans)
-        speed = None if any(link.all_gather(error)) else _best_speed(link, time_own, turns, self.kinds)
+        yield model, error
         if model:
             model.close()
-            forget_peak()  # it is no part of what the job holds
-        self.crew.watch.describe("")
-        return speed, error
+            forget_peak()  # the job's own models come later
+        self.describe("")
 
-    def _load_blank(self, skeleton: Skeleton, own: Span) -> LoadedModel:
-        """Layers without weights. Raises UserError where they cannot be loaded, or fill the host."""
-        rank = self.crew.link.rank
-        device = self.devices[rank].target
-        if device.is_torch:
-            load_torch()  # takes seconds, in which somebody might kill this rank, and nobody would remove the folder
-        with temporary_folder() as folder:
-            info = put_up(skeleton, folder)
-            _check_room(slice_bytes(info, *own), self.hosts, rank)
-            alone = replace(self.options, n_expected=1)  # a row is timed, and no group of rows
-            numerics = unnamed_numerics(alone, self.hosts, info, self.devices)
-            params = LlamaParams(
-                n_cells=N_CELLS,
-                n_seq_max=2,
-                n_batch=1,
-                n_outputs_max=1,
-                n_threads=self.threads[rank],
-                n_gpu_layers=device.n_gpu_layers,
-                exact=numerics.exact,
-                cache=numerics.cache,
-                devices=device.devices,
-                repack=numerics.repack,
-                repacked=numerics.repacked,
-            )
-            return load_layers(lambda: open_blank(info, *own), params, device)
+    def time(self, model: LoadedModel | None) -> LayerSpeed | None:
+        if not model or not self.span:
+            return None
+        output_bytes = self.sizes.output_bytes if model.is_last else 0
+        layer_bytes = self.sizes.layer_bytes[slice(*self.span)]
+        return time_layers(model, layer_bytes, output_bytes, time.monotonic, stops=not self.device.is_torch)
 
+    def _load_blank(self, headers: ModelHeaders, span: Span) -> LoadedModel:
+        """Raises UserError where the layers cannot be loaded, or fill the host."""
+        device = self.device
+        info = read_model_info(headers)
+        self._check_room(slice_bytes(info, *span))
+        target = [self.schedule.devices[rank].target for rank in self.schedule.target_ranks]
+        numerics = unnamed_numerics(self.options, self.hosts, info, target)  # a row is timed, and no group of rows
+        params = LlamaParams(
+            n_cells=N_CELLS,
+            n_seq_max=2,
+            n_batch=1,
+            n_outputs_max=1,
+            n_threads=self.schedule.threads[self.rank],
+            n_gpu_layers=device.n_gpu_layers,
+            exact=numerics.exact,
+            cache=numerics.cache,
+            devices=device.devices,
+            repack=numerics.repack,
+            repacked=numerics.repacked,
+            at_once=numerics.at_once,
+        )
+        return load_layers(lambda: open_blank(info, *span), params, device)
 
-def _best_speed(
-    link: Link, time_own: Callable[[], LayerSpeed | None], turns: Mapping[int, int], kinds: Sequence[Kind]
-) -> LayerSpeed | None:
-    """Of this rank's layers, timed in its turn; all ranks again while those of a kind differ. Collective."""
-    best: LayerSpeed | None = None
-    for _ in range(N_ROUNDS):
-        for turn in range(1 + max(turns.values())):
-            if turns.get(link.rank) == turn:
-                best = min(filter(None, (best, time_own())), key=lambda speed: speed.s_per_byte, default=None)
-            link.all_gather(None)
-        if not is_doubtful(link.all_gather(best), kinds):
-            break
-    return best
+    def _check_room(self, n_bytes: int) -> None:
+        """Raises UserError where the ranks of this host, all of which load as much, would leave it no memory."""
+        memory = self.hosts[self.rank].memory
+        room = min(memory.process, memory.host // len(ranks_there(self.hosts, self.rank)))
+        if n_bytes > room:
+            raise UserError(f"{n_bytes / 1e6:.0f} MB of layers are more than the {room / 1e6:.0f} MB that it has")
 
 
-def _check_room(n_bytes: int, hosts: Sequence[Host], rank: int) -> None:
-    """Raises UserError where the ranks of a host, all of which load as much, would leave it no memory."""
-    room = hosts[rank].memory
-    left = min(room.own, room.host // len(ranks_there(hosts, rank)))
-    if n_bytes > left:
-        raise UserError(f"{n_bytes / 1e6:.0f} MB of layers are more than the {left / 1e6:.0f} MB that it has")
+# -- times that are kept
+
+
+def recall(
+    link: "Link", key: str, kind: type[T], measure: Callable[[], list[tuple[T | None, str]]], ranks: Collection[int]
+) -> tuple[list[tuple[T | None, str]], bool]:
+    """Of every rank its value and why it has none, and whether the values were kept. If one of `ranks` has nothing kept
+    under its `key`, all ranks measure and keep the result. Collective.
+
+    `key`: empty on ranks that measure nothing. `kind`: a dataclass of seconds or speeds. `measure`: collective; returns
+    the same on all ranks.
+    """
+    cache = user_cache()
+    cached = link.all_gather(_read(kind, cache.get(key)) if key else None)
+    if all(cached[rank] for rank in ranks):
+        return [(value, "") for value in cached], True
+    results = measure()
+    if value := results[link.rank][0]:
+        cache.put(key, {name: getattr(value, name) for name in _names(kind)})
+    return results, False
+
+
+def _names(kind: Any) -> dict[str, Any]:
+    """Fields that are kept -> their defaults."""
+    return {field.name: field.default for field in fields(kind) if field.name != SOURCE}
+
+
+def _read(kind: type[T], value: Any) -> T | None:
+    """The value, if JSON has a positive number for each field, or null where that is the default."""
+    names = _names(kind)
+    if not isinstance(value, dict) or value.keys() != names.keys():
+        return None
+    numbers = [number for name, number in value.items() if number is not None or names[name] is not None]
+    are_numbers = all(isinstance(number, float) and 0 < number < math.inf for number in numbers)
+    return kind(**value) if are_numbers else None

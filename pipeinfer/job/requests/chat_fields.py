@@ -1,54 +1,48 @@
-"""What a request says of its chat, in OpenAI's words: messages, tools, reasoning, the template's variables. Renders
-nothing."""
+"""A request's chat in OpenAI's JSON: messages, tools, reasoning, variables of the template. Renders nothing."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeinfer.job.requests.fields import PassedOver, flag, refuse, shown, text_of, without_null
-from pipeinfer.models.text.chat import Message
+from pipeinfer.job.requests.fields import EFFORTS, PassedOver, flag, one_of, refuse, shown, text_of, without_null
+from pipeinfer.models.text.chat_template import ChatMessage
 from pipeinfer.models.text.tools import AUTO, NONE, REQUIRED, Tools
 
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
          "function": "tool"}  # fmt: skip
 MAX_TOOLS = 128
-"""As OpenAI has it."""
+"""OpenAI's limit."""
 
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
-EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-FORMATS = ("auto", "none", "deepseek")
-"""Of reasoning: none leaves it in the text."""
+REASONING_FORMATS = ("auto", "none", "deepseek")
+"""`none` leaves reasoning in the text."""
 
-CHAT_FIELDS = ("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "reasoning_format",
-               "chat_template_kwargs", "add_generation_prompt", "continue_final_message")  # fmt: skip
-OWN = {"messages", "tools", "add_generation_prompt"}
-"""Variables of a template that a request says otherwise."""
+RESERVED = ("add_generation_prompt", "messages", "tools")
+"""Variables of a template that have fields of their own."""
 
 MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "function_call",
            "refusal", "annotations", "audio"}  # fmt: skip
-"""Fields of a message, those included that clients send back as they got them."""
+"""Fields of a message, including those of answers that clients send back."""
 
 
-def read_messages(value: Any, passed: PassedOver) -> tuple[Message, ...]:
+def read_messages(value: Any, passed: PassedOver) -> tuple[ChatMessage, ...]:
     if not isinstance(value, list) or not value:
         refuse(f"messages is {shown(value)}; give a list of objects with role and content")
     return tuple(_message(f"messages[{at}]", each, passed) for at, each in enumerate(value))
 
 
-def _message(name: str, value: Any, passed: PassedOver) -> Message:
-    """`name`: where it stands in the request."""
+def _message(name: str, value: Any, passed: PassedOver) -> ChatMessage:
+    """`name`: its place in the request."""
     if not isinstance(value, dict):
         refuse(f"{name} is {shown(value)}; give an object with role and content, or what a chat's tools need")
-    given = {key: each for key, each in value.items() if each or each == ""}
-    if unknown := set(given) - MESSAGE:
+    fields = {key: each for key, each in value.items() if each or each == ""}
+    if unknown := set(fields) - MESSAGE:
         field = min(unknown)
         passed.add(f"messages.{field}", f"{name} has the unknown field {shown(field)}; leave it out")
-    role, content = value.get("role"), value.get("content")
-    if not isinstance(role, str) or role not in ROLES:
-        refuse(f"{name}.role is {shown(role)}; it is one of {', '.join(ROLES)}")
+    role, content = one_of(f"{name}.role", value.get("role"), ROLES), value.get("content")
     more: dict[str, Any] = {}
-    calls = given.get("tool_calls") or ([{"function": given["function_call"]}] if "function_call" in given else [])
+    calls = fields.get("tool_calls") or ([{"function": fields["function_call"]}] if "function_call" in fields else [])
     if calls:
         if role != "assistant" or not isinstance(calls, list):
             refuse(f"{name}.tool_calls is {shown(calls)}; an assistant's message may have a list of them")
@@ -56,25 +50,25 @@ def _message(name: str, value: Any, passed: PassedOver) -> Message:
         if content is None:
             content, more["content"] = "", None
     for field in ("tool_call_id", "name") if ROLES[role] == "tool" else ():
-        if field in given:
-            more[field] = _text(f"{name}.{field}", given[field])
+        if field in fields:
+            more[field] = _text(f"{name}.{field}", fields[field])
     for field in ("reasoning_content", "reasoning") if role == "assistant" else ():
-        if field in given:
-            more.setdefault("reasoning_content", _text(f"{name}.{field}", given[field]))
+        if field in fields:
+            more.setdefault("reasoning_content", _text(f"{name}.{field}", fields[field]))
     if role == "assistant" and content is None:
-        content = given.get("refusal", "")
-    return Message(ROLES[role], content_of(f"{name}.content", content, role, passed), more)  # type: ignore[arg-type]
+        content = fields.get("refusal", "")
+    return ChatMessage(ROLES[role], content_of(f"{name}.content", content, role, passed), more)  # type: ignore[arg-type]
 
 
 def content_of(name: str, value: Any, role: str, passed: PassedOver, kinds: tuple[str, ...] = ("text",)) -> str:
-    """The text of a message. What a tool's result has beside text, such as a picture, becomes a line that says so: it
-    would be in the way of all later turns. Raises UserError."""
+    """The text of a message. In a tool's result a line stands for other parts, such as images, as a refusal would
+    block all later turns."""
     if ROLES.get(role) == "tool" and isinstance(value, list):
-        value = [_told(f"{name}[{at}]", part, passed, kinds) for at, part in enumerate(value)]
+        value = [_text_part(f"{name}[{at}]", part, passed, kinds) for at, part in enumerate(value)]
     return text_of(name, value, kinds)
 
 
-def _told(name: str, part: Any, passed: PassedOver, kinds: tuple[str, ...]) -> Any:
+def _text_part(name: str, part: Any, passed: PassedOver, kinds: tuple[str, ...]) -> Any:
     kind = part.get("type") if isinstance(part, dict) else None
     if not isinstance(kind, str) or kind in kinds:
         return part
@@ -88,30 +82,31 @@ def _text(name: str, value: Any) -> str:
 
 
 def _call(name: str, value: Any) -> dict[str, Any]:
-    """A call that was made, its arguments as an object: templates write them in their own way."""
+    """A call of an assistant, with its arguments as an object, which each template writes in its own way."""
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         refuse(f"{name} is {shown(value)}; give what the server answered: an id, type function, and a function with "
                "name and arguments")  # fmt: skip
-    given = function.get("arguments") or "{}"
+    text = function.get("arguments") or "{}"
     try:
-        arguments = json.loads(given) if isinstance(given, str) else given
+        arguments = json.loads(text) if isinstance(text, str) else text
     except (ValueError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        refuse(f"{name}.function.arguments is {shown(given)}; give a JSON object, as a text")
+        refuse(f"{name}.function.arguments is {shown(text)}; give a JSON object, as a text")
     return {**value, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
-def read_tools(given: Mapping[str, Any], passed: PassedOver) -> Tools | None:
-    """None where no call may be made. Tools that another server would run are passed over."""
-    value, choice = given.get("tools", []), given.get("tool_choice", AUTO)
+def read_tools(fields: Mapping[str, Any], passed: PassedOver) -> Tools | None:
+    """None where no function may be called. Tools that a server would run are passed over."""
+    value, choice = fields.get("tools", []), fields.get("tool_choice", AUTO)
     if not isinstance(value, list):
         refuse(f"tools is {shown(value)}; give a list of up to {MAX_TOOLS} functions")
-    own = [(f"tools[{at}]", each) for at, each in enumerate(value) if not _is_hosted(f"tools[{at}]", each, passed)]
-    if len(own) > MAX_TOOLS:
-        refuse(f"tools has {len(own)} functions; up to {MAX_TOOLS} are possible")
-    functions = tuple(_function(*each) for each in own)
+    named = [(f"tools[{at}]", each) for at, each in enumerate(value)]
+    client_tools = [each for each in named if not _is_hosted(*each, passed)]
+    if len(client_tools) > MAX_TOOLS:
+        refuse(f"tools has {len(client_tools)} functions; up to {MAX_TOOLS} are possible")
+    functions = tuple(_function(*each) for each in client_tools)
     names = [each["function"]["name"] for each in functions]
     if twice := next((name for name in names if names.count(name) > 1), ""):
         refuse(f"tools has the function {twice} twice; give each a name of its own")
@@ -119,8 +114,8 @@ def read_tools(given: Mapping[str, Any], passed: PassedOver) -> Tools | None:
         function = choice.get("function")
         chosen = str(function.get("name") if isinstance(function, dict) else choice.get("name"))
         if choice.get("type") != "function" or chosen not in names:
-            known = {"type": "function", "function": {"name": names[0] if names else "…"}}
-            refuse(f"tool_choice is {shown(choice)}; name one of the tools, such as {json.dumps(known)}")  # fmt: skip
+            example = {"type": "function", "function": {"name": names[0] if names else "…"}}
+            refuse(f"tool_choice is {shown(choice)}; name one of the tools, such as {json.dumps(example)}")
     elif choice not in (AUTO, NONE, REQUIRED):
         refuse(f"tool_choice is {shown(choice)}; it is auto, none, required, or an object that names a function")
     elif choice == REQUIRED and not names:
@@ -129,7 +124,7 @@ def read_tools(given: Mapping[str, Any], passed: PassedOver) -> Tools | None:
         chosen = choice
     if not functions or chosen == NONE:
         return None
-    return Tools(functions, chosen, flag(given, "parallel_tool_calls", True))
+    return Tools(functions, chosen, flag(fields, "parallel_tool_calls", True))
 
 
 def _is_hosted(name: str, value: Any, passed: PassedOver) -> bool:
@@ -152,35 +147,30 @@ def _function(name: str, value: Any) -> Mapping[str, Any]:
     return {"type": "function", "function": without_null(function)}
 
 
-def continues(given: Mapping[str, Any], messages: Sequence[Message]) -> bool:
-    """Whether the answer goes on with the last message, an assistant's: by default it does, as in llama-server; with
-    `continue_final_message` or `add_generation_prompt` as in vLLM."""
+def continues(fields: Mapping[str, Any], messages: Sequence[ChatMessage]) -> bool:
+    """Whether the answer continues the last message, an assistant's: by default, as in llama-server, or by vLLM's
+    `continue_final_message` and `add_generation_prompt`."""
     is_answer = bool(messages) and messages[-1].role == "assistant" and not messages[-1].more.get("tool_calls")
-    asked = flag(given, "continue_final_message", is_answer and "add_generation_prompt" not in given)
-    if asked and not is_answer:
+    value = flag(fields, "continue_final_message", is_answer and "add_generation_prompt" not in fields)
+    if value and not is_answer:
         refuse("continue_final_message is true, and the last message is no text of the assistant; leave it out")
-    if asked and flag(given, "add_generation_prompt", False):
+    if value and flag(fields, "add_generation_prompt", False):
         refuse("add_generation_prompt and continue_final_message are both true; give one of them")
-    return asked
+    return value
 
 
-def read_variables(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the template: those that are asked for, and by its usual names whether and how long the model reasons."""
-    variables, effort = given.get("chat_template_kwargs", {}), given.get("reasoning_effort")
-    if not isinstance(variables, dict) or OWN & {*variables}:
-        refuse(f"chat_template_kwargs is {shown(variables)}; give an object without {', '.join(sorted(OWN))}")
-    if not flag(given, "add_generation_prompt", True) and not given.get("continue_final_message"):
+def read_variables(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables of the template: the request's, and the usual ones for reasoning and its effort."""
+    variables, effort = fields.get("chat_template_kwargs", {}), fields.get("reasoning_effort")
+    if not isinstance(variables, dict) or variables.keys() & {*RESERVED}:
+        refuse(f"chat_template_kwargs is {shown(variables)}; give an object without {', '.join(RESERVED)}")
+    if not flag(fields, "add_generation_prompt", True) and not fields.get("continue_final_message"):
         variables = {**variables, "add_generation_prompt": False}
     if effort is None:
         return variables
-    if effort not in EFFORTS:
-        refuse(f"reasoning_effort is {shown(effort)}; it is one of {', '.join(EFFORTS)}")
-    thinks = effort != "none"
+    thinks = one_of("reasoning_effort", effort, EFFORTS) != "none"
     return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks, **variables}
 
 
-def splits_reasoning(given: Mapping[str, Any]) -> bool:
-    asked = given.get("reasoning_format", "auto")
-    if asked not in FORMATS:
-        refuse(f"reasoning_format is {shown(asked)}; it is one of {', '.join(FORMATS)}")
-    return bool(asked != "none")
+def splits_reasoning(fields: Mapping[str, Any]) -> bool:
+    return one_of("reasoning_format", fields.get("reasoning_format", "auto"), REASONING_FORMATS) != "none"

@@ -1,5 +1,5 @@
-"""How this job talks to its model: the template that was asked for, or the model's own, and what ends an answer.
-Loads nothing and runs nothing."""
+"""The chat format of a job: the template of its options, or the model's own, and the stops of an answer. Loads nothing
+and runs nothing."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -8,21 +8,30 @@ from functools import cached_property, reduce
 from typing import Any
 
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import ChatOptions, RunOptions
-from pipeinfer.job.process.complain import complain
+from pipeinfer.job.options.text_sections import ChatOptions, TextOptions
+from pipeinfer.job.process.streams import complain
 from pipeinfer.job.requests.request import read_text
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.text.answer_forms import THOUGHTS
-from pipeinfer.models.text.answers import begun_thought, opened_thought
-from pipeinfer.models.text.chat import PLAIN_STOP, PLAIN_TEMPLATE, ChatTemplate, Message, TemplateFault, encode_rendered
-from pipeinfer.models.text.chat_template import template_of
-from pipeinfer.models.text.literals import MIXED, Rendered, answer_text
-from pipeinfer.models.text.roles import orders
+from pipeinfer.models.text.answers import opened_thought, unclosed_thought
+from pipeinfer.models.text.chat_template import (
+    MIXED,
+    PLAIN_STOP,
+    PLAIN_TEMPLATE,
+    ChatMessage,
+    ChatTemplate,
+    Rendered,
+    TemplateFault,
+    answer_text,
+    encode_rendered,
+    orders,
+    template_of,
+)
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.models.text.tools import AUTO, Tools, calls_grammar, knows_tools, told_plainly
+from pipeinfer.models.text.tools import AUTO, Tools, calls_grammar, knows_tools, plain_conversation
 
-Chat = tuple[Sequence[Message], Tools | None, Mapping[str, Any]]
-"""Messages, tools, further variables of the template."""
+Chat = tuple[Sequence[ChatMessage], Tools | None, Mapping[str, Any]]
+"""Messages, tools, other variables of the template."""
 
 PLAIN = (
     "{path} has no chat template: a plain one is used, with 'User:' and 'Assistant:'; --chat-template-file FILE gives "
@@ -32,7 +41,7 @@ PLAIN = (
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """`system`: what is said before all else. `stops`: texts that end an answer."""
+    """`system`: the system's message before all others. `stops`: texts that end an answer."""
 
     template: ChatTemplate
     tokenizer: Tokenizer
@@ -41,36 +50,36 @@ class ChatFormat:
 
     @property
     def makes_nothing(self) -> UserError:
-        """Of a chat whose text has no tokens."""
+        """The error of a chat whose text has no tokens."""
         return UserError(f"{self.template.name} makes no tokens of this; say something else, or give another with "
                          "--chat-template-file FILE")  # fmt: skip
 
-    def render(self, messages: Sequence[Message]) -> Rendered:
-        """The text up to the next answer of the assistant. Raises UserError as ChatTemplate does."""
-        (found,) = self.render_all([(messages, None, {})])
-        if isinstance(found, UserError):
-            raise found
-        if found.is_mixed:
+    def render(self, messages: Sequence[ChatMessage]) -> Rendered:
+        """The text up to the assistant's next answer. Raises UserError as ChatTemplate does."""
+        (text,) = self.render_all([(messages, None, {})])
+        if isinstance(text, UserError):
+            raise text
+        if text.is_mixed:
             complain(MIXED)
-        return found
+        return text
 
     def render_all(self, chats: Sequence[Chat]) -> Sequence[Rendered | UserError]:
-        """The same of several. Of each its text, or what is wrong. Where a template refuses an order of roles, messages
-        of the system in mid conversation above all, it gets the messages in an order that it may take."""
-        said = [self._with_system(messages) for messages, *_ in chats]
+        """The text or the error of each chat. Where a template refuses an order of roles, above all the system in mid
+        conversation, other orders are tried."""
+        messages = [self._with_system(each) for each, *_ in chats]
         if not self.knows_tools:
-            said = [told_plainly(messages, tools) for messages, (_, tools, _) in zip(said, chats, strict=True)]
+            messages = [plain_conversation(each, tools) for each, (_, tools, _) in zip(messages, chats, strict=True)]
         variables = [{**more, **({"tools": tools.functions} if tools else {})} for _, tools, more in chats]
-        found = list(self.template.render_all(said, self.tokenizer, variables))
-        for at, fault in enumerate(found):
-            if isinstance(fault, TemplateFault) and not fault.is_broken and (tries := orders(said[at])):
+        texts = list(self.template.render_all(messages, self.tokenizer, variables))
+        for at, fault in enumerate(texts):
+            if isinstance(fault, TemplateFault) and not fault.is_broken and (tries := orders(messages[at])):
                 again = self.template.render_all(tries, self.tokenizer, [variables[at]] * len(tries))
-                found[at] = next((each for each in again if isinstance(each, Rendered)), fault)
-        return found
+                texts[at] = next((each for each in again if isinstance(each, Rendered)), fault)
+        return texts
 
-    def continued(self, rendered: Rendered, answer: Message) -> tuple[Rendered, str]:
-        """A prompt with what an assistant's message has of its answer, as llama.cpp continues it, and what ends the
-        reasoning that this has begun. Reasoning that the prompt begins is closed before a content."""
+    def continued(self, rendered: Rendered, answer: ChatMessage) -> tuple[Rendered, str]:
+        """(a prompt followed by the beginning of its answer, as in llama.cpp, the text that ends the reasoning begun by
+        then). Reasoning that the prompt begins is closed before a content."""
         source, thought = self.template.source, opened_thought(rendered.text)
         begin = next((each for each, end in THOUGHTS.items() if each in source and end == (thought or end)), "")
         reasoning = str(answer.more.get("reasoning_content", ""))
@@ -83,7 +92,7 @@ class ChatFormat:
             thought = ""
         if answer.content:
             parts.append(self._answer_text(answer.content))
-            thought = begun_thought(answer.content)
+            thought = unclosed_thought(answer.content)
         return reduce(Rendered.followed_by, parts), thought
 
     def _answer_text(self, text: str) -> Rendered:
@@ -94,40 +103,41 @@ class ChatFormat:
         return knows_tools(self.template.source)
 
     def constraint(self, tools: Tools | None, thought: str) -> str:
-        """The grammar of calls that must be made; empty where none must."""
-        must = tools is not None and tools.choice != AUTO
-        return calls_grammar(tools, self.template.source, self.tokenizer, thought) if tools and must else ""
+        """The grammar of forced calls; empty where none is forced."""
+        is_forced = tools is not None and tools.choice != AUTO
+        return calls_grammar(tools, self.template.source, self.tokenizer, thought) if tools and is_forced else ""
 
-    def _with_system(self, messages: Sequence[Message]) -> list[Message]:
-        """The system speaks first, unless it does already."""
-        speaks = self.system is not None and not any(each.role == "system" for each in messages)
-        return [*([Message("system", self.system or "")] if speaks else []), *messages]
+    def _with_system(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """With the system's message first, unless there is one."""
+        if self.system is None or any(each.role == "system" for each in messages):
+            return list(messages)
+        return [ChatMessage("system", self.system), *messages]
 
     def first_prompt(self, text: str) -> list[int]:
-        """The tokens that ask for an answer to what a user says first. Raises UserError."""
-        return encode_rendered(self.tokenizer, self.render([Message("user", text)]))
+        """The tokens of a user's first message. Raises UserError."""
+        return encode_rendered(self.tokenizer, self.render([ChatMessage("user", text)]))
 
 
 def open_format(
-    options: RunOptions, info: ModelInfo, tokenizer: Tokenizer, say: Callable[[str], object] = complain
+    text: TextOptions, info: ModelInfo, tokenizer: Tokenizer, say: Callable[[str], object] = complain
 ) -> ChatFormat | None:
-    """None where no chat was asked for. Says so where the model has no template. Raises UserError for files that cannot
-    be read or are no template, and for variables that are no JSON object. The model's own template is not looked at."""
-    chat = options.chat
+    """None where the text is no chat. `say`: told if the model has no template. Raises UserError for unreadable
+    files and wrong variables. The model's own template is not checked."""
+    chat = text.chat
     if chat is None:
         return None
     system = chat.system
     if chat.system_file is not None:
         system = read_text("--system-prompt-file", chat.system_file).removesuffix("\n")
     source, variables = template_of(info.metadata), _variables(chat)
-    name, stops = f"the chat template of {info.path}", options.stops
+    name, stops = f"the chat template of {info.path}", text.stops
     if chat.template_file is not None:
         name = f"--chat-template-file {chat.template_file}"
         source = read_text("--chat-template-file", chat.template_file)
     elif source is None:
         say(PLAIN.format(path=info.path))
         source, stops = PLAIN_TEMPLATE, (*stops, PLAIN_STOP)
-    template = ChatTemplate(source, name, variables, options.special_in_messages)
+    template = ChatTemplate(source, name, variables, text.special_in_messages)
     if chat.template_file is not None:
         template.check()
     return ChatFormat(template, tokenizer, system, stops)
@@ -137,11 +147,11 @@ def _variables(chat: ChatOptions) -> dict[str, Any]:
     if chat.variables is None:
         return {}
     try:
-        found = json.loads(chat.variables)
+        variables = json.loads(chat.variables)
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        variables = None
+    if not isinstance(variables, dict):
         raise UserError(f'--chat-template-kwargs {chat.variables[:80]!r} is not a JSON object; write {{"name": value}}')
-    if "messages" in found:
+    if "messages" in variables:
         raise UserError("--chat-template-kwargs has messages, which are what is said; give other names")
-    return found
+    return variables

@@ -1,4 +1,4 @@
-"""What is said to a model in a benchmark: texts and question sets, as tokens turn by turn. Runs nothing."""
+"""Prompts of benchmarks: texts and question sets, as tokens turn by turn. Runs nothing."""
 
 import json
 import sys
@@ -7,18 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeinfer.errors import UserError
-from pipeinfer.job.process.limited import read_limited
-from pipeinfer.job.requests.prompts import TEXTS
+from pipeinfer.job.process.streams import read_limited
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.observe.experiment import digest
+from pipeinfer.observe.columns import digest
+
+TEXTS = tuple(Path(__file__).parent / "prompts" / f"{name}.txt" for name in ("program", "tale", "excerpt"))
+"""What `bench` and experiments.sh continue unless they are given others."""
 
 SEPARATOR = "\n\n"
-"""Between what was said and the next turn. There is no chat template: what is measured is speed."""
+"""Before each later turn. There is no chat template, as speed is measured."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
-    """A text, or, for `pp512`, as many tokens of text as its name says. `later`: said next, after each answer."""
+class BenchPrompt:
+    """A text, or `n_tokens` of text, as in `pp512`. `later`: the user's further turns, after each answer."""
 
     name: str
     text: str = ""
@@ -27,45 +29,45 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """What is said next in a conversation. `name` is that of its rows."""
+class BenchTurn:
+    """A user's turn in a conversation. `name`: in its rows."""
 
     name: str
     tokens: tuple[int, ...]
     digest: str = ""
-    """Of all that has been said to the model with this turn."""
+    """Of all turns up to this one."""
 
     measured: bool = False
-    """Before this sweep: it is generated for its answer, if a turn after it is not."""
+    """An earlier sweep has measured it: only its answer may be needed, for a later turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns, each with the answers before it. Most have one turn: a prompt."""
+    """Turns, each of which follows the answers before it. `cut`: tokens of a prompt at most, 0: any number."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[BenchTurn, ...]
     cut: int
-    n_keep: int  # tokens at the beginning that a cut leaves there: the beginning-of-text token
+    n_keep: int  # first tokens that a cut keeps: the beginning-of-text token
 
-    def prompt(self, said: Sequence[int], turn: Turn) -> tuple[int, ...]:
-        """The prompt of a turn after all that was said, its newest tokens if it must be cut."""
-        tokens = (*said, *turn.tokens)
+    def prompt(self, history: Sequence[int], turn: BenchTurn) -> tuple[int, ...]:
+        """The prompt of a turn after `history`, its newest tokens if it must be cut."""
+        tokens = (*history, *turn.tokens)
         if not self.cut or len(tokens) <= self.cut:
             return tokens
         n_newest = max(0, self.cut - self.n_keep)
         return tokens[: self.cut - n_newest] + tokens[len(tokens) - n_newest :]
 
     def lengths(self, n_predict: int) -> list[int]:
-        """Tokens of each turn's prompt, known before any answer: an answer has `n_predict` of them."""
+        """Tokens of each turn's prompt, if answers have `n_predict` tokens."""
         lengths: list[int] = []
         for turn in self.turns:
-            said = lengths[-1] + n_predict if lengths else 0
-            lengths.append(min(said + len(turn.tokens), self.cut or sys.maxsize))
+            n_history = lengths[-1] + n_predict if lengths else 0
+            lengths.append(min(n_history + len(turn.tokens), self.cut or sys.maxsize))
         return lengths
 
 
-def conversation_of(prompt: Prompt, tokenizer: Tokenizer, cut: int) -> Conversation:
-    """A prompt in tokens, the first `cut` of its first turn at most. Raises UserError when there are none."""
+def conversation_of(prompt: BenchPrompt, tokenizer: Tokenizer, cut: int) -> Conversation:
+    """A prompt in tokens, the first `cut` of its first turn at most. Raises UserError for an empty one."""
     if prompt.n_tokens:
         return Conversation((_turn(prompt.name, _of_length(prompt.n_tokens, tokenizer)),), cut=0, n_keep=0)
     tokens = tokenizer.encode(prompt.text, parse_special=True)
@@ -73,62 +75,59 @@ def conversation_of(prompt: Prompt, tokenizer: Tokenizer, cut: int) -> Conversat
         raise UserError(f"the prompt {prompt.name} is empty; give some text")
     first = _turn(prompt.name, tokens[:cut] if cut else tokens)
     turns = [first]
-    # appended as tokens, not as text: an answer stays what the model said, and its length is known beforehand
+    # appended as tokens, not as text: answers stay as the model wrote them, and their lengths are known
     for number, text in enumerate(prompt.later, start=2):
         turns.append(_turn(f"{prompt.name}.{number}", _continuation(f"{SEPARATOR}{text}", tokenizer), turns[-1].digest))
     return Conversation(tuple(turns), cut, n_keep=int(tokens[0] == tokenizer.bos))
 
 
-def _turn(name: str, tokens: Sequence[int], before: str = "") -> Turn:
+def _turn(name: str, tokens: Sequence[int], before: str = "") -> BenchTurn:
     """`before`: the digest of the turn before it."""
-    return Turn(name, tuple(tokens), digest((*([before] if before else []), *tokens)))
+    return BenchTurn(name, tuple(tokens), digest((*([before] if before else []), *tokens)))
 
 
 def _of_length(n_tokens: int, tokenizer: Tokenizer) -> list[int]:
-    """The first `n_tokens` of real text, which begins anew where it ends: what is measured depends on the words too."""
+    """The first `n_tokens` of real text, repeated as needed: speed depends on the words too."""
     tokens, more = _real_text(tokenizer)
     return (tokens + more * (n_tokens // len(more)))[:n_tokens]
 
 
 def _real_text(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """As it begins, and as it goes on after its end."""
+    """The tokens of the texts, and those of a repetition."""
     text = SEPARATOR.join(path.read_text(encoding="utf-8") for path in TEXTS)
     return tokenizer.encode(text), tokenizer.encode(SEPARATOR + text, add_special=False)
 
 
-def first_turns(prompts: Sequence[Prompt], n: int, tokenizer: Tokenizer, cut: int) -> list[tuple[int, ...]]:
-    """`n` prompts, these one after another and again: what each begins with. Those of a length are of other parts of
-    the text each time, as requests that are alike would share what they begin with. Raises UserError."""
+def first_turns(prompts: Sequence[BenchPrompt], n: int, tokenizer: Tokenizer, cut: int) -> list[tuple[int, ...]]:
+    """The first turns of `n` prompts, these one after another and again. Repeated ones of a length are of other parts
+    of the text, as equal requests would share their prefixes. Raises UserError."""
     whole = [conversation_of(prompt, tokenizer, cut).turns[0].tokens for prompt in prompts]
     begins, more = _real_text(tokenizer)
     n_before = int(begins[0] == tokenizer.bos)
-    found = []
+    turns = []
     for number in range(n):
         again, at = divmod(number, len(prompts))
         tokens = whole[at]
         if again and prompts[at].n_tokens:
             start = again * len(tokens) % len(more)
             tokens = (*tokens[:n_before], *(more[start:] + more * (1 + len(tokens) // len(more)))[: len(tokens)])
-        found.append(tokens[: len(whole[at])])
-    return found
+        turns.append(tokens[: len(whole[at])])
+    return turns
 
 
 def _continuation(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The tokens of a text that follows another: without the space that some vocabularies begin every text with."""
+    """The tokens of a text that follows another, without the space with which some vocabularies begin a text."""
     tokens = tokenizer.encode(text, add_special=False, parse_special=True)
     return tuple(tokens[1:] if tokenizer.decode_piece(tokens[0]) == b" " else tokens)
 
 
-def read_prompts(source: str, n_questions: int, n_turns: int = 0) -> list[Prompt]:
-    """A length (`512`), a text file, or the first `n_questions` (0: all) of a `.jsonl` whose objects have `turns`, or a
-    `prompt`.
-
-    Of these the first `n_turns` (0: all) are taken. Raises UserError when it is none of these.
-    """
+def read_prompts(source: str, n_questions: int, n_turns: int = 0) -> list[BenchPrompt]:
+    """`source`: a length (`512`), a text file, or a `.jsonl` whose objects have `turns` or a `prompt`: the first
+    `n_questions` of them with their first `n_turns` (0: all) are read. Raises UserError for anything else."""
     if source.isdecimal():
         if not 0 < int(source) <= 1 << 20:
             raise UserError(f"-p {source}: a prompt has 1 to {1 << 20} tokens")
-        return [Prompt(f"pp{source}", n_tokens=int(source))]
+        return [BenchPrompt(f"pp{source}", n_tokens=int(source))]
     path = Path(source)
     try:
         with path.open(encoding="utf-8") as file:
@@ -138,7 +137,7 @@ def read_prompts(source: str, n_questions: int, n_turns: int = 0) -> list[Prompt
     except UnicodeDecodeError as error:
         raise UserError(f"-p {source} is not UTF-8 text (byte {error.start})") from None
     if path.suffix != ".jsonl":
-        return [Prompt(path.stem, text)]
+        return [BenchPrompt(path.stem, text)]
     questions = [
         _question(path, number, line, n_turns)
         for number, line in enumerate(text.splitlines(), start=1)
@@ -149,14 +148,14 @@ def read_prompts(source: str, n_questions: int, n_turns: int = 0) -> list[Prompt
     return questions
 
 
-def _question(path: Path, number: int, line: str, n_turns: int) -> Prompt:
+def _question(path: Path, number: int, line: str, n_turns: int) -> BenchPrompt:
     try:
-        found = json.loads(line)
-        turns = [found["prompt"]] if "turns" not in found else found["turns"]
+        question = json.loads(line)
+        turns = [question["prompt"]] if "turns" not in question else question["turns"]
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
         turns = None
     if not (isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)):
         raise UserError(f"{path}, line {number}: not a JSON object with a list of texts named turns, or a text named "
                         "prompt")  # fmt: skip
     first, *later = turns[: n_turns or None]
-    return Prompt(f"{path.stem}/{number}", first, later=tuple(later))
+    return BenchPrompt(f"{path.stem}/{number}", first, later=tuple(later))

@@ -1,54 +1,39 @@
-"""Fields of a request in JSON: how each is read and refused. Knows no field's meaning."""
+"""The fields of a request in JSON: their names here and at other servers, and how each is read or refused.
+
+Knows no request as a whole.
+"""
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
+
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+
+# -- values
 
 
 @dataclass(slots=True)
 class PassedOver:
-    """What of a request is not served, although the request is: by field or part, the reason. `strict`: nothing is."""
+    """Fields and parts of a request that are ignored, with reasons. `strict`: they are refused instead."""
 
     strict: bool = False
     reasons: dict[str, str] = field(default_factory=dict)
 
     def add(self, name: str, reason: str) -> None:
-        """Raises UserError where nothing is passed over."""
+        """Raises UserError if strict."""
         if self.strict:
             refuse(reason)
         self.reasons.setdefault(name, reason)
 
 
-def flag(given: Mapping[str, Any], name: str, default: bool) -> bool:
-    value = given.get(name, default)
-    if not isinstance(value, bool):
-        refuse(f"{name} is {shown(value)}; give true or false")
-    return value
-
-
-def without_null(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def is_number(value: Any) -> bool:
-    return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-def text_of(name: str, value: Any, kinds: Sequence[Any], between: str = "\n") -> str:
-    """A text, or a list of blocks of these kinds with one. `between`: two blocks; llama-server has a new line there."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not all(isinstance(each, dict) and each.get("type") in kinds for each in value):
-        refuse(f"{name} is {shown(value)}; give a text, or a list of parts of type {' or '.join(kinds)}")
-    return between.join(str(each.get("text", "")) for each in value)
+def refuse(what: str) -> NoReturn:
+    raise UserError(what)
 
 
 def shown(value: Any) -> str:
@@ -56,5 +41,223 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 
-def refuse(what: str) -> NoReturn:
-    raise UserError(what)
+def flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
+    value = body.get(name, default)
+    return value if isinstance(value, bool) else refuse(f"{name} is {shown(value)}; give true or false")
+
+
+def whole(name: str, value: Any, least: int, most: int, more: str = "") -> int:
+    """`more`: what the message says behind the limits."""
+    if not is_whole(value) or not least <= value <= most:
+        refuse(f"{name} is {shown(value)}; give a whole number from {least} to {most}{more}")
+    return value
+
+
+def one_of(name: str, value: Any, values: Collection[str]) -> str:
+    if not isinstance(value, str) or value not in values:
+        refuse(f"{name} is {shown(value)}; it is one of {', '.join(values)}")
+    return value
+
+
+def is_whole(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    return is_whole(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def is_list_of(kind: Any, value: Any) -> TypeGuard[list[Any]]:
+    return isinstance(value, list) and all(isinstance(each, kind) for each in value)
+
+
+def text_of(name: str, value: Any, kinds: Sequence[Any], between: str = "\n") -> str:
+    """A text, or a list of parts of these types with one, joined by `between`, as in llama-server by a new line."""
+    if isinstance(value, str):
+        return value
+    if not is_list_of(dict, value) or not all(each.get("type") in kinds for each in value):
+        refuse(f"{name} is {shown(value)}; give a text, or a list of parts of type {' or '.join(kinds)}")
+    return between.join(str(each.get("text", "")) for each in value)
+
+
+def without_null(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+# -- names
+
+LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict", "max_new_tokens")
+PROMPTS = ("prompt", "messages")
+CHAT_FIELDS = ("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "reasoning_format",
+               "chat_template_kwargs", "add_generation_prompt", "continue_final_message")  # fmt: skip
+FORMS = ("grammar", "json_schema", "response_format")
+"""Constraints of the text: a request has one of them."""
+
+WITHOUT_EFFECT = (
+    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_prompt",
+    "stream_options", "prompt_cache_retention", "verbosity", "mirostat_tau", "mirostat_eta", "dynatemp_exponent",
+    "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
+)  # fmt: skip
+ONLY: Mapping[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "stream": (False,), "echo": (False,),
+    "suffix": ("",), "modalities": (["text"],), "functions": ([],), "function_call": ("none", "auto"),
+    # samplers that are off
+    "typical_p": (1,), "typ_p": (1,), "tfs_z": (1,), "tfs": (1,), "mirostat": (0,), "mirostat_mode": (0,),
+    "dynatemp_range": (0,), "dry_multiplier": (0,), "xtc_probability": (0,), "top_n_sigma": (-1, 0), "top_a": (0,),
+    "epsilon_cutoff": (0,), "eta_cutoff": (0,), "min_keep": (0,), "min_tokens": (0,),
+    # as it is anyway
+    "post_sampling_probs": (False,), "use_beam_search": (False,), "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,),
+}  # fmt: skip
+"""Fields that are refused with other values, which would change the text."""
+
+IN_EFFECT: Mapping[str, tuple[Any, ...]] = {
+    "n_keep": (0, -1), "n_discard": (0,), "id_slot": (-1,), "t_max_predict_ms": (0, -1), "n_indent": (0,),
+    "penalize_nl": (False,), "return_tokens": (False,), "length_penalty": (1,), "early_stopping": (False,),
+    "spaces_between_special_tokens": (True,), "lora": ([],),
+}  # fmt: skip
+"""Fields that are passed over with other values."""
+
+ALIASES = {alias: name for name, _, setting in settings_of(SamplingParams) for alias in setting.aliases}
+KNOWN = {
+    *(name for name, _, _ in settings_of(SamplingParams)), *ALIASES, *LENGTHS, *PROMPTS, *WITHOUT_EFFECT, *ONLY, *FORMS,
+    *IN_EFFECT, *CHAT_FIELDS, "stop", "ignore_eos", "logit_bias", "logprobs", "top_logprobs", "n_probs", "priority",
+    "parse_special", "add_special_tokens", "stop_token_ids",
+}  # fmt: skip
+
+
+def served(body: Mapping[str, Any], passed: PassedOver) -> dict[str, Any]:
+    """The fields that have an effect, by the names of this server. Raises UserError for values that would change the
+    text and cannot be served."""
+    fields = {}
+    for name, value in _translated(body, passed).items():
+        if name in ONLY and value not in ONLY[name]:
+            refuse(_only(name, value, ONLY[name]))
+        if name in IN_EFFECT and value not in IN_EFFECT[name]:
+            passed.add(name, _only(name, value, IN_EFFECT[name]))
+        elif name not in KNOWN:
+            passed.add(name, f"the field {shown(name)} is unknown; leave it out")
+        else:
+            fields[name] = value
+    return fields
+
+
+def _only(name: str, value: Any, values: Sequence[Any]) -> str:
+    return f"{name} is {shown(value)}; only {' or '.join(map(json.dumps, values))} can be served"
+
+
+# -- names of vLLM, Ollama, OpenRouter, and llama-server's list of samplers
+
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+GUIDED = {"guided_json": "json", "guided_grammar": "grammar", "guided_choice": "choice", "guided_regex": "regex"}
+STOPS = ("stop_sequences", "stopping_strings")
+THINKS = ("enable_thinking", "think", "thinking", "reasoning")
+SAMPLERS: Mapping[str, Mapping[str, float]] = {
+    "penalties": {"repeat_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0},
+    "top_k": {"top_k": 0}, "top_p": {"top_p": 1.0}, "min_p": {"min_p": 0.0}, "temperature": {"temp": 1.0},
+}  # fmt: skip
+"""llama.cpp's samplers, and the settings that switch each off."""
+
+ALSO = {"repeat_penalty": "repetition_penalty", "temp": "temperature"}
+"""Other names of those settings."""
+
+LETTERS = {"e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p", "m": "min_p",
+           "x": "xtc", "t": "temperature", "a": "adaptive_p", "i": "infill"}  # fmt: skip
+OFF = ("dry", "top_n_sigma", "typ_p", "typical_p", "xtc", "adaptive_p", "dynatemp")
+"""Samplers that are off unless their own fields say otherwise."""
+
+
+def _translated(body: Mapping[str, Any], passed: PassedOver) -> dict[str, Any]:
+    """The same request by the names of this server. Raises UserError for values of a wrong type."""
+    fields = dict(body)
+    _constrain(fields)
+    for name in STOPS:
+        if (value := fields.pop(name, None)) is not None:
+            fields.setdefault("stop", value)
+    _think(fields, passed)
+    _switch_off(fields, passed)
+    return fields
+
+
+def _constrain(fields: dict[str, Any]) -> None:
+    """vLLM's constraints."""
+    forms = fields.pop("structured_outputs", None) or {}
+    if not isinstance(forms, dict):
+        refuse(f"structured_outputs is {shown(forms)}; give an object with json, grammar or choice")
+    forms = {**without_null(forms), **{form: fields.pop(name) for name, form in GUIDED.items() if name in fields}}
+    for form, value in forms.items():
+        if form == "json":
+            fields["json_schema"] = _json_of(value)
+        elif form == "json_object" and value:
+            fields["json_schema"] = {}
+        elif form == "grammar":
+            fields["grammar"] = value
+        elif form == "choice":
+            if not value or not is_list_of(str, value):
+                refuse(f"guided_choice is {shown(value)}; give a list of texts")
+            fields["grammar"] = "root ::= " + " | ".join(json.dumps(each, ensure_ascii=False) for each in value)
+        elif form == "regex":
+            refuse(f"guided_regex is {shown(value)}; no text can be held to it here, give a grammar or a JSON schema")
+        elif form != "json_object" and not form.startswith(("disable_", "whitespace_")):
+            refuse(
+                f"structured_outputs has {shown(form)}, to which no text can be held here; give json, grammar or choice"
+            )
+
+
+def _json_of(value: Any) -> Any:
+    """A schema, also as a text."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        refuse(f"guided_json is {shown(value)}; give a JSON schema")
+
+
+def _think(fields: dict[str, Any], passed: PassedOver) -> None:
+    """Reasoning, and how much: as `reasoning_effort`, or as variables of the template."""
+    for name in THINKS:
+        value = fields.pop(name, None)
+        if value is None:
+            continue
+        if "messages" not in fields:
+            passed.add(name, f"{name} is for chats, which have messages; leave it out")
+            continue
+        thinks, effort = _thought(name, value)
+        variables = fields.get("chat_template_kwargs", {})
+        if effort is not None:
+            fields.setdefault("reasoning_effort", effort)
+        elif thinks is not None and isinstance(variables, dict):
+            fields["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks, **variables}
+
+
+def _thought(name: str, value: Any) -> tuple[bool | None, str | None]:
+    """(whether the model reasons, its effort), None where the request does not say."""
+    if isinstance(value, bool):
+        return value, None
+    if name != "enable_thinking" and isinstance(value, str) and value in EFFORTS:
+        return None, value
+    if not isinstance(value, dict):
+        refuse(f"{name} is {shown(value)}; give true or false")
+    if (effort := value.get("effort")) is not None:
+        return None, one_of(f"{name}.effort", effort, EFFORTS)
+    if isinstance(enabled := value.get("enabled"), bool):
+        return enabled, None
+    return (value["type"] != "disabled", None) if "type" in value else (None, None)
+
+
+def _switch_off(fields: dict[str, Any], passed: PassedOver) -> None:
+    """Samplers that llama-server's list does not name are off. Their order stays llama.cpp's own."""
+    samplers = fields.pop("samplers", None)
+    if samplers is None:
+        return
+    if isinstance(samplers, str):
+        samplers = [LETTERS.get(letter, letter) for letter in samplers]
+    if not is_list_of(str, samplers):
+        passed.add("samplers", f"samplers is {shown(samplers)}; give a list of names")
+        return
+    if unknown := [each for each in samplers if each not in SAMPLERS and each not in OFF]:
+        passed.add("samplers", f"samplers has {shown(unknown[0])}, and there is no such sampler; leave it out")
+    for name, off in SAMPLERS.items():
+        if name not in samplers:
+            fields.update(off)
+            for setting in off:
+                fields.pop(ALSO.get(setting, ""), None)

@@ -1,89 +1,95 @@
-"""What is asked of loaded models: a prompt, how it is to be continued, and whether that fits into the context. Loads
-nothing and plans nothing."""
+"""Requests to loaded models: prompt, sampling, constraints, and whether they fit. Loads and plans nothing."""
 
 import sys
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from pipeinfer.core.kv.blocks import Span
+from pipeinfer.core.blocks import Span
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Request
-from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.sampling import SamplingParams, read_biases
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_CTX, STDIN
-from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.options.text_sections import Prompt
-from pipeinfer.job.process.limited import read_limited
+from pipeinfer.job.options.text_sections import GrammarOptions, PromptOptions
+from pipeinfer.job.process.streams import complain, read_limited
 from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.text.grammar import check_grammar
+from pipeinfer.models.text.grammar_text import ANY_TOKENS
+from pipeinfer.models.text.json_schema import as_schema, mismatch, read_schema, relaxations, schema_grammar
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.policies import Iterative
 
 DEFAULT_CTX = 4096
 BYTE_ORDER_MARK = "\ufeff"
-"""What some editors begin UTF-8 with; it is no text."""
+"""Some editors begin UTF-8 with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One text to generate. Only rank 0 needs to know it: the others learn what they need with the runs."""
+    """One text to generate. Only rank 0 knows it: other ranks learn what they need with the runs. Its repr, in which
+    the policy is not as the text does not depend on it, names its text in notes of --resume."""
 
     prompt: tuple[int, ...]
-    n_predict: int
-    """0: the prompt is read, and kept."""
+    n_predict: int  # 0: evaluate the prompt alone, for the cache
     n_ctx: int
     sampling: SamplingParams
     end_tokens: frozenset[int]
     stops: tuple[str, ...] = ()
-    """Texts that end the generation where they stand in it."""
-
-    markers: bool = False
-    """Control tokens are part of the text, as in a chat."""
-
-    spans: tuple[Span, ...] | None = None
-    """Rows of the prompt in blocks, see `core.requests`."""
-
-    keep: bool = False
-    """Its cells stay for one that begins with the same tokens."""
-
-    priority: int = 0
-    """See `core.requests`."""
-
-    begun: tuple[int, ...] = ()
-    """See `core.requests`."""
-
-    thought: str = ""
-    """What ends the reasoning that the prompt begins."""
-
+    markers: bool = False  # control tokens are part of the text, as in a chat
+    spans: tuple[Span, ...] | None = None  # rows of the prompt in blocks, see `core.requests`
+    keep: bool = False  # its cells stay for a request that begins with the same tokens
+    priority: int = 0  # lower ones start first
+    begun: tuple[int, ...] = ()  # tokens from which an interrupted text resumes
+    thought: str = ""  # the text that ends the reasoning that the prompt begins
     policy: Policy = field(default_factory=Iterative, repr=False)
-    """No part of what names a request: the text is the same under every policy."""
 
     def open(self, id: int) -> Request:
-        """Its state in an engine."""
+        """The state of this request in an engine."""
         return Request(
             id, self.prompt, self.n_predict, self.sampling, self.n_ctx, self.end_tokens, self.spans, self.keep,
             self.priority, self.begun,
         )  # fmt: skip
 
 
-def make_request(
-    options: RunOptions, info: ModelInfo, tokenizer: Tokenizer, prompt: Sequence[int], n_most: int = 0
-) -> GenerationRequest:
-    """`n_most`: tokens of the longest prompt that the same context shall hold. Raises UserError when it does not."""
-    n_ctx, n_predict = fit_context(options.ctx_size, options.predict, info, max(n_most, len(prompt)))
-    return GenerationRequest(
-        tuple(prompt), n_predict, n_ctx, options.sampling.settled, end_tokens(options.ignore_eos, tokenizer),
-        options.stops, markers=options.chat is not None, policy=options.policy,
-    )  # fmt: skip
-
-
 def end_tokens(ignore_eos: bool, tokenizer: Tokenizer) -> frozenset[int]:
-    """Those that end a generation."""
     return frozenset() if ignore_eos else frozenset(tokenizer.ends)
 
 
-def read_prompt(options: Prompt) -> str:
+def fit_context(ctx_size: int, predict: int, info: ModelInfo, n_prompt: int) -> tuple[int, int]:
+    """(context size, tokens to generate) of options -c and -n. Raises UserError when they do not fit."""
+    limit = ctx_size or min(info.n_ctx_train, MAX_CTX)
+    source = f"-c {limit}" if ctx_size else f"the model's context of {limit}"
+    way_out = "raise -c" if ctx_size else "give -c to go beyond what it was trained for"
+    if n_prompt >= limit:
+        raise UserError(f"the prompt has {n_prompt} tokens, {source} holds {limit} with the text to come; {way_out}")
+    if predict < 0:
+        n_ctx = ctx_size or min(limit, max(DEFAULT_CTX, 2 * n_prompt))
+        return n_ctx, n_ctx - n_prompt
+    if n_prompt + predict > limit:
+        raise UserError(
+            f"-n {predict} would be cut: {source} leaves {limit - n_prompt} tokens "
+            f"after the {n_prompt} of the prompt; "
+            f"use -n {limit - n_prompt} at most, or {way_out}"
+        )
+    return ctx_size or n_prompt + predict, predict
+
+
+def check_trained(info: ModelInfo, n_prompt: int, n_predict: int) -> None:
+    """Raises UserError for a text longer than the model was trained for: its measures mean nothing."""
+    n_left = info.n_ctx_train - n_prompt
+    if n_predict > n_left:
+        way_out = f"use -n {n_left} at most" if n_left > 0 else "give a shorter text"
+        raise UserError(
+            f"-n {n_predict} after a text of {n_prompt} tokens is more than the {info.n_ctx_train} that "
+            f"{info.path} was trained for; {way_out}"
+        )
+
+
+# -- texts of options
+
+
+def read_prompt(options: PromptOptions) -> str:
     if options.prompt is not None and options.file is None:
         return options.prompt
     if options.prompt is not None or options.file is None:
@@ -104,32 +110,45 @@ def read_text(option: str, path: Path) -> str:
         raise UserError(f"{option} {path} is not UTF-8 text (byte {error.start})") from None
 
 
-def check_trained(info: ModelInfo, n_prompt: int, n_predict: int) -> None:
-    """What is measured on a text says nothing where the model was not trained for its length. Raises UserError."""
-    left = info.n_ctx_train - n_prompt
-    if n_predict > left:
-        way_out = f"use -n {left} at most" if left > 0 else "give a shorter text"
-        raise UserError(
-            f"-n {n_predict} after a text of {n_prompt} tokens is more than the {info.n_ctx_train} that "
-            f"{info.path} was trained for; {way_out}"
-        )
+# -- constraints
 
 
-def fit_context(ctx_size: int, predict: int, info: ModelInfo, n_prompt: int) -> tuple[int, int]:
-    """(context size, tokens to generate), both final; `ctx_size`, `predict`: as the options have them. Raises UserError
-    when they do not fit."""
-    limit = ctx_size or min(info.n_ctx_train, MAX_CTX)
-    source = f"-c {limit}" if ctx_size else f"the model's context of {limit}"
-    way_out = "raise -c" if ctx_size else "give -c to go beyond what it was trained for"
-    if n_prompt >= limit:
-        raise UserError(f"the prompt has {n_prompt} tokens, {source} holds {limit} with the text to come; {way_out}")
-    if predict < 0:
-        n_ctx = ctx_size or min(limit, max(DEFAULT_CTX, 2 * n_prompt))
-        return n_ctx, n_ctx - n_prompt
-    if n_prompt + predict > limit:
-        raise UserError(
-            f"-n {predict} would be cut: {source} leaves {limit - n_prompt} tokens "
-            f"after the {n_prompt} of the prompt; "
-            f"use -n {limit - n_prompt} at most, or {way_out}"
-        )
-    return ctx_size or n_prompt + predict, predict
+def check_constraints(
+    sampling: SamplingParams, ignore_eos: bool, tokenizer: Tokenizer, flag: str = "--ignore-eos"
+) -> None:
+    """Raises UserError for biases and grammars that the vocabulary cannot have. `flag`: the name of `ignore_eos`."""
+    ids, _ = read_biases(sampling.logit_bias)
+    if len(ids) and ids[-1] >= tokenizer.n_vocab:
+        raise UserError(f"a logit bias is for token {ids[-1]}, and the vocabulary has {tokenizer.n_vocab}, from 0 on; "
+                        "`pipeinfer run --json` and POST /tokenize tell a text's tokens")  # fmt: skip
+    if sampling.grammar and ignore_eos:
+        raise UserError(f"{flag} goes on behind the end of the text, where a grammar lets nothing follow; "
+                        "leave one of them out")  # fmt: skip
+    if sampling.grammar:
+        check_grammar(tokenizer, sampling.grammar)
+
+
+def complain_of_mismatch(sampling: SamplingParams, text: str) -> None:
+    """Warn if a whole text does not fit its schema, where the grammar leaves a part of that out."""
+    schema = as_schema(sampling.grammar)
+    if schema is not None and relaxations(schema) and (reason := mismatch(schema, text)):
+        complain(f"the text does not fit the JSON schema: {reason}")
+
+
+def grammar_of(options: GrammarOptions) -> str:
+    """The grammar, or that of the schema. Raises UserError for a file that cannot be read, and for a wrong schema."""
+    if options.schema is not None:
+        return _schema("--json-schema", options.schema)
+    if options.schema_file is not None:
+        return _schema("--json-schema-file", read_text("--json-schema-file", options.schema_file))
+    file = options.grammar_file
+    text = read_text("--grammar-file", file) if file is not None else options.grammar or ""
+    return text.removeprefix(ANY_TOKENS)  # in GBNF it means nothing
+
+
+def _schema(option: str, text: str) -> str:
+    """The grammar of a schema. Warns of what it leaves out."""
+    schema = read_schema(text)
+    for reason in relaxations(schema):
+        complain(f"{option}: {reason}")
+    return schema_grammar(schema)

@@ -1,84 +1,193 @@
-"""A service in one MPI job: a front asks for others, their requests share the loaded models. Knows no HTTP."""
+"""A service in one MPI job: requests of a front's clients share the loaded models; pictures show how busy its ranks
+are. Knows no HTTP."""
 
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from typing import Any
 
+from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.core.policy import Policy
 from pipeinfer.errors import JobError, StopRequested
 from pipeinfer.job.launch.context import CLOCK, Context
+from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.planning.plan_table import show_start
-from pipeinfer.job.planning.prepared import start_prepared
-from pipeinfer.job.process.complain import complain
-from pipeinfer.job.requests.request import GenerationRequest
-from pipeinfer.job.serve.drain import Drain
-from pipeinfer.job.serve.front import (
+from pipeinfer.job.planning.prepare import defaults_of, deploy_largest, open_job, start_prepared
+from pipeinfer.job.process.stop import Drain
+from pipeinfer.job.process.streams import complain
+from pipeinfer.job.requests.chat_format import ChatFormat, open_format
+from pipeinfer.job.requests.request import DEFAULT_CTX, GenerationRequest
+from pipeinfer.job.serve.channel import (
     Ask,
-    Begun,
-    Came,
+    Cancel,
     Draining,
-    Drop,
-    Ended,
+    Finished,
     Front,
     Listening,
-    Part,
-    Read,
+    Picture,
+    Preempted,
+    PromptProgress,
     Ready,
-    Waits,
-    Watch,
+    SendPictures,
+    Setup,
+    Started,
+    TextUpdate,
+    TextUpdates,
 )
-from pipeinfer.job.serve.pictures import Pictures
-from pipeinfer.job.serve.serve_prepare import ServeOptions, ServeWork, prepare_serve
-from pipeinfer.job.session.open_requests import News, Open, OpenRequests
-from pipeinfer.job.session.open_session import open_session
-from pipeinfer.observe.metrics import service_timings
+from pipeinfer.job.session.ranks import Figures, LoadedRanks
+from pipeinfer.job.session.result import RankUses
+from pipeinfer.job.session.session import OpenRequest, Output, open_session
+from pipeinfer.models.text.chat_template import TemplateFault
+from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.observe.figures import service_timings
+from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.observe.report import stderr_console
-from pipeinfer.observe.texts.json_text import without_nan
+from pipeinfer.text import without_nan
+
+PERIOD_S = 0.5
+"""Seconds between pictures."""
+
+MAX_RECORDS = 2000
+"""Records of rank 0 after which reports are requested without a watcher: the records take less than 1 MB."""
+
+USES = ("busy", "cancelled", "waiting", "idle")
+
+
+class Pictures:
+    """`on`: a client watches."""
+
+    def __init__(self, ranks: LoadedRanks) -> None:
+        self.ranks, self.plan, self.clock, self.on = ranks, ranks.plan, ranks.context.clock, False
+        self._request_s = self.clock()
+        self._uses = RankUses(self.plan, self._request_s)
+        self._figures: Figures | None = None
+
+    @property
+    def due(self) -> bool:
+        """Whether `next` has something to do. Called in every wait."""
+        if self.ranks.awaits_figures:
+            self._figures = self._figures or self.ranks.poll_figures()
+            return self._figures is not None
+        return self.on and self.clock.real_s(self.clock() - self._request_s) >= PERIOD_S
+
+    def next(self) -> Picture | None:
+        """A new picture, if there is one; requests the reports for the next."""
+        if self.due and self._figures:
+            figures, self._figures = self._figures, None
+            return self._picture(figures)
+        if not self.ranks.awaits_figures and (self.due or self.ranks.n_records >= MAX_RECORDS):
+            self._request_s = self.clock()
+            self.ranks.request_figures()
+        return None
+
+    def _picture(self, figures: Figures) -> Picture:
+        seconds, uses = self._request_s - self._uses.noted_s, self._uses.note(figures, self._request_s)
+        return Picture(seconds, [
+            {"rank": rank, "role": self.plan.assignment.describe(rank)}
+            | {name: getattr(use, f"{name}_s") / max(seconds, 1e-9) for name in USES}
+            for rank, use in uses.items()
+        ])  # fmt: skip
+
 
 GRACE_S = 0.3
-"""How long clients have to take what there is for them when the service ends."""
+"""How long clients have to receive their last output when the service ends."""
 
 
-def run_serve(asked: ServeOptions, open_front: Callable[[Any, str], Front]) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    """`run`: options of the job, and defaults of requests. `front`: a dataclass, the front's settings. `drain_s`: how
+    long open requests may take when the service ends."""
+
+    run: RunOptions
+    front: Any
+    drain_s: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class ServeWork:
+    """What rank 0 does beside its part of the plan."""
+
+    front: Front
+    setup: Setup
+    tokenizer: Tokenizer
+    policy: Policy
+    drain_s: float
+    verbose: bool
+
+
+def prepare_serve(
+    service: ServeOptions, hosts: Sequence[Host], open_front: Callable[[Any, Setup], Front]
+) -> tuple[JobPlan, ServeWork]:
+    """Raises UserError for whatever is wrong with options and files."""
+    options, info, tokenizer = open_job(service.run)
+    context, parallel = options.context, options.traffic.parallel
+    n_chat = min(info.n_ctx_train, DEFAULT_CTX)  # tokens
+    n_ctx = context.ctx_size or parallel * n_chat
+    plan = deploy_largest(options, hosts, info, n_ctx, n_chat, info.n_ctx_train)
+    n_ctx = plan.capacity.n_ctx
+    version = f"{info.fingerprint[:12]}-{plan.text_numerics}"
+    setup = Setup(
+        options.models.target, options.text, context, defaults_of(options), parallel, options.placement.rank_timeout_s,
+        n_ctx, min(n_ctx, info.n_ctx_train), max(1, n_ctx // parallel), version,
+    )  # fmt: skip
+    front = open_front(service.front, setup)
+    try:
+        _check_template(open_format(options.text, info, tokenizer))
+    except BaseException:
+        front.close()
+        raise
+    policy, verbose = options.speculation.policy, options.output.verbose
+    return plan, ServeWork(front, setup, tokenizer, policy, service.drain_s, verbose)
+
+
+def _check_template(format: ChatFormat | None) -> None:
+    """Warn of a broken template, which the front opens again: the model still completes texts."""
+    try:
+        if format:
+            format.template.check()
+    except TemplateFault as fault:
+        complain(f"{fault}; until then chats are refused")
+
+
+def run_serve(service: ServeOptions, open_front: Callable[[Any, Setup], Front]) -> int:
     """`pipeinfer serve`, on every rank; returns the exit code. `open_front`: makes the front on rank 0 of its settings
-    and a version, as `Setup` has it;
-    raises UserError for what is wrong with them."""
+    and the job's; raises UserError for wrong ones."""
     return start_prepared(
-        asked, asked.run, lambda options, hosts: prepare_serve(replace(asked, run=options), hosts, open_front),
+        service, service.run, lambda options, hosts: prepare_serve(replace(service, run=options), hosts, open_front),
         lambda *head: Service(*head).run(),
     )  # fmt: skip
 
 
 class Service:
-    """Rank 0's part of one."""
+    """Rank 0's part of a service."""
 
     def __init__(self, context: Context, plan: JobPlan, work: ServeWork) -> None:
         self.context, self.plan, self.work = context, plan, work
         self.n_requests = plan.capacity.n_requests
         self.front, self.drain = work.front, Drain(work.drain_s)
         self.console = stderr_console()
-        self._waiting: list[tuple[Ask, GenerationRequest, float]] = []  # by priority, then as they came; when
-        self._open: dict[int, Open] = {}  # by the front's ids
-        self._clients: dict[int, str] = {}  # of those
-        self._ids: dict[Open, int] = {}
+        self._waiting: list[tuple[Ask, GenerationRequest, float]] = []  # by priority, then by their time of arrival
+        self._open: dict[int, OpenRequest] = {}  # by the front's ids
+        self._clients: dict[int, str] = {}  # of open requests, by the same ids
+        self._ids: dict[OpenRequest, int] = {}
         self._is_draining = False
 
     def run(self) -> int:
         """Returns the exit code."""
         flag, n_ctx = self.context.flag, self.work.setup.n_ctx
         brief = f"context {n_ctx}, up to {self.n_requests} requests at a time"
-        show_start(self.console, self.plan, brief, self._about(), self.work.verbose)
-        self.front.start(self.work.setup)
+        show_start(self.console, self.plan, brief, self._headline(), self.work.verbose)
         try:
-            with open_session(self.context, self.plan, self._has_work, verbose=self.work.verbose) as session:
+            with open_session(
+                self.context, self.plan, self.work.tokenizer, self._has_work, verbose=self.work.verbose
+            ) as session:
                 flag.interrupts = self.drain
-                self.session, self.pictures = session, Pictures(session, self.plan)
-                self.requests = OpenRequests(self.context, session, self.work.tokenizer, self._tell)
+                self.session, self.pictures = session, Pictures(session.ranks)
                 self.front.tell(Ready(self.work.setup.limit))
                 with suppress(StopRequested):
                     self._serve()
@@ -94,38 +203,38 @@ class Service:
             complain(flag.reason)
         return flag.exit_code or code
 
-    def _about(self) -> str:
+    def _headline(self) -> str:
         setup, policy = self.work.setup, self.work.policy.name
         return f"policy {policy}, up to {self.n_requests} requests at a time, context {setup.n_ctx}"
 
     def _has_work(self) -> bool:
-        """Whether the front, the drain or a picture wants attention: the engine's wait ends then."""
+        """Whether to end the engine's wait: for the front, the drain or a picture."""
         ends = self.drain.is_over if self._is_draining else self.drain.began
         return ends or self.front.has_news() or self.pictures.due or bool(self.front.lost())
 
     def _serve(self) -> None:
-        """Until the service shall end."""
+        """Until the service ends."""
         while not self._has_drained():
-            self.requests.step()
+            self.session.engine.step()
             if picture := self.pictures.next():
                 self.front.tell(picture)
 
     def _has_drained(self) -> bool:
-        """Take in what the front says and what the drain wants; whether that was all."""
+        """Handle the front's messages and the drain. Returns whether nothing is left to do."""
         self._hear()
         self._admit()
         return self._is_draining and ((not self._open and not self._waiting) or self.drain.is_over)
 
     def _stop(self) -> str:
-        """Give up what is still open, in order. Returns why the front was lost, or an empty text."""
+        """Stop what is still open, in order. Returns why the front was lost, or an empty text."""
         lost = self.front.lost()
-        self.requests.stop_all()
+        self.session.stop_all()
         for id in [*self._open, *(ask.id for ask, *_ in self._waiting)]:
-            self.front.tell(Ended(id, ""))
-        self.session.take_figures()  # or what was asked for would come when nobody takes it
+            self.front.tell(Finished(id, ""))
+        self.session.ranks.take_figures()  # reports that were requested must not arrive after the loop
         return lost
 
-    # -- what the front says
+    # -- messages of the front
 
     def _hear(self) -> None:
         if self.drain.began and not self._is_draining:
@@ -135,71 +244,70 @@ class Service:
                      f"{self.drain.limit_s:g} s, a second signal stops them")  # fmt: skip
         for message in self.front.take():
             if isinstance(message, Ask):
-                waiting = message, self._generation(message), CLOCK()
-                insort(self._waiting, waiting, key=lambda each: each[0].priority)
-            elif isinstance(message, Drop):
+                request = replace(message.request, policy=self.work.policy)
+                insort(self._waiting, (message, request, self.context.clock()), key=lambda each: each[1].priority)
+            elif isinstance(message, Cancel):
                 self._drop(message.id)
-            elif isinstance(message, Watch):
+            elif isinstance(message, SendPictures):
                 self.pictures.on = message.on
             elif isinstance(message, Listening):
                 if self.front.tunnel:
-                    complain(f"from another machine: {self.front.tunnel}, then the same address")
-                complain(f"listening on {self.front.address}")  # last: who waits for it may read no further
+                    complain(f"from another machine: {self.front.tunnel}")
+                complain(f"listening on {self.front.address}")  # last: a script may read no further
         if lost := self.front.lost():
             raise StopRequested(lost)
-
-    def _generation(self, ask: Ask) -> GenerationRequest:
-        return GenerationRequest(
-            ask.prompt, ask.n_predict, len(ask.prompt) + max(1, ask.n_predict), ask.sampling,
-            frozenset(ask.ends), ask.stops, ask.markers, ask.spans, ask.keep,
-            ask.priority, ask.begun, policy=self.work.policy,
-        )  # fmt: skip
 
     def _drop(self, id: int) -> None:
         if opened := self._open.pop(id, None):
             del self._clients[id]
             del self._ids[opened]
-            self.requests.stop(opened)
+            self.session.stop(opened)
         else:
             self._waiting = [each for each in self._waiting if each[0].id != id]
 
-    # -- what becomes of it
+    # -- messages to the front
 
     def _admit(self) -> None:
-        """Begin those that wait, while there is room."""
-        while self._waiting and self.requests.has_room(self._waiting[at := self._first()][1]):
-            ask, asked, came_s = self._waiting.pop(at)
-            on_turn, on_prompt = partial(self._turn, ask.id), partial(self._read, ask.id)
-            opened = self.requests.begin(asked, came_s, on_turn, on_prompt)
+        """Begin waiting requests, while there is room."""
+        while self._waiting and self.session.has_room(self._waiting[at := self._first()][1]):
+            ask, request, arrival_s = self._waiting.pop(at)
+            metrics = RequestMetrics(
+                on_prompt=partial(self._read, ask.id), on_turn=partial(self._turn, ask.id),
+                on_notice=self.session.notices.hear,
+            )  # fmt: skip
+            opened = self.session.begin(request, self._tell, metrics)
+            metrics.submitted_s = arrival_s
             self._open[ask.id], self._ids[opened], self._clients[ask.id] = opened, ask.id, ask.client
 
     def _first(self) -> int:
-        """Which of those that wait begins next: of the lowest priority, of the client with the fewest open texts, the
-        one that came first."""
+        """The index of the waiting request that begins next: of those of the lowest priority number, of the client with
+        the fewest open requests, the first that arrived."""
         n_open = Counter(self._clients.values())
-        lowest = takewhile(lambda each: each[0].priority == self._waiting[0][0].priority, self._waiting)
+        lowest = takewhile(lambda each: each[1].priority == self._waiting[0][1].priority, self._waiting)
         return min(enumerate(lowest), key=lambda each: n_open[each[1][0].client])[0]
 
     def _turn(self, id: int, is_running: bool) -> None:
-        self.front.tell(Begun(id) if is_running else Waits(id))
+        self.front.tell(Started(id) if is_running else Preempted(id))
 
     def _read(self, id: int, n_evaluated: int) -> None:
         opened = self._open[id]
-        if n_evaluated < len(opened.asked.prompt):
-            self.front.tell(Read(id, n_evaluated, opened.metrics.n_kept))
+        if n_evaluated < len(opened.request.prompt):
+            self.front.tell(PromptProgress(id, n_evaluated, opened.metrics.n_kept))
 
-    def _tell(self, news: Sequence[News]) -> None:
-        """In one message what has come at one time."""
-        parts: list[Part] = [
-            (self._ids[each.opened], [*map(int, each.tokens)], each.text, each.entries) for each in news
+    def _tell(self, outputs: Sequence[Output]) -> None:
+        """Send the output of one run in one message."""
+        parts: list[TextUpdate] = [
+            (self._ids[each.opened], [*map(int, each.tokens)], each.text, each.entries) for each in outputs
         ]
-        token_s = news[0].opened.metrics.token_s
-        self.front.tell(Came(token_s[-1] if token_s else CLOCK(), CLOCK(), parts))
-        for each in news:
+        token_s = outputs[0].opened.metrics.token_s
+        at_s = self.context.clock.real_s(token_s[-1]) if token_s else CLOCK()
+        self.front.tell(TextUpdates(at_s, CLOCK(), parts))
+        for each in outputs:
             if each.ended:
                 id = self._ids.pop(each.opened)
                 del self._open[id], self._clients[id]
                 timings = without_nan(service_timings(each.opened.metrics))
-                if not each.opened.asked.n_predict:
+                if not each.opened.request.n_predict:
                     timings["predicted_n"] = 0
-                self.front.tell(Ended(id, each.opened.finish, timings, self.session.n_runs, each.opened.printer.stop))
+                n_runs, stop = self.session.ranks.n_runs, each.opened.printer.stop
+                self.front.tell(Finished(id, each.opened.finish, timings, n_runs, stop))

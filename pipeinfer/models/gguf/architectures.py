@@ -1,8 +1,130 @@
-"""The known architectures, one record each. Data; every record is proved in tests/models/test_architectures.py."""
+"""The known architectures, one record each: where a model may be cut, and what the metadata of a slice say. Data; every
+record is proved in tests/models/test_architectures.py."""
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
-from pipeinfer.models.gguf.architecture import FREE, PART, Architecture, Refusal, Rescaled, States, Windows
+Number = int | float
+
+WHOLE, PART, FREE = "whole", "part", "free"
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Layers with a sliding window: those of the metadata's array, else of every `period` layers all but the last, or
+    all but the first with `full_first`. A number in the metadata replaces `period`.
+
+    Without `always` a model has them if its window is more than 0, and a slice need not have one; with it libllama ends
+    the process for a slice without. With `leads` the first layer of a slice must have no window: libllama takes the
+    size of heads from it.
+    """
+
+    period: int = 0
+    full_first: bool = False
+    always: bool = True
+    leads: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayers:
+    """Layers that have a state instead of keys and values: those with a 0 in all arrays under `zero`, the first of them
+    that of heads; else those of the metadata's array under `key`, or of every `period` layers all but the last (a
+    number under `period_key` replaces it). With `all` every layer has a state."""
+
+    zero: tuple[str, ...] = ()
+    key: str = ""
+    period: int = 0
+    period_key: str = ""
+    all: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Of models whose number under `key` is `at_least` this, or one of `values`. `models`: their name for users."""
+
+    models: str
+    key: str
+    why: str
+    at_least: int | None = None
+    values: tuple[int, ...] = ()
+
+    def holds(self, number: object) -> bool:
+        if not isinstance(number, int):
+            return False
+        return number in self.values or (self.at_least is not None and number >= self.at_least)
+
+
+@dataclass(frozen=True, slots=True)
+class Rescaled:
+    """In files with `n_layer` layers libllama divides queries by the root of n_embd / n_head instead of a head's
+    length, in slices not. So `tensor` of each layer of a slice is multiplied with the quotient, or is the quotient
+    where there is none. The same up to rounding."""
+
+    n_layer: int
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """refused      why no model of it can be cut; empty if they can
+    refusals     the same for some of its models
+    own_output   libllama requires an output head beside the token table, also where only one of them is used
+    heads        possible lengths of heads: WHOLE, keys and values of one length, all of it rotated; PART, not all of
+                 it rotated; FREE, any
+    headless     some layers may have no heads
+    windows      its layers with a sliding window
+    states       its layers with a state: a slice must have some with and some without, and a sequence cannot go back,
+                 so that there is no speculation
+    step         cuts are possible before every `step`th layer only; a text: the metadata's key of that number
+    least        the fewest layers of a slice
+    first_with   arrays of the metadata that have no 0 for the first layer of a slice
+    last_with    the same for the last layer
+    lengths_not  impossible numbers of layers: libllama would treat the slice as another model
+    of_full      tensors without a layer that only layers without a window use: a slice without such has none
+    always       numbers of the metadata that every slice has instead of the model's
+    later        the same for slices after the first
+    missing      numbers that slices have where the model's metadata lack them, from the numbers of layers and tokens
+    rescaled     the correction of attention in slices of one size of model
+    scaled       libllama scales the embeddings of tokens by the root of their length, but not incoming embeddings
+    input_node   in slices after the first, the node of the graph that is the first layer's input, where incoming
+                 embeddings are changed before
+    by_tokens    libllama takes no embeddings, or reads their positions otherwise: all input, embeddings of tokens too,
+                 overwrites `input_node`
+    layer_node   the node that is a layer's result, without its number
+    end_node     the same for a file's last layer, where it has another name
+    selects      the metadata's key of how many earlier tokens a row sees at most, those with the highest scores; ties
+                 depend on the place of cells, so that `exact` holds for texts of so many tokens alone
+    exact        a row has the same bits in every batch with exact numerics
+    flash        libllama gives it flash attention, which prompts in blocks need: others are read as guesses are
+    """
+
+    refused: str = ""
+    refusals: tuple[Refusal, ...] = ()
+    own_output: bool = False
+    heads: str = WHOLE
+    headless: bool = False
+    windows: Windows | None = None
+    states: StateLayers | None = None
+    step: int | str = 1
+    least: int = 1
+    first_with: tuple[str, ...] = ()
+    last_with: tuple[str, ...] = ()
+    lengths_not: tuple[int, ...] = ()
+    of_full: tuple[str, ...] = ()
+    always: Mapping[str, Number] = field(default_factory=dict)
+    later: Mapping[str, Number] = field(default_factory=dict)
+    missing: Mapping[str, Callable[[int, int], Number]] = field(default_factory=dict)
+    rescaled: Rescaled | None = None
+    scaled: bool = False
+    input_node: str = ""
+    by_tokens: bool = False
+    layer_node: str = "l_out"
+    end_node: str = ""
+    selects: str = ""
+    exact: bool = True
+    flash: bool = True
+
 
 PLAIN, PARTLY = Architecture(), Architecture(heads=PART)
 HEADED, PARTLY_HEADED = Architecture(own_output=True), Architecture(own_output=True, heads=PART)
@@ -29,18 +151,18 @@ LATENT = Architecture(
         "expert_gating_func": lambda n_layer, n_vocab: 2 if n_layer in (47, 48) and n_vocab == 154880 else 1,
     },
 )
-QWEN = States(key="attention.recurrent_layers", period=4, period_key="full_attention_interval")
-HEADLESS = States(zero=("attention.head_count_kv",))
+QWEN = StateLayers(key="attention.recurrent_layers", period=4, period_key="full_attention_interval")
+HEADLESS = StateLayers(zero=("attention.head_count_kv",))
 NEMOTRON = Architecture(
     heads=FREE,
     headless=True,
-    states=States(zero=("attention.head_count_kv", "feed_forward_length")),
+    states=StateLayers(zero=("attention.head_count_kv", "feed_forward_length")),
     layer_node="nemotron_h_block_out",
 )
 
 
-def _each(names: str, known: Architecture) -> dict[str, Architecture]:
-    return dict.fromkeys(names.split(), known)
+def _each(names: str, architecture: Architecture) -> dict[str, Architecture]:
+    return dict.fromkeys(names.split(), architecture)
 
 
 def _refused(names: str, why: str) -> dict[str, Architecture]:
@@ -89,7 +211,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "llama4": Architecture(windows=Windows(4), step=4, refusals=(LLAMA4,)),
     "afmoe": Architecture(heads=PART, windows=Windows(4, always=False), step=4, input_node="inp_embd_scaled"),
     "smallthinker": Architecture(windows=Windows(4, full_first=True), step=4, least=8),
-    # what comes in, and how layers count ------------------------------------------------------------------------------
+    # input and numbers of layers --------------------------------------------------------------------------------------
     "smollm3": Architecture(step=4),
     "ernie4_5-moe": Architecture(step="interleave_moe_layer_step"),
     "exaone4": Architecture(refusals=(EXAONE4,)),
@@ -127,8 +249,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         heads=FREE, headless=True, states=HEADLESS, input_node="model.input_embed", by_tokens=True
     ),
     **_each("nemotron_h nemotron_h_moe", NEMOTRON),
-    "falcon-h1": Architecture(heads=FREE, states=States(all=True)),
-    **_each("mamba mamba2", Architecture(heads=FREE, headless=True, states=States(all=True))),
+    "falcon-h1": Architecture(heads=FREE, states=StateLayers(all=True)),
+    **_each("mamba mamba2", Architecture(heads=FREE, headless=True, states=StateLayers(all=True))),
     # not to be cut ---------------------------------------------------------------------------------------------------
     **_refused(
         """bert clip eurobert gemma-embedding jina-bert-v2 jina-bert-v3 llama-embed modern-bert neo-bert nomic-bert

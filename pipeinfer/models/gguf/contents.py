@@ -1,7 +1,7 @@
-"""Is a file what it was? By its identity on this host, and by samples of its contents. Knows no GGUF.
+"""Detect changed files: by their identity on this host, and by samples of their contents. Knows no GGUF.
 
 An identity (`FileState`) changes with every write and costs nothing, but means nothing on another host. A digest of
-samples means the same everywhere, and finds other weights, without reading all of them.
+samples is the same everywhere, and differs for other weights, without reading all of them.
 """
 
 import hashlib
@@ -16,17 +16,17 @@ from pipeinfer.errors import ModelFault, UserError
 BLOCK_BYTES = 4096
 CHECKS_OF_BLAME, BETWEEN_CHECKS_S = 5, 0.1
 WRITE_S = 2.0
-"""How long one write may go on, which sets the file's time when it begins."""
+"""The longest duration of one write, which sets the file's time when it begins."""
 
 CHANGED_WHILE_COMPUTING = ("was truncated or overwritten while the job computed from it; restore the file and start "
                            "again (a file that is renamed into its place does no harm)")  # fmt: skip
-Span = tuple[int, int]
+Extent = tuple[int, int]
 """(first byte, number of bytes)"""
 
 
 @dataclass(frozen=True, slots=True)
 class FileState:
-    """What changes on this host when a file is written or replaced."""
+    """A file's identity: changes on this host when it is written or replaced."""
 
     n_bytes: int
     mtime_ns: int
@@ -35,22 +35,22 @@ class FileState:
     @classmethod
     def of(cls, file: int | Path) -> "FileState":
         """Of an open file or a path. Raises OSError."""
-        found = os.stat(file)
-        return cls(found.st_size, found.st_mtime_ns, found.st_ino)
+        stat = os.stat(file)
+        return cls(stat.st_size, stat.st_mtime_ns, stat.st_ino)
 
 
-def spread(start: int, n_bytes: int, n_blocks: int) -> list[Span]:
-    """`n_blocks` blocks over [start, start + n_bytes), first and last included; all of it where that is no more."""
+def spread(start: int, n_bytes: int, n_blocks: int) -> list[Extent]:
+    """`n_blocks` blocks over [start, start + n_bytes), first and last included; all of it if that is no more."""
     if n_bytes <= n_blocks * BLOCK_BYTES:
         return [(start, n_bytes)]
     room = n_bytes - BLOCK_BYTES
     return [(start + room * i // (n_blocks - 1), BLOCK_BYTES) for i in range(n_blocks)]
 
 
-def sample_digest(fd: int, spans: Iterable[Span]) -> bytes:
-    """32 bytes of what these places of a file hold. Raises OSError, EOFError where the file ends before."""
+def sample_digest(fd: int, extents: Iterable[Extent]) -> bytes:
+    """32 bytes, the digest of these places of a file. Raises OSError, EOFError if the file ends before."""
     digest = hashlib.sha256()
-    for start, n_bytes in spans:
+    for start, n_bytes in extents:
         data = os.pread(fd, n_bytes, start)
         if len(data) != n_bytes:
             raise EOFError(f"byte {start + len(data)} is the end")
@@ -73,9 +73,9 @@ def _changed(path: Path) -> UserError:
 
 
 class SourceFile:
-    """A file that is computed from as long as a model is loaded: `check` finds out that it was changed.
+    """A file from which a loaded model computes; `check` detects changes.
 
-    One that was replaced by renaming another over it goes on to be read from as it was.
+    A file that another one was renamed over is still read as it was.
     """
 
     def __init__(self, path: Path, digest_of: Callable[[int], bytes], state: FileState | None = None) -> None:
@@ -85,36 +85,36 @@ class SourceFile:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}") from None
-        found = FileState.of(self._fd)
-        self._n_bytes, self._mtime_ns = found.n_bytes, found.mtime_ns
-        self._touched = found.mtime_ns, 0.0  # a later time of writing, and when that was first seen
+        opened = FileState.of(self._fd)
+        self._n_bytes, self._mtime_ns = opened.n_bytes, opened.mtime_ns
+        self._touched = opened.mtime_ns, 0.0  # a later time of writing, and when that was first seen
         self._digest_of = digest_of
         try:
             self._digest = digest_of(self._fd)
-            if state is not None and found != state:
+            if state is not None and opened != state:
                 raise _changed(path)
         except (UserError, EOFError, OSError):
             self.close()
             raise _changed(path) from None
 
     def check(self) -> None:
-        """ModelFault when the contents are not what they were. Costs a system call, unless the file was touched."""
+        """ModelFault if the contents changed. Costs a system call, unless the file was touched."""
         try:
-            found = os.fstat(self._fd)
+            state = FileState.of(self._fd)
         except OSError:
             raise self.fault() from None
-        if found.st_mtime_ns == self._mtime_ns and found.st_size == self._n_bytes:
+        if (state.mtime_ns, state.n_bytes) == (self._mtime_ns, self._n_bytes):
             return
         self._check_contents()
-        if found.st_mtime_ns != self._touched[0]:
-            self._touched = found.st_mtime_ns, time.monotonic()
+        if state.mtime_ns != self._touched[0]:
+            self._touched = state.mtime_ns, time.monotonic()
         elif time.monotonic() - self._touched[1] > WRITE_S:
-            self._mtime_ns = found.st_mtime_ns  # touched, not changed
+            self._mtime_ns = state.mtime_ns  # touched, not changed
 
     def blame(self) -> None:
-        """ModelFault when the contents are not what they were: for who computed nonsense from them.
+        """ModelFault if the contents changed, after results that no sound model computes.
 
-        One write may go on for longer than a run takes, and what is sampled may be written last: it is given time.
+        One write may take longer than a run, and write the samples last: several checks, over half a second.
         """
         for _ in range(CHECKS_OF_BLAME):
             self._check_contents()
@@ -132,7 +132,7 @@ class SourceFile:
         return ModelFault(f"{self.path} {CHANGED_WHILE_COMPUTING}")
 
     def read(self, n_bytes: int, start: int) -> bytes:
-        """ModelFault where the file ends before."""
+        """ModelFault if the file ends before."""
         try:
             data = os.pread(self._fd, n_bytes, start)
         except OSError:

@@ -1,4 +1,5 @@
-"""Read the header of a GGUF file: metadata and where each tensor lies. Knows no architecture and loads no library.
+"""Read the header of a GGUF file, from its path or its first bytes: metadata and where each tensor lies. Knows no
+architecture and loads no library.
 
 Written for untrusted files: every length is checked against the file before it is used, so a damaged header ends in a
 UserError, never in a crash. Arrays of strings (vocabularies) are skipped, not materialised.
@@ -6,6 +7,7 @@ UserError, never in a crash. Arrays of strings (vocabularies) are skipped, not m
 
 import contextlib
 import hashlib
+import math
 import os
 import struct
 from collections.abc import Iterable, Iterator
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.gguf.contents import FileState, Span, sample_digest, spread
+from pipeinfer.models.gguf.contents import Extent, FileState, sample_digest, spread
 
 Scalar = int | float | bool | str
 
@@ -24,6 +26,7 @@ Scalar = int | float | bool | str
 UINT32, FLOAT32, BOOL, STRING, ARRAY = 4, 6, 7, 8, 9
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 
+F32 = 0
 # ggml type: (elements in a block, bytes of a block)
 BLOCKS = {
     0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 40),
@@ -38,10 +41,10 @@ MAX_ARRAY = 1 << 24
 MAX_NAME_BYTES = 1 << 16
 MAX_TENSOR_NAME_BYTES = 63  # ggml's
 MAX_SMALL_ARRAY = 4096
-"""Numeric arrays up to this length are kept; longer ones (token scores) belong to vocabularies."""
+"""Numeric arrays up to this length are read; longer ones (token scores) belong to vocabularies."""
 READ_BYTES = 1 << 20
 N_SAMPLES = 3
-"""Blocks of each tensor's data that a file's digest covers."""
+"""Blocks of each tensor's data in a file's digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +60,12 @@ class Tensor:
 
     @property
     def n_elements(self) -> int:
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """A metadata value. `raw` is its encoding, type included; `value` is None where the array was too long to keep."""
+    """A metadata value. `raw` is its encoding, type included, and `value` the value; b"" and None for long arrays."""
 
     type: int
     raw: bytes
@@ -75,28 +75,38 @@ class Value:
 
 
 @dataclass(frozen=True, slots=True)
+class FileHead:
+    """The bytes of a GGUF file before its weights, for hosts without the file. `state`: on the host that has it."""
+
+    path: Path
+    data: bytes
+    state: FileState
+
+
+@dataclass(frozen=True, slots=True)
 class Header:
+    """spans: the bytes [start, end) of each metadata entry, key and value
+    digest: of the file's size, its header and samples of every tensor: equal on two hosts with the same file; empty
+            for a `FileHead`
+    """
+
     path: Path
     state: FileState
     metadata: dict[str, Value]
+    spans: dict[str, tuple[int, int]]
     tensors: tuple[Tensor, ...]
     digest: str
-    """Of the file's size, its header and samples of every tensor: equal on two hosts that hold the same file."""
 
 
 class _Cursor:
-    """Reads forward through a file; running over its end is a UserError.
+    """Reads forward through a file, or its head; running over its end is a UserError.
 
-    Read, not mapped: a file that is cut off at this moment must not end the process.
+    Read, not mapped: a file that is truncated at this moment must not end the process.
     """
 
-    def __init__(self, fd: int, path: Path) -> None:
-        self.fd = fd
-        self.path = path
-        self.at = 0
-        self.state = FileState.of(fd)
-        self.size = self.state.n_bytes
-        self.data = bytearray()
+    def __init__(self, path: Path, state: FileState, data: bytes = b"", fd: int = -1) -> None:
+        self.path, self.state, self.size, self.fd = path, state, state.n_bytes, fd
+        self.at, self.data = 0, bytearray(data)
 
     def take(self, n_bytes: int) -> int:
         """Advance by n_bytes; the position before."""
@@ -108,41 +118,29 @@ class _Cursor:
         return start
 
     def reach(self, end: int) -> bool:
-        """Whether the file has `end` bytes; they are in `data` then."""
-        while len(self.data) < end <= self.size:
+        """Whether the file has `end` bytes, which `data` has then."""
+        while self.fd >= 0 and len(self.data) < end <= self.size:
             piece = os.pread(self.fd, max(READ_BYTES, end - len(self.data)), len(self.data))
             if not piece:
                 return False
             self.data += piece
         return end <= len(self.data)
 
-    def number(self, kind: int) -> int | float | bool:
-        layout = SCALARS[kind]
+    def number(self, value_type: int) -> int | float | bool:
+        layout = SCALARS[value_type]
         number: int | float | bool = struct.unpack_from(layout, self.data, self.take(struct.calcsize(layout)))[0]
         return number
 
-    def count(self, kind: int, limit: int, what: str) -> int:
-        count = int(self.number(kind))
+    def count(self, value_type: int, limit: int, things: str) -> int:
+        count = int(self.number(value_type))
         if count > limit:
-            raise UserError(f"{self.path} is damaged: {count} {what}, at most {limit} are possible; "
-                            "copy or download the file again")  # fmt: skip
+            raise self.damaged(f"{count} {things}, at most {limit} are possible")
         return count
 
     def text(self, limit: int = MAX_ARRAY) -> str:
         n_bytes = self.count(10, limit, "bytes in a text")
         start = self.take(n_bytes)
         return self.data[start : start + n_bytes].decode("utf-8", "replace")
-
-    def texts(self, count: int) -> list[bytes]:
-        """Items of an array of texts, as they are."""
-        start = self.at
-        self.skip_texts(count)
-        unpack, data, at, found = struct.Struct("<Q").unpack_from, self.data, start, []
-        for _ in range(count):
-            end = at + 8 + unpack(data, at)[0]
-            found.append(bytes(data[at + 8 : end]))
-            at = end
-        return found
 
     def skip_texts(self, count: int) -> None:
         unpack, data = struct.Struct("<Q").unpack_from, self.data
@@ -154,154 +152,141 @@ class _Cursor:
         self.at = min(at, self.size)
         self.take(at - self.at)
 
+    def damaged(self, fault: str) -> UserError:
+        return UserError(f"{self.path} is damaged: {fault}; copy or download the file again")
 
-def read_header(path: Path) -> Header:
-    """Parse one GGUF file; UserError if it is missing, unreadable, not a GGUF, damaged or cut off."""
-    with _opened(path) as cursor:
+
+def read_header(source: Path | FileHead) -> Header:
+    """Parse one GGUF file; UserError if it is missing, unreadable, not a GGUF, damaged or truncated."""
+    with _opened(source) as cursor:
         return _parse(cursor)
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[_Cursor]:
-    try:
-        with open(path, "rb", buffering=0) as file:
-            if file.read(4) != b"GGUF":
-                raise UserError(f"{path} is not a GGUF file (it does not start with 'GGUF'); give a .gguf model")
-            yield _Cursor(file.fileno(), path)
-    except FileNotFoundError:
-        raise UserError(f"model file {path} does not exist on this host; check the path") from None
-    except IsADirectoryError:
-        raise UserError(f"{path} is a directory; give the .gguf file in it") from None
-    except OSError as error:
-        raise UserError(f"model file {path} cannot be read: {error.strerror}") from None
-
-
-def metadata_spans(path: Path) -> dict[str, tuple[int, int]]:
-    """Where each metadata entry lies in a file, key and value: [start, end) in bytes. Raises as `read_header`.
-
-    For copying what `Value.raw` leaves out, such as the vocabulary.
-    """
-    read_header(path)
-    spans: dict[str, tuple[int, int]] = {}
-    with _opened(path) as cursor:
-        cursor.take(16)  # magic, version, number of tensors
-        for _ in range(cursor.count(10, MAX_KEYS, "metadata keys")):
-            start = cursor.at
-            key = cursor.text(MAX_NAME_BYTES)
-            _read_value(cursor)
-            spans[key] = (start, cursor.at)
-    return spans
 
 
 def read_texts(path: Path, key: str) -> list[bytes]:
     """The items of an array of texts in a file's metadata; none if there is no such array. Raises as `read_header`."""
     with _opened(path) as cursor:
-        cursor.take(16)
-        for _ in range(cursor.count(10, MAX_KEYS, "metadata keys")):
-            name = cursor.text(MAX_NAME_BYTES)
-            if name != key:
-                _read_value(cursor)
-            elif cursor.number(4) != ARRAY or cursor.number(4) != STRING:
-                break
-            else:
-                return cursor.texts(cursor.count(10, MAX_ARRAY, "items in an array"))
-    return []
+        _, metadata, spans = _read_metadata(cursor)
+        if key not in metadata or metadata[key].item_type != STRING:
+            return []
+        unpack, data, texts = struct.Struct("<Q").unpack_from, cursor.data, []
+        at = spans[key][0] + 8 + len(key.encode()) + 16  # lengths of key and array, types of array and item
+        for _ in range(metadata[key].n_items):
+            end = at + 8 + unpack(data, at)[0]
+            texts.append(bytes(data[at + 8 : end]))
+            at = end
+        return texts
 
 
-def sample_spans(tensors: Iterable[Tensor]) -> list[Span]:
-    """The places of one file that tell other weights from these."""
-    return [span for tensor in tensors for span in spread(tensor.offset, tensor.n_bytes, N_SAMPLES)]
+@contextlib.contextmanager
+def _opened(source: Path | FileHead) -> Iterator[_Cursor]:
+    if isinstance(source, FileHead):
+        yield _Cursor(source.path, source.state, source.data)
+        return
+    try:
+        with open(source, "rb", buffering=0) as file:
+            if file.read(4) != b"GGUF":
+                raise UserError(f"{source} is not a GGUF file (it does not start with 'GGUF'); give a .gguf model")
+            yield _Cursor(source, FileState.of(file.fileno()), fd=file.fileno())
+    except FileNotFoundError:
+        raise UserError(f"model file {source} does not exist on this host; check the path") from None
+    except IsADirectoryError:
+        raise UserError(f"{source} is a directory; give the .gguf file in it") from None
+    except OSError as error:
+        raise UserError(f"model file {source} cannot be read: {error.strerror}") from None
 
 
-def _parse(cursor: _Cursor) -> Header:
-    path, size = cursor.path, cursor.size
+def sample_extents(tensors: Iterable[Tensor]) -> list[Extent]:
+    """The samples of one file by which its weights are told from others."""
+    return [extent for tensor in tensors for extent in spread(tensor.offset, tensor.n_bytes, N_SAMPLES)]
+
+
+def _read_metadata(cursor: _Cursor) -> tuple[int, dict[str, Value], dict[str, tuple[int, int]]]:
+    """(number of tensors, values, spans)"""
     cursor.take(4)
     version = cursor.number(4)
     if version not in (2, 3):
-        raise UserError(f"{path} has GGUF version {version}; versions 2 and 3 (little-endian) can be read, "
+        raise UserError(f"{cursor.path} has GGUF version {version}; versions 2 and 3 (little-endian) can be read, "
                         "convert the model again")  # fmt: skip
     n_tensors = cursor.count(10, MAX_TENSORS, "tensors")
     n_keys = cursor.count(10, MAX_KEYS, "metadata keys")
     metadata: dict[str, Value] = {}
+    spans: dict[str, tuple[int, int]] = {}
     for _ in range(n_keys):
-        key = cursor.text(MAX_NAME_BYTES)
+        start, key = cursor.at, cursor.text(MAX_NAME_BYTES)
         if key in metadata:
-            raise UserError(f"{path} is damaged: metadata key {key!r} comes twice; copy or download the file again")
+            raise cursor.damaged(f"metadata key {key!r} comes twice")
         metadata[key] = _read_value(cursor)
+        spans[key] = start, cursor.at
+    return n_tensors, metadata, spans
+
+
+def _parse(cursor: _Cursor) -> Header:
+    path, size = cursor.path, cursor.size
+    n_tensors, metadata, spans = _read_metadata(cursor)
     infos = [_read_tensor_info(cursor) for _ in range(n_tensors)]
-    alignment = _alignment(metadata, path)
+    alignment = metadata["general.alignment"].value if "general.alignment" in metadata else 32
+    if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
+        raise cursor.damaged(f"alignment {alignment}")
     data_start = (cursor.at + alignment - 1) // alignment * alignment
-    tensors = tuple(Tensor(name, shape, kind, path, data_start + offset, n_bytes)
-                    for name, shape, kind, offset, n_bytes in infos)  # fmt: skip
-    _check_extent(tensors, path, size)
+    tensors = tuple(Tensor(name, shape, type_, path, data_start + offset, n_bytes)
+                    for name, shape, type_, offset, n_bytes in infos)  # fmt: skip
+    if len({tensor.name for tensor in tensors}) != len(tensors):
+        raise cursor.damaged("a tensor name comes twice")
+    end = max((tensor.offset + tensor.n_bytes for tensor in tensors), default=0)
+    if end > size:
+        raise UserError(f"{path} is cut off: {end - size} of {end} bytes are missing; copy or download the file again")
+    if cursor.fd < 0:
+        return Header(path, cursor.state, metadata, spans, tensors, "")
     digest = hashlib.sha256(size.to_bytes(8, "little"))
     digest.update(cursor.data[: cursor.at])
     try:
-        digest.update(sample_digest(cursor.fd, sample_spans(tensors)))
+        digest.update(sample_digest(cursor.fd, sample_extents(tensors)))
     except EOFError:
         raise UserError(f"{path} became shorter while it was read; start again when it is complete") from None
-    return Header(path, cursor.state, metadata, tensors, digest.hexdigest())
+    return Header(path, cursor.state, metadata, spans, tensors, digest.hexdigest())
 
 
 def _read_value(cursor: _Cursor) -> Value:
     start = cursor.at
-    kind = int(cursor.number(4))
-    if kind in SCALARS:
-        number = cursor.number(kind)
-        return Value(kind, bytes(cursor.data[start : cursor.at]), number)
-    if kind == STRING:
-        text = cursor.text()
-        return Value(kind, bytes(cursor.data[start : cursor.at]), text)
-    if kind != ARRAY:
-        raise UserError(f"{cursor.path} is damaged: metadata of type {kind}; copy or download the file again")
-    item = int(cursor.number(4))
+
+    def value(content: Scalar | tuple[Scalar, ...], *array: int) -> Value:
+        return Value(value_type, bytes(cursor.data[start : cursor.at]), content, *array)
+
+    value_type = int(cursor.number(4))
+    if value_type in SCALARS:
+        return value(cursor.number(value_type))
+    if value_type == STRING:
+        return value(cursor.text())
+    if value_type != ARRAY:
+        raise cursor.damaged(f"metadata of type {value_type}")
+    item_type = int(cursor.number(4))
     count = cursor.count(10, MAX_ARRAY, "items in an array")
-    if item == STRING and count <= MAX_SMALL_ARRAY:
-        texts = tuple(cursor.text() for _ in range(count))
-        return Value(kind, bytes(cursor.data[start : cursor.at]), texts, item, count)
-    if item == STRING:
+    if item_type == STRING and count <= MAX_SMALL_ARRAY:
+        return value(tuple(cursor.text() for _ in range(count)), item_type, count)
+    if item_type == STRING:
         cursor.skip_texts(count)
-        return Value(kind, b"", None, item, count)
-    if item not in SCALARS:
-        raise UserError(f"{cursor.path} is damaged: array of type {item}; copy or download the file again")
-    layout = SCALARS[item]
+        return Value(value_type, b"", None, item_type, count)
+    if item_type not in SCALARS:
+        raise cursor.damaged(f"array of type {item_type}")
+    layout = SCALARS[item_type]
     items_at = cursor.take(count * struct.calcsize(layout))
     if count > MAX_SMALL_ARRAY:
-        return Value(kind, b"", None, item, count)
-    numbers = struct.unpack_from(f"<{count}{layout[1]}", cursor.data, items_at)
-    return Value(kind, bytes(cursor.data[start : cursor.at]), numbers, item, count)
+        return Value(value_type, b"", None, item_type, count)
+    return value(struct.unpack_from(f"<{count}{layout[1]}", cursor.data, items_at), item_type, count)
 
 
 def _read_tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int, int]:
     name = cursor.text(MAX_TENSOR_NAME_BYTES)
     if not name.isprintable():
-        raise UserError(f"{cursor.path} is damaged: a tensor is named {name!r}; copy or download the file again")
+        raise cursor.damaged(f"a tensor is named {name!r}")
     n_dims = cursor.count(4, 4, f"dimensions of {name}")
     shape = tuple(cursor.count(10, 1 << 40, f"elements in a row of {name}") for _ in range(n_dims))
-    kind = int(cursor.number(4))
-    offset = int(cursor.number(10))
-    if kind not in BLOCKS:
-        raise UserError(f"{cursor.path}: tensor {name} has the unknown type {kind}; quantise the model to another type")
-    block, block_bytes = BLOCKS[kind]
-    n_elements = 1
-    for length in shape:
-        n_elements *= length
+    ggml_type, offset = int(cursor.number(4)), int(cursor.number(10))
+    if ggml_type not in BLOCKS:
+        raise UserError(f"{cursor.path}: tensor {name} has the unknown type {ggml_type}; quantise the model to another "
+                        "type")  # fmt: skip
+    block, block_bytes = BLOCKS[ggml_type]
+    n_elements = math.prod(shape)
     if n_elements == 0 or (shape and shape[0] % block):
-        raise UserError(f"{cursor.path} is damaged: tensor {name} of shape {shape} does not fit its type {kind}; "
-                        "copy or download the file again")  # fmt: skip
-    return name, shape, kind, offset, n_elements // block * block_bytes
-
-
-def _alignment(metadata: dict[str, Value], path: Path) -> int:
-    alignment = metadata["general.alignment"].value if "general.alignment" in metadata else 32
-    if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
-        raise UserError(f"{path} is damaged: alignment {alignment}; copy or download the file again")
-    return alignment
-
-
-def _check_extent(tensors: tuple[Tensor, ...], path: Path, size: int) -> None:
-    if len({tensor.name for tensor in tensors}) != len(tensors):
-        raise UserError(f"{path} is damaged: a tensor name comes twice; copy or download the file again")
-    end = max((tensor.offset + tensor.n_bytes for tensor in tensors), default=0)
-    if end > size:
-        raise UserError(f"{path} is cut off: {end - size} of {end} bytes are missing; copy or download the file again")
+        raise cursor.damaged(f"tensor {name} of shape {shape} does not fit its type {ggml_type}")
+    return name, shape, ggml_type, offset, n_elements // block * block_bytes

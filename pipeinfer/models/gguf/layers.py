@@ -1,14 +1,59 @@
-"""What a model's layers are, by its header and what is known of its architecture: which slices there can be, and what
-the metadata of one say. Knows no tensor."""
+"""A model's layers by its header and architecture: the possible slices, their metadata, and types and sizes of their
+keys and values in a cache. Knows no tensor."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple, TypeVar, cast
 
-from pipeinfer.models.gguf.architecture import Architecture, Number
-from pipeinfer.models.gguf.header import BOOL, Value
-from pipeinfer.models.gguf.values import encode_array, encode_number
+from pipeinfer.models.gguf.architectures import Architecture, Number
+from pipeinfer.models.gguf.header import BLOCKS, BOOL, Value
+from pipeinfer.models.gguf.writer import encode_array, encode_number
+
+_TYPES = {
+    "f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q4_1": 3, "iq4_nl": 20, "q5_0": 6, "q5_1": 7,
+}  # fmt: skip
+"""GGML's numbers."""
+
+CACHE_TYPES = tuple(_TYPES)
+
+
+class KvShape(NamedTuple):
+    """A token in a layer's cache: heads, and the numbers of a head's key and value. All 0: nothing."""
+
+    n_heads: int = 0
+    key: int = 0
+    value: int = 0
+
+
+class CacheTypes(NamedTuple):
+    """Of keys and of values."""
+
+    k: str = "f16"
+    v: str = "f16"
+
+    @property
+    def ggml(self) -> tuple[int, int]:
+        return _TYPES[self.k], _TYPES[self.v]
+
+    def cell_bytes(self, layers: Sequence[KvShape]) -> tuple[int, ...]:
+        """Of one token, in each of the layers."""
+        return tuple(_bytes(self.k, n * key) + _bytes(self.v, n * value) for n, key, value in layers)
+
+
+F16_CACHE = CacheTypes()
+
+
+def block_length(name: str) -> int:
+    """Numbers that are quantised together: a head has a multiple of it."""
+    return BLOCKS[_TYPES[name]][0]
+
+
+def _bytes(name: str, n: int) -> int:
+    length, n_bytes = BLOCKS[_TYPES[name]]
+    return -(-n // length) * n_bytes
+
 
 PER_LAYER_KEYS = frozenset([
     "attention.head_count", "attention.head_count_kv", "attention.recurrent_layers", "attention.sliding_window_pattern",
@@ -16,43 +61,47 @@ PER_LAYER_KEYS = frozenset([
     "expert_used_count", "feed_forward_length", "swiglu_clamp_exp", "swiglu_clamp_shexp", "xielu.alpha_n",
     "xielu.alpha_p", "xielu.beta", "xielu.eps",
 ])  # fmt: skip
+T = TypeVar("T")
 WINDOW, WINDOWS = "attention.sliding_window", "attention.sliding_window_pattern"
 DENSE_FIRST, EXTRA = "leading_dense_block_count", "nextn_predict_layers"
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The `n` layers of a model that predict the next token; `name` is the architecture's."""
+    """The `n` layers of a model that predict the next token. `name`: the architecture's."""
 
     name: str
-    known: Architecture
+    architecture: Architecture
     metadata: Mapping[str, Value]
     n: int
 
     def refusal(self) -> str:
-        """Why this model cannot be cut, as far as is known; empty if it can."""
-        whys = (each.why for each in self.known.refusals if each.holds(self._counted(each.key)))
-        return self.known.refused or next(whys, "")
+        """Why this model cannot be cut; empty if it can."""
+        n_layers = {"block_count": self.n}
+        numbers = ((each, n_layers.get(each.key, self._value(each.key))) for each in self.architecture.refusals)
+        reasons = (each.why for each, number in numbers if each.holds(number))
+        return self.architecture.refused or next(reasons, "")
 
     def fault(self, first: int, last: int) -> str:
-        """Why layers [first, last) cannot be a slice of their own; empty if they can. All layers always can."""
+        """Why layers [first, last) cannot be a slice; empty if they can. All layers always can."""
+        traits = self.architecture
         if last - first == self.n:
             return ""
         if first % self.step:
             return f"it can only be cut before layers {self.step}, {2 * self.step}, …"
-        if last - first < self.known.least:
-            return f"a slice needs {self.known.least} layers at least"
-        if not all(self.of_layers(key, 1)[first] for key in self.known.first_with):
-            return f"a slice must begin with a layer of which {' and '.join(self.known.first_with)} is more than 0"
-        if not all(self.of_layers(key, 1)[last - 1] for key in self.known.last_with):
-            return f"a slice must end with a layer of which {' and '.join(self.known.last_with)} is more than 0"
-        if last - first in self.known.lengths_not:
+        if last - first < traits.least:
+            return f"a slice needs {traits.least} layers at least"
+        if not all(self.of_layers(key, 1)[first] for key in traits.first_with):
+            return f"a slice must begin with a layer of which {' and '.join(traits.first_with)} is more than 0"
+        if not all(self.of_layers(key, 1)[last - 1] for key in traits.last_with):
+            return f"a slice must end with a layer of which {' and '.join(traits.last_with)} is more than 0"
+        if last - first in traits.lengths_not:
             return f"a slice must not have {last - first} layers"
-        if self.known.windows and self.known.windows.always and not any(self.windows[first:last]):
+        if traits.windows and traits.windows.always and not any(self.windows[first:last]):
             return "a slice needs a layer with a sliding window"
-        if self.known.windows and self.known.windows.leads and self.windows[first] and not self.windows[0]:
+        if traits.windows and traits.windows.leads and self.windows[first] and not self.windows[0]:
             return "the first layer of a slice must see all tokens"
-        if self.known.states and not self.known.states.all:
+        if traits.states and not traits.states.all:
             if not any(self.stateful[first:last]):
                 return "a slice needs a layer with a state"
             if not any(self.attentive[first:last]):
@@ -61,108 +110,108 @@ class Layers:
 
     @property
     def faults(self) -> dict[tuple[int, int], str]:
-        """The same of every run of layers for which there is a reason, by (first, last)."""
-        known = self.known
-        by_layer = known.windows or known.states or known.first_with or known.last_with
-        if not (self.step > 1 or known.least > 1 or known.lengths_not or by_layer):
+        """All reasons, by (first, last)."""
+        traits = self.architecture
+        by_layer = traits.windows or traits.states or traits.first_with or traits.last_with
+        if not (self.step > 1 or traits.least > 1 or traits.lengths_not or by_layer):
             return {}
         runs = ((first, last) for first in range(self.n) for last in range(first + 1, self.n + 1))
         return {run: fault for run in runs if (fault := self.fault(*run))}
 
     def unused(self, first: int, last: int) -> tuple[str, ...]:
         """Tensors that a slice must not have."""
-        return self.known.of_full if all(self.windows[first:last]) else ()
+        return self.architecture.of_full if all(self.windows[first:last]) else ()
 
     @cached_property
     def step(self) -> int:
-        step = self.known.step
-        return max(1, step if isinstance(step, int) else self._number(step, 1))
+        step = self.architecture.step
+        return max(1, step if isinstance(step, int) else self.get(step, 1))
 
     @property
     def n_dense(self) -> int:
-        """Layers that a model with experts begins with and that have none."""
-        return self._number(DENSE_FIRST, 0)
+        """Layers without experts at the beginning of a model with experts."""
+        return self.get(DENSE_FIRST, 0)
 
     @property
     def n_vocab(self) -> int:
         tokens = self.metadata.get("tokenizer.ggml.tokens")
-        return tokens.n_items if tokens is not None else self._number("vocab_size", 0)
+        return tokens.n_items if tokens is not None else self.get("vocab_size", 0)
 
     @property
     def shares_values(self) -> bool:
         """Whether the values are a part of the keys (multi-head latent attention)."""
-        return self._number("attention.key_length_mla", 0) > 0
+        return self.get("attention.key_length_mla", 0) > 0
 
     @cached_property
     def windows(self) -> tuple[bool, ...]:
-        """Of each layer, whether it sees only so many tokens back."""
-        known = self.known.windows
-        if known is None or not (known.always or self._number(WINDOW, 0)):
+        """Of each layer, whether it has a sliding window."""
+        windows = self.architecture.windows
+        if windows is None or not (windows.always or self.get(WINDOW, 0)):
             return (False,) * self.n
-        found = self._value(WINDOWS)
-        if isinstance(found, tuple):
-            return tuple(map(bool, found[: self.n]))
-        return _pattern(self.n, self._number(WINDOWS, known.period), known.full_first)
+        flags = self._value(WINDOWS)
+        if isinstance(flags, tuple):
+            return tuple(map(bool, flags[: self.n]))
+        return _pattern(self.n, self.get(WINDOWS, windows.period), windows.full_first)
 
     @property
     def window(self) -> int:
-        """How many tokens back its layers with a window see, at least; 0 if there are none."""
-        return max(1, self._number(WINDOW, 0)) if any(self.windows) else 0
+        """The tokens in its layers' windows, at least 1; 0 if there are none."""
+        return max(1, self.get(WINDOW, 0)) if any(self.windows) else 0
 
     @cached_property
     def stateful(self) -> tuple[bool, ...]:
-        """Of each layer, whether it has a state that its last token leaves."""
-        known = self.known.states
-        if known is None or known.all:
-            return (known is not None,) * self.n
-        if known.zero:
-            arrays = [self.of_layers(key, 0) for key in known.zero]
+        """Of each layer, whether it has a state."""
+        states = self.architecture.states
+        if states is None or states.all:
+            return (states is not None,) * self.n
+        if states.zero:
+            arrays = [self.of_layers(key, 0) for key in states.zero]
             return tuple(not any(values) for values in zip(*arrays, strict=True))
-        found = self._value(known.key)
-        if isinstance(found, tuple):
-            return tuple(map(bool, found[: self.n]))
-        return _pattern(self.n, self._number(known.period_key, known.period), False)
+        flags = self._value(states.key)
+        if isinstance(flags, tuple):
+            return tuple(map(bool, flags[: self.n]))
+        return _pattern(self.n, self.get(states.period_key, states.period), False)
 
     @property
     def exact(self) -> bool:
-        """Whether slices compute what the whole model does, to the bit."""
-        return self.known.exact and self.query_scale == 1
+        """Whether slices have the bits of the whole model."""
+        return self.architecture.exact and self.query_scale == 1
 
     @property
     def n_selected(self) -> int:
         """Earlier tokens that a row sees at most, those with the highest scores; 0: all."""
-        return self._number(self.known.selects, 0)
+        return self.get(self.architecture.selects, 0)
 
     @property
     def query_scale(self) -> float:
-        """What slices multiply to their queries; see `Rescaled`."""
-        if self.known.rescaled is None or self.known.rescaled.n_layer != self.n:
+        """The factor of queries in slices; see `Rescaled`."""
+        if self.architecture.rescaled is None or self.architecture.rescaled.n_layer != self.n:
             return 1.0
-        n_heads, n_embd = self._number("attention.head_count", 1), self._number("embedding_length", 1)
-        return math.sqrt(self._number("attention.key_length", n_embd // n_heads) * n_heads / n_embd)
+        n_heads, n_embd = self.get("attention.head_count", 1), self.get("embedding_length", 1)
+        return math.sqrt(self.get("attention.key_length", n_embd // n_heads) * n_heads / n_embd)
 
     @property
     def rewinds(self) -> bool:
         """Whether a sequence can go back: a state cannot."""
-        return self.known.states is None
+        return self.architecture.states is None
 
     @property
     def state_bytes(self) -> tuple[int, ...]:
-        """Of each layer, what a sequence's state takes; libllama's own formulas."""
-        n_conv = max(self._number("ssm.conv_kernel", 1) - 1, 0)
-        n_heads, length = self._number("attention.head_count", 0), self._number("kda.head_dim", 0)
-        inner, state = self._number("ssm.inner_size", 0), self._number("ssm.state_size", 0)
-        n_values = n_conv * (inner + 2 * self._number("ssm.group_count", 0) * state) + state * inner
+        """Of each layer, the bytes of a sequence's state; libllama's formulas."""
+        n_conv = max(self.get("ssm.conv_kernel", 1) - 1, 0)
+        n_heads, length = self.get("attention.head_count", 0), self.get("kda.head_dim", 0)
+        inner, state = self.get("ssm.inner_size", 0), self.get("ssm.state_size", 0)
+        n_values = n_conv * (inner + 2 * self.get("ssm.group_count", 0) * state) + state * inner
         if length:
             n_values = 3 * n_conv * n_heads * length + n_heads * length * length
-        if n_short := self._number("shortconv.l_cache", 0):
-            n_values = self._number("embedding_length", 0) * (n_short - 1)
+        if n_short := self.get("shortconv.l_cache", 0):
+            n_values = self.get("embedding_length", 0) * (n_short - 1)
         return tuple(4 * n_values if stateful else 0 for stateful in self.stateful)
 
     @property
     def attentive(self) -> tuple[bool, ...]:
         """Of each layer, whether it has attention; one may have a state too, or neither."""
-        states = self.known.states
+        states = self.architecture.states
         if states and states.zero:
             return tuple(map(bool, self.of_layers(states.zero[0], 0)))
         return tuple(not stateful or (states is not None and states.all) for stateful in self.stateful)
@@ -171,64 +220,69 @@ class Layers:
         return self._value(key) is not None
 
     def of_layers(self, key: str, default: Number | None) -> tuple[object, ...]:
-        """One value a layer, where the metadata have one for all too."""
-        found = self._value(key, default)
-        return found[: self.n] if isinstance(found, tuple) else (found,) * self.n
+        """One value a layer, also if the metadata have one for all."""
+        value = self._value(key, default)
+        return value[: self.n] if isinstance(value, tuple) else (value,) * self.n
+
+    def written_metadata(self, layers: Sequence[int]) -> dict[str, bytes]:
+        """`metadata_of` for a file: without the alignment and the traces of a split."""
+        return {
+            key: raw
+            for key, raw in self.metadata_of(layers).items()
+            if key != "general.alignment" and not key.startswith(("split.", "general.tensor_extra"))
+        }
 
     def metadata_of(self, layers: Sequence[int]) -> dict[str, bytes]:
-        """The metadata for a model of these of its layers, in this order: key -> encoded value.
-
-        Of a slice where the first of them is not the model's first. b"" for what the header leaves out (see `Value`).
-        """
+        """The metadata for a model of these layers, in this order: key -> encoded value. If the first of them is not
+        the model's first, they are a slice's. b"" for long arrays (see `Value`)."""
         prefix = f"{self.name}."
-        found = {
+        shared = {
             key: _cut(value, layers) if key.removeprefix(prefix) in PER_LAYER_KEYS else value.raw
             for key, value in self.metadata.items()
         }
-        return found | {prefix + key: value for key, value in self._own(layers).items()}
+        return shared | {prefix + key: value for key, value in self._changed(layers).items()}
 
-    def _own(self, layers: Sequence[int]) -> dict[str, bytes]:
-        """What is said of these layers in other words than of all of them."""
-        known, first = self.known, layers[0]
+    def _changed(self, layers: Sequence[int]) -> dict[str, bytes]:
+        """The entries for these layers that differ from the model's."""
+        traits, first = self.architecture, layers[0]
         numbers: dict[str, Number] = {"block_count": len(layers)}
-        numbers |= {key: of(self.n, self.n_vocab) for key, of in known.missing.items() if not self.has(key)}
-        numbers |= {**known.always, **(known.later if first else {})}
+        numbers |= {key: of(self.n, self.n_vocab) for key, of in traits.missing.items() if not self.has(key)}
+        numbers |= {**traits.always, **(traits.later if first else {})}
         if first and self.n_dense:
             numbers[DENSE_FIRST] = max(0, self.n_dense - first)
-        if self._number(EXTRA, 0):
+        if self.get(EXTRA, 0):
             numbers[EXTRA] = 0
-        own = {key: encode_number(number) for key, number in numbers.items()}
+        changed = {key: encode_number(number) for key, number in numbers.items()}
         if any(self.windows):
             windows = [self.windows[layer] for layer in layers]
             # a model without such layers must not have a window either
-            own |= {WINDOWS: encode_flags(windows)} if any(windows) else {WINDOW: encode_number(0), WINDOWS: b""}
-        if known.states and known.states.key:
-            own[known.states.key] = encode_flags([self.stateful[layer] for layer in layers])
-        return own
+            changed |= {WINDOWS: _flags(windows)} if any(windows) else {WINDOW: encode_number(0), WINDOWS: b""}
+        if traits.states and traits.states.key:
+            changed[traits.states.key] = _flags([self.stateful[layer] for layer in layers])
+        return changed
 
-    def _counted(self, key: str) -> object:
-        return self.n if key == "block_count" else self._value(key)
-
-    def _number(self, key: str, default: int) -> int:
-        found = self._value(key, default)
-        return found if isinstance(found, int) else default
+    def get(self, key: str, default: T) -> T:
+        """The metadata's value if it has the default's type (for a float also an int), else the default."""
+        value = self._value(key)
+        types = (int, float) if isinstance(default, float) else type(default)
+        return cast(T, value) if isinstance(value, types) else default
 
     def _value(self, key: str, default: object = None) -> object:
-        found = self.metadata.get(f"{self.name}.{key}")
-        return default if found is None else found.value
+        entry = self.metadata.get(f"{self.name}.{key}")
+        return default if entry is None else entry.value
 
 
 def _pattern(n: int, period: int, other_first: bool) -> tuple[bool, ...]:
-    """Of every `period` layers, whether it is not the last one, or not the first; every one is none where that is 0."""
+    """Of each layer, whether it is not the last of `period` ones, or not the first; all are not if that is 0."""
     return tuple(period == 0 or layer % period != (0 if other_first else period - 1) for layer in range(n))
 
 
 def _cut(value: Value, layers: Sequence[int]) -> bytes:
-    """A value that all layers share stays as it is."""
+    """The items of these layers; a value that all layers share stays."""
     if not isinstance(value.value, tuple):
         return value.raw
     return encode_array(value.item_type, [value.value[layer] for layer in layers])
 
 
-def encode_flags(flags: Sequence[bool]) -> bytes:
+def _flags(flags: Sequence[bool]) -> bytes:
     return encode_array(BOOL, flags)

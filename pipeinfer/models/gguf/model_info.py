@@ -1,23 +1,23 @@
-"""What a GGUF model is and what its parts weigh, from its header alone. Cuts nothing and loads nothing."""
+"""What a GGUF model is and how large its parts are, from its headers alone. Cuts nothing and loads nothing."""
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.architectures import ARCHITECTURES
-from pipeinfer.models.gguf.cache_types import F16_CACHE, KvShape
-from pipeinfer.models.gguf.check_numbers import NumberCheck
 from pipeinfer.models.gguf.contents import FileState, SourceFile, check_unchanged, sample_digest
-from pipeinfer.models.gguf.head import Head
-from pipeinfer.models.gguf.header import Header, Tensor, Value, read_header, sample_spans
-from pipeinfer.models.gguf.layers import EXTRA, Layers
+from pipeinfer.models.gguf.header import FileHead, Header, Tensor, Value, read_header, sample_extents
+from pipeinfer.models.gguf.layers import EXTRA, F16_CACHE, KvShape, Layers
+from pipeinfer.models.gguf.validation import NumberCheck
 
 MAX_LAYERS = 512
-OTHER_KINDS = {"mmproj": "a projector of images or sounds", "adapter": "an adapter (LoRA)"}
+OTHER_TYPES = {"mmproj": "a projector of images or sounds", "adapter": "an adapter (LoRA)"}
+OWN_HEAD = Path("mtp")
+"""In the place of a draft's path: the head in the target's own file."""
 
 FILE_TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
@@ -28,17 +28,63 @@ FILE_TYPES = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class DraftHead:
+    """A draft that reads its target's residual stream.
+
+    target_layers  the layers of the target whose inputs it reads, in its order; the number of layers: the last output
+    n_embd_target  length of the target's residual stream
+    n_tokens       the target's tokens that it can guess
+    lacks          tensors that it takes from the target
+    own            it came with the target, in its file or beside it (MTP)
+    """
+
+    target_layers: tuple[int, ...]
+    n_embd_target: int
+    n_tokens: int
+    lacks: tuple[str, ...]
+    own: bool = False
+
+    @property
+    def shift(self) -> int:
+        """Positions by which a token's cell is before the token."""
+        return 0 if self.own else 1
+
+    @property
+    def layers_read(self) -> tuple[int, ...]:
+        """The layers of the target whose outputs these are, ascending."""
+        return tuple(sorted(layer - 1 for layer in self.target_layers))
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """The index of each of `target_layers` among `layers_read`."""
+        return tuple(self.layers_read.index(layer - 1) for layer in self.target_layers)
+
+
+def layers_read(heads: Iterable[DraftHead | None]) -> tuple[int, ...]:
+    """By the one head among drafts; the others are None."""
+    return next((head.layers_read for head in heads if head), ())
+
+
+@dataclass(frozen=True, slots=True)
+class ModelHeaders:
+    """The heads of a model's files, for hosts that get its weights from another host."""
+
+    files: tuple[FileHead, ...]
+    fingerprint: str
+
+
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a model is and what its parts weigh. Bytes are as stored in the file.
+    """A model by its headers. Bytes are as stored in the file.
 
     layer_bytes              one entry a layer
     input_bytes              the token table
     output_bytes             the output head and norms; with tied embeddings the token table counts again
-    kv_shapes                one entry a layer: what it keeps of a token
-    layers                   what they are, and which of them can be a slice
-    fingerprint              equal on two hosts that hold the same file: of its header and samples of every tensor
-    states                   of each path when its header was read: whether it was written to since, on this host
+    kv_shapes                one entry a layer: a token's keys and values
+    layers                   the possible slices and their metadata
+    fingerprint              of headers and samples of every tensor: equal on two hosts with the same files
+    states                   of each path when its header was read
     borrowed                 those of `tensors` that are in another model's file
     head                     of a draft that reads its target's residual stream
     """
@@ -63,7 +109,7 @@ class ModelInfo:
     states: tuple[FileState, ...] = field(repr=False, compare=False)
     tensors: tuple[Tensor, ...] = field(repr=False, compare=False)
     borrowed: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)
-    head: Head | None = None
+    head: DraftHead | None = None
 
     @property
     def metadata(self) -> Mapping[str, Value]:
@@ -71,14 +117,14 @@ class ModelInfo:
 
     @property
     def n_bytes(self) -> int:
-        """Of the file when its header was read, all parts of a split one; of a part of another's file, its own."""
+        """Of the files when their headers were read; of a head in the target's file, its tensors'."""
         if self.head and self.head.own:
             return sum(tensor.n_bytes for tensor in self.tensors)
         return sum(state.n_bytes for state in self.states)
 
     @property
     def kv_bytes_per_cell(self) -> tuple[int, ...]:
-        """One entry a layer: key and value of one token, where nothing else is asked for."""
+        """One entry a layer: key and value of one token in the default type."""
         return F16_CACHE.cell_bytes(self.kv_shapes)
 
     def tensor(self, name: str) -> Tensor | None:
@@ -90,39 +136,54 @@ class ModelInfo:
             check_unchanged(path, state)
 
     def check_rewinds(self, otherwise: str) -> None:
-        """UserError, which ends with `otherwise`, where a sequence cannot lose its newest tokens."""
+        """UserError, ending with `otherwise`, if a sequence cannot lose its newest tokens."""
         if not self.layers.rewinds:
             raise UserError(f"{self.path} is a {self.architecture} model: its layers keep a state, which cannot go "
                             f"back to an earlier token; {otherwise}")  # fmt: skip
 
     def source(self, path: Path) -> SourceFile:
-        """One of `paths`, to compute from. Raises UserError when it has changed."""
-        spans = sample_spans(tensor for tensor in self.tensors if tensor.path == path)
-        return SourceFile(path, lambda fd: sample_digest(fd, spans), self.states[self.paths.index(path)])
+        """One of `paths`, to compute from. Raises UserError if it has changed."""
+        extents = sample_extents(tensor for tensor in self.tensors if tensor.path == path)
+        return SourceFile(path, lambda fd: sample_digest(fd, extents), self.states[self.paths.index(path)])
+
+    def read_headers(self) -> ModelHeaders:
+        """Raises UserError if a file cannot be read any more, or has changed."""
+        files = []
+        for path, state in zip(self.paths, self.states, strict=True):
+            end = min((tensor.offset for tensor in self.tensors if tensor.path == path), default=state.n_bytes)
+            try:
+                with open(path, "rb") as file:
+                    files.append(FileHead(path, file.read(end), state))
+            except OSError as error:
+                raise UserError(f"{path} cannot be read: {error.strerror}") from None
+        self.check_unchanged()
+        return ModelHeaders(tuple(files), self.fingerprint)
 
 
 def check_is_model(path: Path, metadata: dict[str, Value]) -> None:
-    """Raises UserError for a GGUF file of another kind, which belongs to a model."""
-    kind = _text(metadata, "general.type", "model")
-    if kind in OTHER_KINDS:
-        raise UserError(f"{path} is {OTHER_KINDS[kind]} (general.type {kind!r}), which makes no text by itself; give "
+    """Raises UserError for a GGUF file that belongs to a model."""
+    type_ = _text(metadata, "general.type", "model")
+    if type_ in OTHER_TYPES:
+        raise UserError(f"{path} is {OTHER_TYPES[type_]} (general.type {type_!r}), which makes no text by itself; give "
                         "the model that it belongs to")  # fmt: skip
 
 
-def read_model_info(path: str | Path) -> ModelInfo:
-    """Read the header of a model, all parts of a split one; UserError when it cannot be used, with the way out."""
-    return model_of(read_parts(Path(path)))
+def read_model_info(source: str | Path | ModelHeaders) -> ModelInfo:
+    """A model by its path, or its headers from another host; all parts of a split one. UserError if it is unusable."""
+    if isinstance(source, ModelHeaders):
+        return replace(model_of([read_header(file) for file in source.files]), fingerprint=source.fingerprint)
+    return model_of(read_parts(Path(source)))
 
 
 def model_of(headers: Sequence[Header]) -> ModelInfo:
-    """The same of headers that were read."""
+    """A model by its parsed headers. Raises UserError if it cannot be used."""
     path, metadata = headers[0].path, headers[0].metadata
     check_is_model(path, metadata)
     architecture = _text(metadata, "general.architecture", "")
     if architecture not in ARCHITECTURES:
-        known = ", ".join(sorted(name for name, each in ARCHITECTURES.items() if not each.refused))
+        names = ", ".join(sorted(name for name, each in ARCHITECTURES.items() if not each.refused))
         raise UserError(f"{path}: architecture {architecture!r} is not known here; those that can be cut into layer "
-                        f"slices are {known}")  # fmt: skip
+                        f"slices are {names}")  # fmt: skip
     by_name = {tensor.name: tensor for header in headers for tensor in header.tensors}
     table = by_name.get("token_embd.weight")
     n_blocks = whole_number(path, metadata, f"{architecture}.block_count", 0, MAX_LAYERS)
@@ -145,8 +206,8 @@ def model_of(headers: Sequence[Header]) -> ModelInfo:
 def describe(
     headers: Sequence[Header], layers: Layers, n_blocks: int, n_vocab: int, table: Tensor | None, output: Tensor | None
 ) -> ModelInfo:
-    """Of the layers of a file with `n_blocks` of them. `output`: None where the table is it too, or there is none.
-    Raises UserError for numbers that cannot be."""
+    """A model of these layers of a file with `n_blocks`. `output`: None if it is the table, or there is none. Raises
+    UserError for impossible numbers."""
     path, metadata = headers[0].path, headers[0].metadata
     tensors = tuple(tensor for header in headers for tensor in header.tensors)
     NumberCheck(path, layers).all()
@@ -177,7 +238,7 @@ def describe(
     )
 
 
-@cache  # a planner asks of the same names for every way to cut
+@cache  # planning calls it with the same names for every possible cut
 def layer_of(tensor_name: str) -> int | None:
     match = re.match(r"blk\.(\d{1,4})\.", tensor_name)
     return int(match.group(1)) if match else None
@@ -185,10 +246,10 @@ def layer_of(tensor_name: str) -> int | None:
 
 def read_parts(path: Path) -> list[Header]:
     """The headers of a model's files: one, or all `-0000i-of-0000n` of a split model, in order."""
-    head = read_header(path)
-    count = head.metadata.get("split.count")
+    first = read_header(path)
+    count = first.metadata.get("split.count")
     if count is None or not isinstance(count.value, int) or count.value < 2:
-        return [head]
+        return [first]
     paths = part_paths(path)
     if len(paths) != count.value:
         raise UserError(f"{path} is one of {count.value} parts but is not named so; rename it to "
@@ -198,11 +259,11 @@ def read_parts(path: Path) -> list[Header]:
     for part in paths:
         if not part.exists():
             raise UserError(f"part {part.name} of the split model {path} is missing; put it into the same directory")
-    return [head, *map(read_header, paths[1:])]
+    return [first, *map(read_header, paths[1:])]
 
 
 def part_paths(path: Path) -> list[Path]:
-    """Where the parts of a model are by its name: all `-0000i-of-0000n` of a split one, in order, else the file."""
+    """The paths of a model's parts by its name: all `-0000i-of-0000n` of a split one, in order, else the file."""
     match = re.fullmatch(r"(.*)-(\d{5})-of-(\d{5})\.gguf", path.name)
     if match is None:
         return [path]
@@ -225,14 +286,14 @@ def _layer_bytes(path: Path, tensors: tuple[Tensor, ...], n_layer: int, n_blocks
 
 
 def kv_shapes_of(path: Path, layers: Layers, n_blocks: int, n_embd: int) -> tuple[KvShape, ...]:
-    """What each of the layers keeps of a token. Raises UserError."""
+    """A token's keys and values in each layer. Raises UserError."""
 
     def per_layer(key: str, default: int | None) -> tuple[int, ...]:
         values = layers.of_layers(key, default)
         numbers = tuple(item for item in values if isinstance(item, int) and 0 <= item <= 1 << 16)
-        given = layers.metadata.get(f"{layers.name}.{key}")
-        if len(numbers) != layers.n or (given is not None and given.n_items not in (0, n_blocks)):
-            shown = str(given and given.value)[:80]
+        entry = layers.metadata.get(f"{layers.name}.{key}")
+        if len(numbers) != layers.n or (entry is not None and entry.n_items not in (0, n_blocks)):
+            shown = str(entry and entry.value)[:80]
             raise UserError(f"{path} is damaged: {layers.name}.{key} is {shown} for {n_blocks} layers; "
                             "convert the model again")  # fmt: skip
         return numbers
@@ -243,7 +304,7 @@ def kv_shapes_of(path: Path, layers: Layers, n_blocks: int, n_embd: int) -> tupl
     default = n_embd // max(heads[0], 1)
     key, value = per_layer("attention.key_length", default), per_layer("attention.value_length", default)
     if layers.shares_values:
-        value = per_layer("attention.indexer.key_length", 0)  # not values, but what an indexer keeps in their place
+        value = per_layer("attention.indexer.key_length", 0)  # not values, but an indexer's keys in their place
     cells = zip(heads_kv, key, value, layers.attentive, strict=True)
     return tuple(KvShape(n, k, v) if attends else KvShape() for n, k, v, attends in cells)
 
@@ -259,7 +320,7 @@ def _text(metadata: dict[str, Value], key: str, default: str) -> str:
 
 
 def whole_number(path: Path, metadata: dict[str, Value], key: str, low: int, high: int) -> int:
-    """Of the metadata, within these limits. Raises UserError."""
+    """A number of the metadata within these limits. Raises UserError."""
     value = metadata[key].value if key in metadata else None
     if not isinstance(value, int) or not low <= value <= high:
         raise UserError(f"{path}: {key} is {value!r}, {low} to {high} are possible; convert the model again")

@@ -1,7 +1,7 @@
-"""Slices kept in a directory of a node's disk: verified before use, written whole or not at all. Knows no tensors.
+"""Slices in a directory of a node's disk: verified before use, written whole or not at all. Knows no tensors.
 
-A cached slice is its GGUF and, behind it, a seal: which files it was cut from (by their state on their host) and a
-digest of samples of it. A slice whose seal does not hold is written anew.
+A cached slice is its GGUF and, behind it, a seal: the digest of the states of the files that it was cut from, and one
+of samples of the slice. A slice with a wrong seal is rewritten.
 """
 
 import contextlib
@@ -15,21 +15,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.gguf.contents import BLOCK_BYTES, FileState, SourceFile, Span, sample_digest
+from pipeinfer.models.gguf.contents import BLOCK_BYTES, Extent, FileState, SourceFile, sample_digest
 
 SEAL = b"pipeinfer slice 1".ljust(32)
 SEAL_BYTES = len(SEAL) + 32 + 32  # then the digest of the sources and that of the samples
 N_BLOCKS, MAX_STEP_BYTES = 4096, 256 << 10
-"""Every block of files up to 16 MB is read, 16 MB of larger ones, and of any 256 KB something."""
+"""Every block of files up to 16 MB is read, 16 MB of larger ones, and a block of any 256 KB."""
 
 Write = Callable[[int, str], None]
-"""(file descriptor, the place's name for an error) -> the slice is in the file. Raises UserError."""
+"""(file descriptor, the place's name for an error): writes the slice into the file. Raises UserError."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedSlice:
-    """What a slice's file must be: it begins with `head`, has `n_bytes` before its seal, and was cut from the files of
-    one of `sources`: the first are those that it is cut from now, the others the same files on other hosts."""
+    """The file of a slice: it begins with `head`, has `n_bytes` before its seal, and was cut from the files of one of
+    `sources`: the first are those that it is cut from now, the others the same files on other hosts."""
 
     path: Path
     head: bytes
@@ -48,11 +48,11 @@ class CachedSlice:
 
     @property
     def is_good(self) -> bool:
-        """Whether it can be used as it is."""
+        """Whether it can be used."""
         return self._fault() is None
 
     def _fault(self) -> str | None:
-        """What is wrong with the file; "" if it is not there or has become old, None if it can be used."""
+        """Why the file cannot be used; "" if it is missing or of older sources, None if it can."""
         try:
             fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -89,7 +89,7 @@ def _digest_of(sources: Sequence[FileState]) -> bytes:
     return hashlib.sha256(repr([(s.n_bytes, s.mtime_ns, s.inode) for s in sources]).encode()).digest()
 
 
-def slice_samples(n_bytes: int) -> Iterator[Span]:
+def slice_samples(n_bytes: int) -> Iterator[Extent]:
     """The blocks of a slice of n_bytes that its digest covers, the last one included."""
     step = min(MAX_STEP_BYTES, max(BLOCK_BYTES, n_bytes // N_BLOCKS // BLOCK_BYTES * BLOCK_BYTES))
     for start in range(0, n_bytes, step):
@@ -97,7 +97,7 @@ def slice_samples(n_bytes: int) -> Iterator[Span]:
     yield max(0, n_bytes - BLOCK_BYTES), min(BLOCK_BYTES, n_bytes)
 
 
-# Temporary files: a writer holds a lock on its own as long as it lives, so that others know when it does not. ---------
+# Temporary files: a writer locks its own as long as it lives, so that others can tell when it died. -------------------
 
 
 @contextlib.contextmanager
@@ -118,7 +118,7 @@ def _make_temporary(path: Path) -> tuple[int, str]:
         path.parent.mkdir(parents=True, exist_ok=True)
         while True:
             fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=_suffix(), dir=path.parent)
-            with contextlib.suppress(OSError):  # a file system without locks: nobody can sweep there either
+            with contextlib.suppress(OSError):  # a file system without locks, where nothing is swept either
                 fcntl.flock(fd, fcntl.LOCK_EX)
             if os.fstat(fd).st_nlink:
                 return fd, temporary
@@ -128,12 +128,12 @@ def _make_temporary(path: Path) -> tuple[int, str]:
 
 
 def _suffix() -> str:
-    """Locks are only known to be seen on this host."""
+    """With the host's name: others may not see its locks."""
     return f".{socket.gethostname()}.part"
 
 
 def sweep(folder: Path) -> None:
-    """Remove what killed writers on this host left: temporary files that nobody holds a lock on."""
+    """Remove the temporary files of killed writers on this host: those without a lock."""
     for path in folder.glob(f".*{_suffix()}"):
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)

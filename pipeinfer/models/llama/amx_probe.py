@@ -34,9 +34,9 @@ def main(folder: Path) -> int:
 
 def function(library: ctypes.CDLL, name: str, *arguments: Any) -> Callable[..., Any]:
     """A function of the library that takes `arguments` and returns a pointer, or nothing of interest."""
-    found = getattr(library, name)
-    found.restype, found.argtypes = POINTER, arguments
-    return found
+    pointer = getattr(library, name)
+    pointer.restype, pointer.argtypes = POINTER, arguments
+    return pointer
 
 
 def amx_buffers(base: ctypes.CDLL, device: int) -> int | None:
@@ -48,8 +48,8 @@ def amx_buffers(base: ctypes.CDLL, device: int) -> int | None:
         return None
     types = ctypes.CFUNCTYPE(ctypes.POINTER(POINTER), POINTER)(address)(device)
     name_of = function(base, "ggml_backend_buft_name", POINTER)
-    known = itertools.takewhile(bool, (types[at] for at in itertools.count()))
-    return next((kind for kind in known if ctypes.string_at(name_of(kind)).startswith(b"AMX")), None)
+    all_types = itertools.takewhile(bool, (types[at] for at in itertools.count()))
+    return next((each for each in all_types if ctypes.string_at(name_of(each)).startswith(b"AMX")), None)
 
 
 def product_is_right(base: ctypes.CDLL, device: int, buffers: int) -> bool:

@@ -1,13 +1,13 @@
 """Where a slice's input and output meet libllama's graph: its evaluation callback. Knows no cache and no batch.
 
-libllama offers every node of the graph. For the last node of a layer the callback asks to see the result, copies the
-last layer's out, and those of the layers that are tapped, and may end the evaluation there. A GPU would be waited for
-at each of them, so where layers are on one it asks to see what it copies alone, and an evaluation that has begun goes
-to its end. Where the graph changes what comes in as embeddings before the first layer, it writes them over what came of
-that.
+libllama offers every node of the graph. The callback asks to see the last node of each layer, copies out that of the
+last layer and of tapped ones, and may end the evaluation there. A GPU is waited for at each node that is seen, so with
+layers on one only copied nodes are, and an evaluation that has begun goes to its end; with no node to copy there is no
+callback, and libllama runs the same graph again. Where the graph changes embeddings before the first layer, the slice's
+input overwrites the changed node.
 
-A graph has some 30 nodes a layer: the callback is in C where it was compiled with the package (`eval_callback.c`), and
-the same in Python elsewhere.
+A graph has some 30 nodes a layer: the callback is in C (`eval_callback.c`), and the same in Python for installations
+without a compiler, beside a prebuilt llama-cpp-python, and for sources that are newer than what was compiled.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from pipeinfer.core.types import FloatArray
-from pipeinfer.models.gguf.architecture import Architecture
+from pipeinfer.models.gguf.architectures import Architecture
 from pipeinfer.models.llama import ggml
 
 _Stop = ctypes.CFUNCTYPE(ctypes.c_bool)
@@ -33,27 +33,27 @@ OUTPUT = b"h_nextn"
 
 
 class Tap(ctypes.Structure):
-    """A node that is copied out, and the evaluation goes on: its name, where its next rows go, and bytes of rows that
-    are still to be copied."""
+    """A node that is copied out while the evaluation goes on: its name, the address of its next rows, and the bytes of
+    rows that are not copied yet."""
 
     _fields_ = [("name", ctypes.c_char_p), ("out", ctypes.c_void_p), ("n_out", ctypes.c_size_t)]
 
 
-class State(ctypes.Structure):
-    """What the callback works on, in C and in Python; the same as in `eval_callback.c`.
+class CallbackState(ctypes.Structure):
+    """The callback's data, in C and in Python; the same as in `eval_callback.c`.
 
     name_of, get, set  libggml's functions
-    stop               asked between layers: True ends the evaluation
-    layer              what names of layers' last nodes begin with
-    last, input        the node that is copied out, and the one that is written over; NULL: there is none
-    out, hidden        where the next rows go, and come from
-    n_out, n_hidden    bytes of rows that are still to be copied
+    stop               called between layers: True ends the evaluation
+    layer              the beginning of names of layers' last nodes
+    last, input        the node that is copied out, and the one that is overwritten; NULL: none
+    out, hidden        addresses of the next rows of output and input
+    n_out, n_hidden    bytes of rows that are not copied yet
     n_at_once          bytes of the rows that libllama evaluates at a time
-    interval_ns        about the time between two layers after which `stop` is asked
-    began_ns           when the first layer began
-    n_layers, due      layers since then, and the number of them after which `stop` is asked next
-    taps, n_taps       nodes that are copied out besides
-    between            whether `stop` is asked
+    interval_ns        approximate time between two layers after which `stop` is called
+    began_ns           time of the first layer
+    n_layers, due      layers since then, and the number of them at the next call of `stop`
+    taps, n_taps       further nodes that are copied out
+    between            whether `stop` is called between layers
     stopped            `stop` returned True
     """
 
@@ -83,7 +83,7 @@ class State(ctypes.Structure):
 
 @cache
 def compiled() -> ctypes.CDLL | None:
-    """The callback in C; None where it was not built, or from another source than the one beside this file."""
+    """The callback in C; None if it was not built, or from another source than the one beside this file."""
     spec = find_spec("pipeinfer.models.llama._eval_callback")
     if spec is None or spec.origin is None:
         return None
@@ -94,48 +94,40 @@ def compiled() -> ctypes.CDLL | None:
         expected = sha256(Path(__file__).with_suffix(".c").read_bytes()).hexdigest()
     except (OSError, ValueError):
         return None
-    return library if (n_bytes, source) == (ctypes.sizeof(State), expected) else None
+    return library if (n_bytes, source) == (ctypes.sizeof(CallbackState), expected) else None
 
 
 class EvalCallback:
     """between     whether an evaluation may be ended between layers; else before the first one
-    out         (n_batch, n_embd), where the residual stream after the slice goes; no rows on the last slice
-    tapped      (n_taps, n_batch, n_embd), where those after the layers go that are tapped
-    fault       what `stop` raised
+    out         (n_batch, n_embd), the residual stream after the slice; no rows on the last slice
+    tapped      (n_taps, n_batch, n_embd), the same after tapped layers
+    fault       the exception that `stop` raised
     function    for libllama, with `state` as its data; to be held as long as it has them
     """
 
     def __init__(
-        self,
-        library: ModuleType,
-        n_layer: int,
-        out: FloatArray,
-        known: Architecture,
-        writes: bool,
-        between: bool = True,
-        interval_s: float = 0.0,
-        taps: Sequence[int] = (),
-        tapped: FloatArray = NOTHING,
-    ) -> None:
-        """Of a slice of `n_layer` layers, of which `taps` are tapped. `writes`: what comes in is written over what came
-        of it. `interval_s`: about the time between two questions whether to stop; 0: one after every layer."""
+        self, library: ModuleType, n_layer: int, out: FloatArray, architecture: Architecture, overwrites_input: bool,
+        between: bool = True, interval_s: float = 0.0, taps: Sequence[int] = (), tapped: FloatArray = NOTHING,
+    ) -> None:  # fmt: skip
+        """For a slice of `n_layer` layers. `overwrites_input`: incoming activations replace the graph's input node.
+        `interval_s`: approximate time between two calls of `stop`; 0: one after every layer."""
         self.out, self.between = out, between
         self._out_address, self._row_bytes = out.ctypes.data, 4 * out.shape[1]
         self.fault: BaseException | None = None
         self._stop: Callable[[], bool] | None = None
         base = ggml.ggml()
         functions = base.ggml_get_name, base.ggml_backend_tensor_get, base.ggml_backend_tensor_set
-        names = [f"{known.layer_node}-{layer}".encode() for layer in range(n_layer)]
-        last = known.end_node.encode() or names[-1]
+        names = [f"{architecture.layer_node}-{layer}".encode() for layer in range(n_layer)]
+        last = architecture.end_node.encode() or names[-1]
         self.tapped = tapped
         end = last if len(out) else OUTPUT
         self._taps = (Tap * len(taps))(*(Tap(end if layer == n_layer - 1 else names[layer]) for layer in taps))
-        self.state = State(
+        self.state = CallbackState(
             *(ctypes.cast(each, ctypes.c_void_p) for each in functions),
-            _Stop(self._asks_to_stop),
-            f"{known.layer_node}-".encode(),
+            _Stop(self._call_stop),
+            f"{architecture.layer_node}-".encode(),
             last if len(out) else None,
-            known.input_node.encode() if writes and known.input_node else None,
+            architecture.input_node.encode() if overwrites_input and architecture.input_node else None,
             interval_ns=int(1e9 * interval_s),
             taps=self._taps,
             n_taps=len(taps),
@@ -145,22 +137,27 @@ class EvalCallback:
         self.function = ctypes.cast(in_c.on_node, kind) if in_c else kind(make_on_node(self.state))
 
     @property
+    def is_needed(self) -> bool:
+        """Whether it looks at any node. Else libllama runs the graph as a whole, and again without building it."""
+        return bool(self.between or self.state.last or self.state.input or self.state.n_taps)
+
+    @property
     def stopped(self) -> bool:
         """The evaluation was ended."""
         return bool(self.state.stopped)
 
     def begin(self, stop: Callable[[], bool] | None) -> None:
-        """An evaluation begins, of one or several batches, unless `stop`, which is asked here or between layers, has
-        `stopped` it at once. None: it goes to its end."""
-        self._stop, self.fault, self._n_asked = stop, None, 0
+        """Begin an evaluation of one or several batches. `stop` is called here, and may have `stopped` it then, or
+        between layers; None: it goes to its end."""
+        self._stop, self.fault, self._n_calls = stop, None, 0
         state = self.state
         state.between = self.between and stop is not None
         state.stopped = not self.between and stop is not None and stop()
         state.n_layers, state.due = 0, 1
 
     def expect(self, n_rows: int, n_at_once: int, at: int, hidden: FloatArray | None) -> None:
-        """A batch of n_rows comes, of which libllama evaluates n_at_once at a time, for the rows of `out` from `at` on.
-        `hidden`: what comes in, where there is a node to write it over."""
+        """Prepare for a batch of n_rows, n_at_once at a time, that goes to the rows of `out` from `at` on. `hidden`:
+        the slice's input, used if the graph has an input node."""
         state, row_bytes = self.state, self._row_bytes
         state.out, state.n_out = self._out_address + at * row_bytes, n_rows * row_bytes
         state.n_at_once = n_at_once * row_bytes
@@ -170,41 +167,40 @@ class EvalCallback:
             self._hidden = np.ascontiguousarray(hidden, np.float32)  # held while it is read
             state.hidden, state.n_hidden = self._hidden.ctypes.data, self._hidden.nbytes
 
-    def _asks_to_stop(self) -> bool:
+    def _call_stop(self) -> bool:
         assert self._stop
-        self._n_asked += 1
+        self._n_calls += 1
         try:
             if not self._stop():
                 return False
-            for _ in range(self._n_asked, self.state.n_layers):
-                self._stop()  # once for each layer: who is asked may count them
+            for _ in range(self._n_calls, self.state.n_layers):
+                self._stop()  # once for each layer: callers may count them
         except BaseException as fault:
             self.fault = fault
         return True
 
 
-def make_on_node(state: State) -> Callable[[int, bool, Any], bool]:
-    """The function `on_node` of eval_callback.c. It runs for every node of every batch, so it does next to nothing for
-    most."""
+def make_on_node(state: CallbackState) -> Callable[[int, bool, Any], bool]:
+    """The function `on_node` of eval_callback.c; called for every node of every batch."""
     base = ggml.ggml()
     read, layer, n_layer = ctypes.string_at, state.layer, len(state.layer)
     last, input_ = state.last, state.input
-    others = {name for name in (last, input_) if name}
+    ends = {name for name in (last, input_) if name}
     taps = {state.taps[index].name: state.taps[index] for index in range(state.n_taps)}
     name_offset = 0
 
-    def copy_out(tensor: int, part: Any) -> None:
-        n_bytes = min(state.n_at_once, part.n_out)
-        base.ggml_backend_tensor_get(tensor, part.out, 0, n_bytes)
-        part.out += n_bytes
-        part.n_out -= n_bytes
+    def copy_out(tensor: int, target: Any) -> None:
+        n_bytes = min(state.n_at_once, target.n_out)
+        base.ggml_backend_tensor_get(tensor, target.out, 0, n_bytes)
+        target.out += n_bytes
+        target.n_out -= n_bytes
 
     def on_node(tensor: int, ask: bool, _: Any) -> bool:
         nonlocal name_offset
         if name_offset == 0:
             name_offset = base.ggml_get_name(tensor) - tensor
         if ask:  # True makes libllama compute up to this node and call again
-            if state.stopped or read(tensor + name_offset) in others:
+            if state.stopped or read(tensor + name_offset) in ends:
                 return True
             if read(tensor + name_offset, n_layer) != layer:
                 return False
@@ -227,7 +223,7 @@ def make_on_node(state: State) -> Callable[[int, bool, Any], bool]:
         if name == last:
             copy_out(tensor, state)
             return False
-        # on a build with several backends False only ends the current part of the graph: say it again
+        # with several backends False only ends the current part of the graph: repeated for the others
         if not state.stopped and state.between and state.n_layers == state.due:
             state.stopped = state.stop()
             step = state.interval_ns * state.n_layers // (time.monotonic_ns() - state.began_ns + 1)

@@ -1,36 +1,42 @@
-"""Load libllama quietly, and reach the few functions of libggml that llama_cpp's Python does not export.
+"""The installed libllama and libggml: versions, devices, loaded quietly, with functions that llama_cpp does not export.
 
-llama_cpp is imported by `load_library`, not by importing this module: it takes a while. Knows no stage and no cache.
+llama_cpp is imported by `load_library`, not by importing this module: it takes a while. Knows no model.
 """
 
 import ctypes
 import os
+import re
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
-
-from pipeinfer.core.types import FloatArray, IntArray
 from pipeinfer.disk_cache import user_cache
 from pipeinfer.errors import UserError
-from pipeinfer.models.gguf.contents import SourceFile
-from pipeinfer.models.gguf.header import Tensor
 from pipeinfer.models.llama.params import NUMA_STRATEGIES
 from pipeinfer.models.llama.threads import spin_briefly
 
 LOG_ERROR = 4
 PROBE_TIMEOUT_S = 20.0
-F32, F16 = 0, 1
+ABORTED = (
+    "llama.cpp gave up: {line}; is the model's file whole (pipeinfer models verify FILE), and does this build "
+    "({build}) know such models? Another quantisation may avoid the fault"
+)
+SUFFIX = "dylib" if sys.platform == "darwin" else "so"
 
 _errors: deque[str] = deque(maxlen=4)
-_keep_alive: list[Any] = []
+_callbacks: list[Any] = []  # held for libllama, which calls them until the process ends
+_abort_reports: list[Callable[[str], object]] = []
+_abort_causes: list[Callable[[str], str]] = []
 
 
 @cache
@@ -40,7 +46,7 @@ def load_library() -> ModuleType:
     Raises UserError when it is not installed, or its library cannot be loaded on this host.
     """
     spin_briefly(os.environ)
-    os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # dying, it would start a debugger that prints a screenful
+    os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # else a crash starts a debugger that prints a screenful
     try:
         library = _bindings()
     except (ImportError, OSError, RuntimeError, AttributeError) as error:
@@ -52,20 +58,16 @@ def load_library() -> ModuleType:
         if level == LOG_ERROR:
             _errors.append(text.decode("utf-8", "replace").strip())
 
-    _keep_alive.append(on_log)  # ctypes does not hold it, libllama calls it until the process ends
+    _callbacks.append(on_log)
     library.llama_log_set(on_log, None)
+    _hear_aborts()
     library.llama_backend_init()
     return library
 
 
-def use_nodes(strategy: str) -> None:
-    """How libggml's threads use NUMA nodes, one of NUMA_STRATEGIES. Must come before the first of them."""
-    load_library().llama_numa_init(1 + NUMA_STRATEGIES.index(strategy))
-
-
 @cache
 def load_extension() -> ModuleType:
-    """The functions that libllama exports for drafts inside of it. Raises UserError where a build has none."""
+    """libllama's functions for drafts that it computes. Raises UserError where a build has none."""
     load_library()
     try:
         return _bindings("llama_cpp_ext")
@@ -74,8 +76,11 @@ def load_extension() -> ModuleType:
 
 
 def _bindings(name: str = "llama_cpp") -> ModuleType:
-    """A ctypes module of llama_cpp, without the package around it: importing that takes longer than loading a small
-    model, and nothing of it is used here."""
+    """A ctypes module of llama_cpp without the package around it, whose import takes 0.2 s of each rank (measured).
+
+    The module imports its siblings through the package, so an empty package is in `sys.modules` meanwhile; a later
+    import of llama_cpp gets all of it.
+    """
     spec = find_spec("llama_cpp")
     if "llama_cpp" in sys.modules or spec is None:
         return import_module(f"llama_cpp.{name}")
@@ -83,13 +88,105 @@ def _bindings(name: str = "llama_cpp") -> ModuleType:
     try:
         return import_module(f"llama_cpp.{name}")
     finally:
-        del sys.modules["llama_cpp"]  # whoever imports it gets it whole
+        del sys.modules["llama_cpp"]
 
 
-def kept_name(what: str) -> str:
-    """Of what is found out of this build of libggml on this host."""
-    folder = Path(str(load_library().__file__)).parent / "lib"
-    return f"{what}: {folder} of {folder.stat().st_mtime_ns} on {os.uname().nodename}"
+def report_aborts(report: Callable[[str], object]) -> None:
+    """From now on a failed assertion of libggml ends in `report(line)`, in its thread, which should not return."""
+    _abort_reports[:] = [report]
+
+
+def explain_aborts(explain: Callable[[str], str]) -> None:
+    """From now on `explain(line)` is reported of a failed assertion, unless it is empty."""
+    _abort_causes.append(explain)
+
+
+def _hear_aborts() -> None:
+    @ctypes.CFUNCTYPE(None, ctypes.c_char_p)
+    def on_abort(text: bytes) -> None:
+        line = re.sub(r"^\S*/", "", " ".join(text.decode("utf-8", "replace").split()))  # without the build's folder
+        cause = next(filter(None, (explain(line) for explain in _abort_causes)), "")
+        for report in _abort_reports or [lambda line: os.write(2, f"{line}\n".encode())]:
+            report(cause or ABORTED.format(line=line, build=describe_build()))
+
+    with suppress(OSError, AttributeError):  # an older build has no such callback
+        _libllama().ggml_set_abort_callback(on_abort)
+        _callbacks.append(on_abort)
+
+
+def hear_errors() -> None:
+    """Take libllama's log again: importing the whole of llama_cpp gives it to that package."""
+    load_library().llama_log_set(_callbacks[0], None)
+
+
+def last_errors() -> str:
+    """libllama's last complaints, on one line; forgotten afterwards."""
+    text = "; ".join(_errors)
+    _errors.clear()
+    return "".join(sign if sign.isprintable() else "?" for sign in text)  # it quotes from damaged files
+
+
+def use_nodes(strategy: str) -> None:
+    """Set how libggml's threads use NUMA nodes, one of NUMA_STRATEGIES. Must come before the first of them."""
+    load_library().llama_numa_init(1 + NUMA_STRATEGIES.index(strategy))
+
+
+# -- libllama and libggml
+
+
+def library_folder() -> Path:
+    spec = find_spec("llama_cpp")
+    return Path((spec and spec.origin) or "").parent / "lib"
+
+
+def _libllama() -> ctypes.CDLL:
+    """libllama, and through it libggml: pip installs copies of the latter under several names, and only one is in
+    use."""
+    return ctypes.CDLL(str(library_folder() / f"libllama.{SUFFIX}"))
+
+
+def describe_build() -> str:
+    """The versions of llama.cpp, ggml and the package, without importing llama_cpp; unknown ones are left out."""
+    try:
+        package = f"llama-cpp-python {version('llama-cpp-python')}"
+    except PackageNotFoundError:
+        return "llama-cpp-python is not installed"
+    versions = (("llama.cpp", _version("llama_version")), ("ggml", _version("ggml_version")))
+    return ", ".join([*(f"{name} {number}" for name, number in versions if number), package])
+
+
+def _version(function: str) -> str:
+    try:
+        call = getattr(_libllama(), function)
+    except (OSError, AttributeError):
+        return ""
+    call.restype = ctypes.c_char_p
+    return (call() or b"").decode("utf-8", "replace")
+
+
+@cache
+def ggml() -> ctypes.CDLL:
+    """The functions of libllama and libggml that llama_cpp does not export."""
+    load_library()
+    base = _libllama()
+    for transfer in (base.ggml_backend_tensor_get, base.ggml_backend_tensor_set):
+        transfer.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
+        transfer.restype = None
+    base.ggml_get_name.argtypes, base.ggml_get_name.restype = [ctypes.c_void_p], ctypes.c_void_p
+    return base
+
+
+def type_name(ggml_type: int) -> str:
+    """Of weights, such as q4_k."""
+    name_of = ggml().ggml_type_name
+    name_of.restype, name_of.argtypes = ctypes.c_char_p, [ctypes.c_int]
+    return str(name_of(ggml_type).decode().lower())
+
+
+def cache_key(subject: str) -> str:
+    """The name under which properties of this libggml on this host are cached."""
+    folder = library_folder()
+    return f"{subject}: {folder} of {folder.stat().st_mtime_ns} on {os.uname().nodename}"
 
 
 @cache
@@ -99,15 +196,13 @@ def amx_works() -> bool:
     GCC 12 drops most of the tile configuration before it is loaded (its `_tile_loadconfig` claims to read 8 of the 64
     bytes), and the first multiplication then ends the process: another process tries.
     """
-    library = load_library()
-    if b"AMX_INT8 = 1" not in library.llama_print_system_info():
+    if b"AMX_INT8 = 1" not in load_library().llama_print_system_info():
         return True
-    folder = Path(str(library.__file__)).parent / "lib"
-    name, kept = kept_name("amx"), user_cache()
-    works = kept.get(name)
+    name, cached = cache_key("amx"), user_cache()
+    works = cached.get(name)
     if not isinstance(works, bool):
-        works = probe_amx(folder)
-        kept.put(name, works)
+        works = probe_amx(library_folder())
+        cached.put(name, works)
     return works
 
 
@@ -121,104 +216,59 @@ def probe_amx(folder: Path) -> bool:
     return done.returncode == 0
 
 
-def hear_errors() -> None:
-    """Take libllama's log again: who imports the whole of llama_cpp gives it to that package."""
-    load_library().llama_log_set(_keep_alive[0], None)
+KINDS = {0: "CPU", 1: "GPU", 2: "integrated GPU", 3: "accelerator"}
+"""ggml_backend_dev_type's answers."""
+
+GPUS = ("GPU", "integrated GPU")
+"""Kinds that layers can be put on."""
 
 
-def last_errors() -> str:
-    """What libllama last complained about, on one line; forgotten once asked for."""
-    text = "; ".join(_errors)
-    _errors.clear()
-    return "".join(sign if sign.isprintable() else "?" for sign in text)  # it quotes what is in damaged files
+@dataclass(frozen=True, slots=True)
+class Device:
+    """`name`: ggml's, such as CUDA0; `description`: such as NVIDIA H100. Bytes are 0 if ggml does not know them."""
+
+    name: str
+    description: str
+    kind: str
+    free_bytes: int
+    total_bytes: int
 
 
-def sibling(name: str) -> ctypes.CDLL:
-    """The library of this name next to the libllama in use."""
-    suffix = "dylib" if sys.platform == "darwin" else "so"
-    return ctypes.CDLL(str(Path(str(load_library().__file__)).parent / "lib" / f"lib{name}.{suffix}"))
+def has_gpu() -> bool:
+    """Whether libllama sees a device that layers can be put on."""
+    find = ggml().ggml_backend_dev_by_type
+    find.restype, find.argtypes = ctypes.c_void_p, [ctypes.c_int]
+    return any(find(number) for number, kind in KINDS.items() if kind in GPUS)
 
 
-@cache
-def ggml() -> ctypes.CDLL:
-    """libggml-base, next to the libllama in use."""
-    base = sibling("ggml-base")
-    base.ggml_backend_tensor_get.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
-    base.ggml_backend_tensor_get.restype = None
-    base.ggml_backend_tensor_set.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
-    base.ggml_backend_tensor_set.restype = None
-    base.ggml_get_name.argtypes = [ctypes.c_void_p]
-    base.ggml_get_name.restype = ctypes.c_void_p
-    base.ggml_get_type_traits.argtypes = [ctypes.c_int]
-    base.ggml_get_type_traits.restype = ctypes.POINTER(_TypeTraits)
-    return base
+def llama_devices() -> list[Device]:
+    """In ggml's order."""
+    return [device for device, _ in _devices()]
 
 
-def type_name(type: int) -> str:
-    """Of weights, such as q4_k."""
-    name_of = ggml().ggml_type_name
-    name_of.restype, name_of.argtypes = ctypes.c_char_p, [ctypes.c_int]
-    return str(name_of(type).decode().lower())
+def device_list(names: Sequence[str]) -> ctypes.Array[ctypes.c_void_p]:
+    """The devices of these names for libllama, with a null behind the last. Each must exist."""
+    handles = {device.name: handle for device, handle in _devices()}
+    return (ctypes.c_void_p * (len(names) + 1))(*(handles[name] for name in names), None)
 
 
-_ToFloat = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
-
-
-class _TypeTraits(ctypes.Structure):
-    _fields_ = [
-        ("type_name", ctypes.c_char_p),
-        ("block_size", ctypes.c_int64),
-        ("block_size_interleave", ctypes.c_int64),
-        ("type_size", ctypes.c_size_t),
-        ("is_quantized", ctypes.c_bool),
-        ("to_float", _ToFloat),
-        ("from_float_ref", ctypes.c_void_p),
-    ]
-
-
-def dequantise(kind: int, data: bytes | memoryview, n_values: int) -> FloatArray:
-    """(n_values,) what a tensor's data, whole rows of GGML type `kind`, stand for: libggml's own conversion."""
-    if kind == F32:
-        return np.frombuffer(data, np.float32, n_values)
-    out = np.empty(n_values, np.float32)
-    source = np.frombuffer(data, np.uint8)
-    ggml().ggml_get_type_traits(kind).contents.to_float(source.ctypes.data, out.ctypes.data, n_values)
-    return out
-
-
-class TokenTable:
-    """The rows of a token embedding, read from the model file as tokens need them.
-
-    What libllama's own lookup computes, bit for bit (the same conversion of each row), but only rows in use are ever
-    read, and the slice that starts the pipeline needs no vocabulary. Read, not mapped: a model file that is cut off
-    while the job runs is a fault with a name.
-    """
-
-    def __init__(self, tensor: Tensor, source: SourceFile, scale: float = 1.0) -> None:
-        """`source` is the tensor's file, which the table closes. Rows come multiplied by `scale`."""
-        self._scale = np.float32(scale)
-        self.n_embd, self.n_vocab = tensor.shape
-        self._row_bytes = tensor.n_bytes // self.n_vocab
-        self._type, self._offset, self._source = tensor.type, tensor.offset, source
-        self._to_float = ggml().ggml_get_type_traits(tensor.type).contents.to_float
-
-    def lookup(self, tokens: IntArray) -> FloatArray:
-        """(n_rows,) token ids -> (n_rows, n_embd) embeddings.
-
-        ValueError for an id outside the vocabulary, ModelFault when the file was changed.
-        """
-        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.n_vocab:
-            raise ValueError(f"token ids {tokens.min()}..{tokens.max()} for a vocabulary of {self.n_vocab}")
-        out = np.empty((len(tokens), self.n_embd), np.float32)
-        address, stride = out.ctypes.data, 4 * self.n_embd
-        for i, token in enumerate(tokens.tolist()):
-            row = self._source.read(self._row_bytes, self._offset + token * self._row_bytes)
-            if self._type == F32:
-                out[i] = np.frombuffer(row, np.float32)
-            else:
-                self._to_float(row, address + i * stride, self.n_embd)
-        self._source.check()
-        return out if self._scale == 1 else out * self._scale
-
-    def close(self) -> None:
-        self._source.close()
+def _devices() -> Iterator[tuple[Device, int]]:
+    """With ggml's own handles."""
+    base = ggml()
+    base.ggml_backend_dev_count.restype = ctypes.c_size_t
+    base.ggml_backend_dev_get.argtypes, base.ggml_backend_dev_get.restype = [ctypes.c_size_t], ctypes.c_void_p
+    base.ggml_backend_dev_type.argtypes, base.ggml_backend_dev_type.restype = [ctypes.c_void_p], ctypes.c_int
+    size = ctypes.POINTER(ctypes.c_size_t)
+    base.ggml_backend_dev_memory.argtypes, base.ggml_backend_dev_memory.restype = [ctypes.c_void_p, size, size], None
+    for text in (base.ggml_backend_dev_name, base.ggml_backend_dev_description):
+        text.argtypes, text.restype = [ctypes.c_void_p], ctypes.c_char_p
+    for index in range(base.ggml_backend_dev_count()):
+        device = base.ggml_backend_dev_get(index)
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        base.ggml_backend_dev_memory(device, ctypes.byref(free), ctypes.byref(total))
+        kind = base.ggml_backend_dev_type(device)
+        name, description = (
+            ask(device).decode("utf-8", "replace").strip()
+            for ask in (base.ggml_backend_dev_name, base.ggml_backend_dev_description)
+        )
+        yield Device(name, description, KINDS.get(kind, str(kind)), free.value, total.value), device

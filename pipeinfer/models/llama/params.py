@@ -1,4 +1,4 @@
-"""What a slice is loaded with, and what follows for the batches that it computes. Loads nothing."""
+"""What a slice is loaded with, and what follows for its batches and their memory. Loads nothing."""
 
 import platform
 from collections import Counter
@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
-from pipeinfer.models.gguf.cache_types import F16_CACHE, CacheTypes
+from pipeinfer.models.gguf.layers import F16_CACHE, CacheTypes
 from pipeinfer.models.gguf.model_info import ModelInfo, layer_of
 
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
 TILED_TYPES = frozenset([10, 11, 12, 13, 14, 16, 17, 18, 19, 21, 22, 23, 29])
-"""GGML types, the K-quants and their kin, for which x86 builds have another kernel from TILED_ROWS rows on."""
+"""GGML types, the K-quants and similar ones, for which x86 builds have another kernel from TILED_ROWS rows on."""
 
 TILED_ROWS = 8
 
@@ -36,14 +36,18 @@ part; the mean time of a run of 1 to 8 rows is 0.85 of that in parts, of 1 to 4 
 GROUP_CELLS = 256
 """Cells for rows that fill a group up: libllama rounds caches up to so many."""
 
+CELL_BYTES = 64
+"""Of a cell's position and sequences."""
+
+ROW_PADDING = 32
+
 
 class TypeRows(NamedTuple):
-    """Weights of a type with exact numerics.
+    """Weights of a GGML type with exact numerics.
 
-    type       ggml's
-    n_rows     that may be computed at once so that each has the bits that it has alone
-    in_groups  rows are computed in groups of `n_rows` instead, any number of groups at once: each has the bits that it
-               has in one of them
+    n_rows     rows that may be computed at once, each with the bits that it has alone
+    in_groups  rows are computed in whole groups of `n_rows` instead, any number of groups at once, each with the bits
+               that it has in one of them
     """
 
     type: int
@@ -52,28 +56,30 @@ class TypeRows(NamedTuple):
 
 
 def in_whole_groups(n_rows: int) -> int:
-    """So many rows, or the next number of them that is whole groups."""
+    """Rounded up to whole groups."""
     return -(-n_rows // GROUP) * GROUP
 
 
 @dataclass(frozen=True)
 class LlamaParams:
     """n_cells          KV cells, rounded up to a multiple of 256
-    n_seq_max        sequence ids, the highest of which the stage keeps for itself; users have 0 .. n_seq_max - 2
+    n_seq_max        sequence ids, the highest of which the stage uses itself; users have 0 .. n_seq_max - 2
     n_batch          rows of the largest batch
-    n_outputs_max    rows of a batch that may want logits, on the last stage; for the larger of this and n_seq_max it
-                     takes 8 bytes a row and token of the vocabulary
+    n_outputs_max    rows of a batch that may want logits, on the last stage; the larger of this and n_seq_max takes 8
+                     bytes a row and token of the vocabulary
     n_threads        at most; fewer while other processes want the cores
-    n_gpu_layers     how many of this slice's layers go to the GPU; negative: all
-    devices          names of libllama's devices that these layers go to; None: as libllama likes, empty: none
-    stop_interval_s  about the time between two layers after which an evaluation may be ended; 0: after every one
-    cache            types of keys and values, where these are not what `exact` needs
+    n_gpu_layers     layers of this slice on the GPU; negative: all
+    devices          names of libllama's devices for these layers; None: libllama's choice, empty: none
+    stop_interval_s  approximate time between two calls of `stop`; 0: after every layer
+    cache            types of keys and values, unless `exact` determines them
     repack           whether weights may be repacked
-    repacked         types of weights that are repacked, with `exact`, and how rows of each are computed; empty: none
-                     are. In groups: all types of the model's matrices
-    taps             layers of the slice, from 0 on, after which the residual stream is copied out besides
-    exact            the same row gives the same bits in every batch and tree, as far as the layers are on the CPU; a
-                     prompt's rows do if they come in blocks
+    repacked         types of weights that are repacked, with `exact`, and how rows of each are computed; empty: none.
+                     In groups: all types of the model's matrices
+    taps             layers of the slice, from 0 on, after which the residual stream is copied out
+    exact            the same row gives the same bits in every batch and tree, if the layers are on the CPU, or
+                     `at_once` holds; a prompt's rows do if they come in blocks
+    at_once          rows that the devices of all layers compute at once, each with the bits that it has alone there, by
+                     `device_proof`; 0: none are known
     """
 
     n_cells: int
@@ -89,12 +95,18 @@ class LlamaParams:
     repacked: tuple[TypeRows, ...] = ()
     cache: CacheTypes = F16_CACHE
     taps: tuple[int, ...] = ()
+    at_once: int = 0
 
     @property
     def mixed_cache(self) -> bool:
         """Whether K and V have different types: that keeps a CPU's attention off the kernels whose sums depend on batch
         size and thread count. GPU builds have no kernel for it, and would move attention to the CPU without a word."""
-        return self.exact and self.n_gpu_layers == 0
+        return self.exact and self.n_gpu_layers == 0 and not self.at_once
+
+    @property
+    def flash(self) -> bool:
+        """Whether attention must be flash attention."""
+        return self.mixed_cache or self.at_once > 0
 
     @property
     def in_groups(self) -> bool:
@@ -114,39 +126,41 @@ def rows_in_groups(repacked: Collection[TypeRows]) -> bool:
 
 
 def in_groups(
-    info: ModelInfo, repacked: tuple[TypeRows, ...], known: Collection[int], n_requests: int
+    info: ModelInfo, repacked: tuple[TypeRows, ...], alike: Collection[int], n_requests: int
 ) -> tuple[TypeRows, ...]:
-    """All types of the model's matrices, with rows in groups, if that is faster with so many requests than rows in
-    parts as `repacked` has them, and gives a row the same bits in every batch; else none.
+    """All types of the model's matrices, with rows in groups, if that is faster with so many requests than parts by
+    `repacked`, and gives a row the same bits in every batch; else none.
 
-    `known`: types of which a row has the same bits in all whole groups. How many rows an expert multiplies follows from
-    the other rows, so that models with experts, or other matrices of three dimensions, have none.
+    `alike`: types of which a row has the same bits in all whole groups. The number of rows of an expert depends on the
+    other rows, so that models with experts, or other matrices of three dimensions, have none.
     """
-    types, layers = matrix_bytes(info).keys(), info.layers.known
+    types, layers = matrix_bytes(info).keys(), info.layers.architecture
     has_planes = any(sum(length > 1 for length in tensor.shape) > 2 for tensor in info.tensors)
-    possible = types <= set(known) and not has_planes and layers.flash and layers.states is None
+    possible = types <= set(alike) and not has_planes and layers.flash and layers.states is None
     part = largest_part(info, LlamaParams(0, repacked=repacked))
     is_faster = n_requests >= MANY and part < GROUP
     return tuple(TypeRows(type, GROUP, True) for type in sorted(types)) if possible and is_faster else ()
 
 
-def worth_repacking(info: ModelInfo, params: LlamaParams, known: tuple[TypeRows, ...]) -> tuple[TypeRows, ...]:
-    """Of the types that can be repacked, with how many rows of each may be computed at once, those of the model, if
-    that is faster with `exact`; else none, since it is all or none of them.
+def worth_repacking(info: ModelInfo, params: LlamaParams, possible: tuple[TypeRows, ...]) -> tuple[TypeRows, ...]:
+    """The model's types among those that can be repacked, if that is faster with `exact`; else none: libllama repacks
+    all or none of them.
 
     Such kernels took 5 to 30% less time for as many rows with all models that were tried (x86 with AVX-512). Smaller
     parts cost more than that where little is repacked: 8 rows took 1.4 times as long with Q4_K_M files of small models,
     most of whose rows do not divide into its blocks.
     """
     sizes = matrix_bytes(info)
-    found = tuple(each for each in known if each.type in sizes)
-    n_rows, before = (largest_part(info, replace(params, repacked=each)) for each in (found, ()))
-    most = 2 * sum(sizes[each.type] for each in found) >= sum(sizes.values())
-    return found if n_rows >= min(before, LEAST_PART) and (most or n_rows >= before) else ()
+    repacked = tuple(each for each in possible if each.type in sizes)
+    n_rows, before = (largest_part(info, replace(params, repacked=each)) for each in (repacked, ()))
+    most = 2 * sum(sizes[each.type] for each in repacked) >= sum(sizes.values())
+    return repacked if n_rows >= min(before, LEAST_PART) and (most or n_rows >= before) else ()
 
 
 def largest_part(info: ModelInfo, params: LlamaParams) -> int:
-    """Rows that may be computed at once if each shall have the bits that it has alone on a CPU, with `exact`."""
+    """Rows that may be computed at once, with `exact` so that each has the bits that it has alone."""
+    if params.at_once:
+        return min(params.n_batch, params.at_once)
     if not params.exact or params.n_gpu_layers or params.in_groups:
         return params.n_batch
     types, repacked = matrix_bytes(info).keys(), {each.type: each.n_rows for each in params.repacked}
@@ -158,11 +172,44 @@ def largest_part(info: ModelInfo, params: LlamaParams) -> int:
 
 @lru_cache(maxsize=8)  # a planner asks for every way to cut
 def matrix_bytes(info: ModelInfo) -> Mapping[int, int]:
-    """For each GGML type the bytes of the matrices that rows are multiplied by."""
+    """Bytes of the matrices of each GGML type."""
     head = "token_embd.weight" if info.tied else "output.weight"
-    found: Counter[int] = Counter()
+    n_bytes: Counter[int] = Counter()
     for tensor in info.tensors:
         is_used = layer_of(tensor.name) is not None or tensor.name == head
         if is_used and sum(length > 1 for length in tensor.shape) > 1:
-            found[tensor.type] += tensor.n_bytes
-    return found
+            n_bytes[tensor.type] += tensor.n_bytes
+    return n_bytes
+
+
+def buffer_bytes(info: ModelInfo, is_last: bool, n_cells: int, n_rows: int, n_outputs: int) -> int:
+    """libllama's memory of one context beside weights, keys and values, for batches of up to `n_rows` rows, of which
+    `n_outputs` may want logits on the last slice.
+
+    The forms follow libllama's own figures ("compute buffer size", "output buffer size") for llama, qwen2, falcon,
+    qwen3moe and phi3 models: within a few MB, rather above than below.
+    """
+    logits = 4 * (n_outputs if is_last else 0) * info.n_vocab  # a second time, in the output
+    residual = 4 * n_rows * info.n_embd  # copied out after the last layer
+    return graph_bytes(info, is_last, n_cells, n_rows, n_outputs) + logits + residual + CELL_BYTES * n_cells
+
+
+def graph_bytes(info: ModelInfo, is_last: bool, n_cells: int, n_rows: int, n_outputs: int) -> int:
+    """Of these, those where the layers are computed ("compute buffer size")."""
+    padded = -(-n_rows // ROW_PADDING) * ROW_PADDING
+    mask = 2 * padded * n_cells  # float16
+    hidden = 4 * n_rows * (info.n_embd + feed_forward_length(info))
+    return mask + max(4 * hidden, 4 * n_outputs * info.n_vocab if is_last else 0)  # logits use the layers' memory
+
+
+@lru_cache(maxsize=8)  # a planner asks for every way to cut
+def feed_forward_length(info: ModelInfo) -> int:
+    """Of the widest layer; the sum of the experts that a row uses."""
+    used = info.metadata.get(f"{info.architecture}.expert_used_count")
+    n_used = used.value if used is not None and isinstance(used.value, int) else 1
+    widths = [
+        tensor.shape[0] * (n_used if "_exps" in tensor.name else 1)
+        for tensor in info.tensors
+        if layer_of(tensor.name) is not None and ".ffn_down" in tensor.name
+    ]
+    return max(widths, default=info.n_embd)

@@ -1,9 +1,9 @@
-"""Which types of weights this host's libggml repacks for kernels of its own, how many rows these may multiply at once
-so that each row has the bits that it has alone, and of which types a row has the same bits in all whole groups of rows.
-Found out by multiplying; knows no model.
+"""The kernels of this host's libggml, tried by multiplying: types of weights that it repacks, how many rows it may
+multiply at once so that each has the bits that it has alone, and types of which a row has the same bits in all whole
+groups of rows. Knows no model.
 
-Such a kernel multiplies few rows one by one and more of them several at a time, which adds up in another order. From
-how many on depends on the processor and the build.
+A kernel for repacked weights multiplies few rows one by one and more of them several at a time, which adds up in
+another order. The limit depends on the processor and the build.
 """
 
 import ctypes
@@ -18,27 +18,28 @@ import numpy as np
 
 from pipeinfer.core.types import FloatArray
 from pipeinfer.disk_cache import user_cache
-from pipeinfer.models.llama import ggml, tiles
-from pipeinfer.models.llama.amx_probe import CPU, POINTER, InitParams, function
+from pipeinfer.models.llama import ggml
+from pipeinfer.models.llama.amx_probe import CPU, F32, POINTER, InitParams, function
+from pipeinfer.models.llama.decoder import can_find, exclude
 from pipeinfer.models.llama.params import TILED_TYPES
 
 TYPES = (2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 39)
-"""Of ggml, those that it repacks on some processor: Q4_0 to Q8_0, the K-quants, IQ4_NL, IQ4_XS and MXFP4."""
+"""GGML types that are repacked on some processor: Q4_0 to Q8_0, the K-quants, IQ4_NL, IQ4_XS and MXFP4."""
 
 GROUP_TYPES = (0, 1, *TYPES, 30)
-"""Of ggml, F32, F16 and BF16 besides: those that matrices of models have, and that can be made without a model."""
+"""With F32, F16 and BF16: types of models' matrices that can be made without a model."""
 
 N_IN, N_OUT = 1024, 96  # of the matrix that is multiplied
 SIZES = (2, 3, 4, 5, 6, 7, 8, 12, 16, 31, 32)  # rows at once
 GROUP_SIZES = (4, 8, 12, 16, 20, 28, 32, 48, 64)
 N_CHOICES = 2  # of rows of each size
 N_THREADS = (1, 2)
-MEMORY_BYTES = 1 << 20  # for what ggml notes of tensors and graphs, not for data
+MEMORY_BYTES = 1 << 20  # for ggml's records of tensors and graphs, not for data
 
 
 class Repacked(NamedTuple):
-    """`type`: ggml's. `n_rows`: at once at most, as far as was tried. `digest`: of the bits of rows alone; the same on
-    hosts whose kernels add up alike."""
+    """`type`: ggml's. `n_rows`: at once, as far as was tried. `digest`: of the bits of rows alone; equal on hosts whose
+    kernels add up alike."""
 
     type: int
     n_rows: int
@@ -55,27 +56,26 @@ class Grouped(NamedTuple):
 T = TypeVar("T")
 
 
-def _kept(what: str, read: Callable[..., T], check: Callable[["Kernels"], Iterable[T | None]]) -> tuple[T, ...]:
-    """What `check` finds, kept on disk for this build and host; `read`: one of the kept items, from its fields. Empty
+def _cached(subject: str, read: Callable[..., T], check: Callable[["Kernels"], Iterable[T | None]]) -> tuple[T, ...]:
+    """The results of `check`, cached on disk for this build and host; `read`: a cached result, from its fields. Empty
     where libggml must not repack."""
     if not ggml.amx_works():
         return ()
-    name, kept = ggml.kept_name(what), user_cache()
+    name, cache_ = ggml.cache_key(subject), user_cache()
     try:
-        return tuple(read(*fields) for fields in kept.get(name))
+        return tuple(read(*fields) for fields in cache_.get(name))
     except (TypeError, ValueError):
         pass
-    found = tuple(each for each in check(Kernels()) if each)
-    kept.put(name, found)
-    return found
+    results = tuple(each for each in check(Kernels()) if each)
+    cache_.put(name, results)
+    return results
 
 
 @cache
 def grouped_types() -> tuple[Grouped, ...]:
-    """With weights that are repacked where they can be, and without tiled kernels. Empty where libggml must not
-    repack."""
-    types = [type for type in GROUP_TYPES if type not in TILED_TYPES or tiles.can_find()]
-    return _kept(
+    """With weights repacked if possible, and without tiled kernels. Empty where libggml must not repack."""
+    types = [type for type in GROUP_TYPES if type not in TILED_TYPES or can_find()]
+    return _cached(
         "in groups",
         lambda type, digest: Grouped(int(type), str(digest)),
         lambda kernels: map(kernels.check_groups, types),
@@ -85,7 +85,7 @@ def grouped_types() -> tuple[Grouped, ...]:
 @cache
 def repacked_types() -> tuple[Repacked, ...]:
     """Empty where libggml repacks nothing, or must not."""
-    return _kept(
+    return _cached(
         "repacked",
         lambda type, n_rows, digest: Repacked(int(type), int(n_rows), str(digest)),
         lambda kernels: map(kernels.check, TYPES),
@@ -93,7 +93,7 @@ def repacked_types() -> tuple[Repacked, ...]:
 
 
 def repacked_rows() -> dict[str, int]:
-    """By the name of the type, how many rows may be computed at once."""
+    """Rows at once, by the name of the type."""
     return {ggml.type_name(each.type).upper(): each.n_rows for each in repacked_types()}
 
 
@@ -102,7 +102,7 @@ class Kernels:
 
     def __init__(self) -> None:
         self._base = base = ggml.ggml()
-        device_by_type = function(ggml.sibling("ggml"), "ggml_backend_dev_by_type", ctypes.c_int)
+        device_by_type = function(base, "ggml_backend_dev_by_type", ctypes.c_int)
         self._device = device_by_type(CPU)
         self._backend = function(base, "ggml_backend_dev_init", POINTER, POINTER)(self._device, None)
         registered = function(base, "ggml_backend_dev_backend_reg", POINTER)(self._device)
@@ -110,18 +110,18 @@ class Kernels:
         set_threads = address_of(registered, b"ggml_backend_set_n_threads")
         self._set_threads = ctypes.CFUNCTYPE(None, POINTER, ctypes.c_int)(set_threads)
         extra = address_of(registered, b"ggml_backend_dev_get_extra_bufts")
-        found = ctypes.CFUNCTYPE(ctypes.POINTER(POINTER), POINTER)(extra)(self._device) if extra else []
-        self._kinds = list(itertools.takewhile(bool, (found[at] for at in itertools.count()))) if found else []
-        self._own_kind = function(base, "ggml_backend_dev_buffer_type", POINTER)(self._device)
+        types = ctypes.CFUNCTYPE(ctypes.POINTER(POINTER), POINTER)(extra)(self._device) if extra else []
+        self._extra_buffers = list(itertools.takewhile(bool, (types[at] for at in itertools.count()))) if types else []
+        self._plain_buffer = function(base, "ggml_backend_dev_buffer_type", POINTER)(self._device)
         self._new_tensor = function(base, "ggml_new_tensor_2d", POINTER, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
         self._mul_mat = function(base, "ggml_mul_mat", POINTER, POINTER, POINTER)
 
     def check(self, type: int) -> Repacked | None:
-        """None where this type is not repacked."""
+        """None if this type is not repacked."""
         generator = np.random.default_rng(type)
         weights, rows = (generator.standard_normal((n, N_IN), np.float32) for n in (N_OUT, SIZES[-1]))
-        for kind in self._kinds:  # libllama takes the first that does
-            with self._tensors() as context, self._matrix(context, type, weights, kind) as matrix:
+        for buffer_type in self._extra_buffers:  # libllama takes the first that does
+            with self._tensors() as context, self._matrix(context, type, weights, buffer_type) as matrix:
                 if matrix:
                     return self._check(type, matrix, rows)
         return None
@@ -136,14 +136,14 @@ class Kernels:
         return Repacked(type, n_rows, hashlib.sha256(alone.tobytes()).hexdigest()[:16])
 
     def check_groups(self, type: int) -> Grouped | None:
-        """None where a row has not the same bits in all whole groups."""
+        """None if a row has other bits in some whole groups."""
         generator = np.random.default_rng(type)
         weights, rows = (generator.standard_normal((n, N_IN), np.float32) for n in (N_OUT, GROUP_SIZES[-1]))
-        for kind in (*self._kinds, self._own_kind):
-            with self._tensors() as context, self._matrix(context, type, weights, kind) as matrix:
+        for buffer_type in (*self._extra_buffers, self._plain_buffer):
+            with self._tensors() as context, self._matrix(context, type, weights, buffer_type) as matrix:
                 if matrix:
-                    if kind == self._own_kind:
-                        tiles.set_apart(matrix)
+                    if buffer_type == self._plain_buffer:
+                        exclude(matrix)
                     return self._check_groups(type, matrix, rows)
         return None
 
@@ -163,21 +163,21 @@ class Kernels:
         function(self._base, "ggml_free", POINTER)(context)
 
     @contextmanager
-    def _allocated(self, context: int, kind: int) -> Iterator[None]:
-        """With room of this kind for the context's tensors."""
+    def _allocated(self, context: int, buffer_type: int) -> Iterator[None]:
+        """The context's tensors, with memory of this type."""
         allocate = function(self._base, "ggml_backend_alloc_ctx_tensors_from_buft", POINTER, POINTER)
-        buffer = allocate(context, kind)
+        buffer = allocate(context, buffer_type)
         yield
         function(self._base, "ggml_backend_buffer_free", POINTER)(buffer)
 
     @contextmanager
-    def _matrix(self, context: int, type: int, weights: FloatArray, kind: int) -> Iterator[int]:
-        """The weights in memory of this kind; 0 where that is not for them."""
+    def _matrix(self, context: int, type: int, weights: FloatArray, buffer_type: int) -> Iterator[int]:
+        """The weights in memory of this type; 0 if that is not possible."""
         matrix = self._new_tensor(context, type, N_IN, N_OUT)
-        with self._allocated(context, kind), self._tensors() as other:
+        with self._allocated(context, buffer_type), self._tensors() as other:
             supports = self._base.ggml_backend_dev_supports_op
             supports.restype, supports.argtypes = ctypes.c_bool, [POINTER, POINTER]
-            if supports(self._device, self._mul_mat(other, matrix, self._new_tensor(other, ggml.F32, N_IN, 1))):
+            if supports(self._device, self._mul_mat(other, matrix, self._new_tensor(other, F32, N_IN, 1))):
                 data = self._quantised(type, weights)
                 self._base.ggml_backend_tensor_set(matrix, data, 0, len(data))
                 yield matrix
@@ -198,11 +198,11 @@ class Kernels:
         base, out = self._base, np.empty((len(rows), N_OUT), np.float32)
         rows = np.ascontiguousarray(rows)
         with self._tensors() as context:
-            entry = self._new_tensor(context, ggml.F32, N_IN, len(rows))
+            entry = self._new_tensor(context, F32, N_IN, len(rows))
             product = self._mul_mat(context, matrix, entry)
             graph = function(base, "ggml_new_graph", POINTER)(context)
             function(base, "ggml_build_forward_expand", POINTER, POINTER)(graph, product)
-            with self._allocated(context, self._own_kind):
+            with self._allocated(context, self._plain_buffer):
                 base.ggml_backend_tensor_set(entry, rows.ctypes.data, 0, rows.nbytes)
                 self._set_threads(self._backend, n_threads)
                 function(base, "ggml_backend_graph_compute", POINTER, POINTER)(self._backend, graph)

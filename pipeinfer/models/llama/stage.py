@@ -1,108 +1,153 @@
-"""A StageModel on libllama: evaluate a slice of layers, on CPU and GPU builds alike. Knows no MPI and no tokenizer.
-
-The residual stream leaves through libllama's evaluation callback, which may also end an evaluation; see
-`eval_callback`.
-"""
+"""A StageModel on libllama: evaluate a slice of layers, on CPU and GPU builds alike; and a draft's head, EAGLE-3 or
+MTP. Knows no MPI, no tree and no tokenizer."""
 
 import ctypes
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeinfer.core.interfaces import Batch
-from pipeinfer.core.kv.blocks import LARGEST, Span
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.types import POSITION_END, FloatArray
-from pipeinfer.errors import ModelFault, UserError
+from pipeinfer.errors import ModelFault
 from pipeinfer.models.gguf.contents import SourceFile
 from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.llama import ggml
-from pipeinfer.models.llama.batch import LlamaBatch, check_rows, free_cells
-from pipeinfer.models.llama.branches import Branches
-from pipeinfer.models.llama.check_result import check_result
-from pipeinfer.models.llama.compaction import Compaction
-from pipeinfer.models.llama.eval_callback import EvalCallback
-from pipeinfer.models.llama.groups import Filled, fill_up
-from pipeinfer.models.llama.loading import cache_form, load_model, token_table
-from pipeinfer.models.llama.logits import Logits
-from pipeinfer.models.llama.params import GROUP_CELLS, LlamaParams, largest_part
-from pipeinfer.models.llama.parts import apart, blocks_of, part_of
-from pipeinfer.models.llama.prefill import F16, N_SEQ, PROMPT, Prefill, as_bytes, state_of
-from pipeinfer.models.llama.threads import ThreadShare
-from pipeinfer.models.llama.tiles import Tiles, names_of
+from pipeinfer.models.llama.cell_state import CacheForm, Compaction
+from pipeinfer.models.llama.decoder import BatchRefused, ContextSize, Decoder, EvaluationStopped, LlamaContext, Logits
+from pipeinfer.models.llama.params import LlamaParams, largest_part
+from pipeinfer.models.llama.prefill import Prefills
+from pipeinfer.models.llama.rows import (
+    Flags,
+    Indices,
+    PaddedBatch,
+    check_result,
+    check_rows,
+    first_positions,
+    pad_to_groups,
+    part_of,
+    stateful_parts,
+)
+from pipeinfer.models.llama.token_table import TokenTable, token_table
 
-MAX_SEQUENCES = 255  # libllama can have one more, in which prompts come in
-FLASH_ATTENTION_AUTO, FLASH_ATTENTION_ON = -1, 1
-NO_SLOT, INVALID_BATCH = 1, -1
+
+class Branches:
+    """Sequences that branch off others within a batch. A row's further sequences get its cell and its state when the
+    next row of either changes it, so that a chain of guesses, whose rows are each in the sequences of all that follow,
+    is copied once a row."""
+
+    def __init__(self, lib: Any, memory: Any) -> None:
+        self._lib, self._memory = lib, memory
+        self._source: dict[int, tuple[int, int]] = {}  # of each that lacks cells: which has them, and the first of them
+
+    def follow(self, seqs: tuple[int, ...], position: int) -> None:
+        """The row at `position` was evaluated in the first of `seqs`; the others become copies of it."""
+        for seq in seqs[1:]:
+            _, first = self._source.get(seq, (seq, position))
+            self._source[seq] = seqs[0], first
+
+    def advance(self, seq: int) -> None:
+        """The next row is evaluated in this sequence."""
+        for other in [each for each, (source, _) in self._source.items() if seq in (each, source)]:
+            source, first = self._source.pop(other)
+            self._lib.llama_memory_seq_cp(self._memory, source, other, first, -1)
+
+    def settle(self) -> None:
+        """No row follows."""
+        for seq in list(self._source):
+            self.advance(seq)
 
 
-class KvCacheFull(RuntimeError):
-    """A batch found no free cells. The cache is as it was before."""
+class StatefulRows:
+    """Evaluates in parts that no stop ends: a state cannot go back to what it was.
+
+    features  (n_taps, n_batch, n_embd), of the last batch, in the order of its rows
+    """
+
+    def __init__(self, decoder: Decoder, context: LlamaContext, logits: Logits) -> None:
+        self._decoder, self._context, self._logits = decoder, context, logits
+        self._memory = decoder.lib.llama_get_memory(context.handle)
+        self.features = np.empty_like(decoder.tapped)
+
+    def evaluate(self, batch: Batch, hidden: FloatArray | None) -> FloatArray:
+        """The residual stream (n_rows, n_embd), or on the last stage logits (n_wanted, n_vocab)."""
+        decoder, branches = self._decoder, Branches(self._decoder.lib, self._memory)
+        wanted = batch.wanted if decoder.is_last else np.ones(len(batch.positions), np.bool_)
+        outputs: list[tuple[Indices, FloatArray]] = []
+        for rows in stateful_parts(batch, decoder.params.exact):
+            part = part_of(batch, rows)
+            branches.advance(part.seqs[0][0])
+            part_hidden = None if hidden is None else hidden[rows]
+            decoder.decode(self._context, part, part_hidden, part.wanted if decoder.is_last else None)
+            branches.follow(batch.seqs[rows[-1]], int(part.positions[-1]))
+            self.features[:, rows] = decoder.tapped[:, : len(rows)]
+            output = self._logits.of(part.wanted) if decoder.is_last else decoder.out[: len(rows)]
+            outputs.append((rows[wanted[rows]], output.copy()))
+        branches.settle()
+        order = np.argsort(np.concatenate([rows for rows, _ in outputs]))
+        return np.concatenate([output for _, output in outputs])[order]
+
+
+MAX_SEQUENCES = 255  # libllama can have one more, which the stage needs for copies
 
 
 class LlamaStage:
     """Layers [first, last) with their KV cache. A whole model is the stage that is both first and last."""
 
-    context_type = 0  # libllama's: a context of the layers that predict the next token
-
     def __init__(self, slice_file: SliceFile, params: LlamaParams) -> None:
-        """Load the slice and close its file. Raises UserError when the build or the memory does not do."""
-        info = slice_file.info
+        """Load the slice and close its file. Raises UserError if the build or the memory does not suffice."""
         if not 2 <= params.n_seq_max <= MAX_SEQUENCES:
             raise ValueError(f"n_seq_max {params.n_seq_max}, 2 to {MAX_SEQUENCES} are possible")
-        self.params = params = params.with_room()
+        self.params = params.with_room()
         self.is_first, self.is_last = slice_file.is_first, slice_file.is_last
-        self.n_embd, self.n_vocab = info.n_embd, info.n_vocab
-        self.slice_bytes = slice_file.n_bytes
-        self._where = f"layers {slice_file.first}-{slice_file.last - 1} of {info.path}"
-        self._n_layer = slice_file.last - slice_file.first
-        self._spare, self._arrival = params.n_seq_max - 1, params.n_seq_max
-        self._model = self._context = None
-        self._lib = ggml.load_library()
-        known = info.layers.known
-        self._has_states = known.states is not None
-        # a slice that is not whole gets no tokens; where libllama takes no embeddings they are written over any tokens'
-        self._by_tokens = known.by_tokens and not (self.is_first and self.is_last)
-        # untouched pages of this array cost no memory: a stage that only sees small batches stays small
-        self._out = np.empty((0 if self.is_last else params.n_batch, self.n_embd), np.float32)
-        self.n_features, self._n_rows = len(params.taps), 0
-        tapped = np.empty((self.n_features, params.n_batch, self.n_embd), np.float32)
-        self._features = np.empty_like(tapped) if self._has_states else tapped
-        self._gives_output = self.is_last and self._n_layer - 1 in params.taps
-        writes, on_cpu = self._by_tokens or not self.is_first, params.n_gpu_layers == 0
-        self._callback = EvalCallback(
-            self._lib, self._n_layer, self._out, known, writes, on_cpu, params.stop_interval_s, params.taps, tapped
-        )
-        # batches whose rows shall have the bits that each has alone are computed in parts that are not tiled
-        self._n_part = params.n_batch if self._has_states else largest_part(info, params)
-        self._tiles: Tiles | None = None
-        self._prefills: dict[int, Prefill] = {}  # of each sequence whose prompt is under way
-        self._sources: tuple[SourceFile, ...] = ()
-        if params.exact:  # its pages are mapped, and must stay as they are
-            self._sources, slice_file.sources = slice_file.sources, ()
-        self._table: ggml.TokenTable | None = None
-        self.threads = ThreadShare(params.n_threads)
+        self.n_embd, self.n_vocab = slice_file.info.n_embd, slice_file.info.n_vocab
+        self.slice_bytes, self.n_features = slice_file.n_bytes, len(params.taps)
+        self._n_layer, self._n_rows = slice_file.last - slice_file.first, 0
+        self._closing = ExitStack()
         try:
-            self._model = load_model(self._lib, slice_file, params, self._where)
-            if params.in_groups:
-                self._tiles = Tiles(self._model, names_of(info, slice_file.first, slice_file.last))
-            self._table = token_table(slice_file) if self.is_first and not self.is_last else None
-            self._form = cache_form(self._lib, self._model, info)
-            self._context = self._create_decoding_context()
+            self._open(slice_file)
         except BaseException:
             self.close()
             raise
         finally:
             slice_file.close()
-        self._memory = self._lib.llama_get_memory(self._context)
-        self._compaction = Compaction(self._lib, self._context, self._spare, self._form, self._has_states)
-        n_cells = int(self._lib.llama_n_ctx(self._context))
-        self.n_cells = n_cells - GROUP_CELLS * params.in_groups
-        self.kv_bytes = n_cells * sum(params.cache.cell_bytes(info.kv_shapes[slice_file.first : slice_file.last]))
-        self._batch = LlamaBatch(self._lib, params.n_batch, params.n_seq_max)
-        self._logits = Logits(self._lib, self._context, params.n_outputs_max, self.n_vocab)
+
+    def _open(self, slice_file: SliceFile) -> None:
+        info, params, closing = slice_file.info, self.params, self._closing
+        self._sources: tuple[SourceFile, ...] = ()
+        if params.exact:  # its pages are mapped, and must stay as they are
+            self._sources, slice_file.sources = slice_file.sources, ()
+            for source in self._sources:
+                closing.callback(source.close)
+        self._table: TokenTable | None = None
+        if self.is_first and not self.is_last:
+            self._table = token_table(slice_file)
+            closing.callback(self._table.close)
+        self._decoder = decoder = Decoder(slice_file, params, closing)
+        self.threads, self._callback, self._lib = decoder.threads, decoder.callback, decoder.lib
+        form, has_states = CacheForm.of(self._lib, decoder.model, info), info.layers.architecture.states is not None
+        # rows that keep the bits of single ones are computed in parts that are not tiled
+        n_part = params.n_batch if has_states else largest_part(info, params)
+        # types that differ keep attention off the kernels whose sums depend on batch size and thread count
+        types = form.types if params.mixed_cache else params.cache.ggml
+        n_outputs = params.n_outputs_max if self.is_last else params.n_batch
+        size = ContextSize(params.n_cells, params.n_batch, n_part, params.n_seq_max + params.exact, n_outputs, types)
+        self._context = context = decoder.create_context(size)
+        closing.callback(self._lib.llama_free, context.handle)
+        self._memory = self._lib.llama_get_memory(context.handle)
+        # users have sequences up to the spare one, for parked cells; prompts' cells arrive in a further one
+        self._spare, self._arrival = params.n_seq_max - 1, params.n_seq_max
+        self._compaction = Compaction(self._lib, context.handle, self._spare, form, has_states)
+        self._logits = Logits(self._lib, context.handle, params.n_outputs_max, self.n_vocab)
+        self._prefills = Prefills(decoder, context, form, self._arrival)
+        closing.callback(self._prefills.clear)
+        self._stateful = StatefulRows(decoder, context, self._logits) if has_states else None
+        self.n_cells = decoder.n_cells(context)
+        cell_bytes = sum(params.cache.cell_bytes(info.kv_shapes[slice_file.first : slice_file.last]))
+        self.kv_bytes = int(self._lib.llama_n_ctx(context.handle)) * cell_bytes
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
         """See StageModel. On the first stage batch.hidden is ignored. Raises KvCacheFull, and what `stop` raises.
@@ -112,165 +157,64 @@ class LlamaStage:
         n_rows = self._n_rows = len(batch.positions)
         wanted = batch.wanted if self.is_last else None
         check_rows(n_rows, wanted, self.params.n_batch, self.params.n_outputs_max)
-        self._callback.begin(None if self._has_states else stop)
-        result = None if self._callback.stopped else self._evaluate_as_fits(batch, wanted)
-        if result is not None:
-            for source in self._sources:
-                source.check()
-            try:
-                check_result(result, self.is_last, self._where)
-            except ModelFault:
-                for source in self._sources:
-                    source.blame()
-                raise
+        self._callback.begin(None if self._stateful else stop)
+        if self._callback.stopped:
+            return None
+        hidden = self._hidden(batch)
+        try:
+            if self._stateful:
+                result = self._stateful.evaluate(batch, hidden)
+            elif batch.span:
+                self._prefills.evaluate(batch, hidden)
+                result = np.empty((0, self.n_vocab), np.float32) if self.is_last else self._decoder.out[:n_rows]
+            else:
+                result = self._evaluate_rows(batch, hidden, wanted)
+        except EvaluationStopped:
+            return None
+        self._check(result)
         return result
 
-    @property
-    def features(self) -> FloatArray:
-        """See FeatureStage: those after the layers that are tapped."""
-        return self._features[:, : self._n_rows]
-
-    def _evaluate_as_fits(self, batch: Batch, wanted: npt.NDArray[np.bool_] | None) -> FloatArray | None:
-        if self._has_states:
-            return self._evaluate_apart(batch)
-        return self._evaluate_blocks(batch, batch.span) if batch.span else self._evaluate_rows(batch, wanted)
-
-    def _evaluate_rows(self, batch: Batch, wanted: npt.NDArray[np.bool_] | None) -> FloatArray | None:
-        n_rows, hidden = len(batch.positions), self._hidden(batch)
-        filled = fill_up(batch, hidden, wanted, self._arrival) if self._tiles else Filled(batch, hidden, wanted)
-        code = self._decode(self._context, filled.batch, filled.hidden, filled.wanted)
-        if filled.n_added:
-            self._lib.llama_memory_seq_rm(self._memory, self._arrival, -1, -1)
-        if code == 0 and not self._callback.stopped:
-            return self._out[:n_rows] if filled.wanted is None else self._logits.of(filled.wanted)[filled.logits]
-        if code not in (NO_SLOT, INVALID_BATCH):
-            free_cells(self._lib, self._memory, batch)
-        if self._was_stopped():
-            return None
-        raise self._failure(code, n_rows)
-
-    def _evaluate_apart(self, batch: Batch) -> FloatArray:
-        """Rows of layers with states, part by part. Never stopped: a state cannot go back to what it was."""
-        wanted = batch.wanted if self.is_last else np.ones(len(batch.positions), np.bool_)
-        result = np.empty((len(wanted), self.n_vocab if self.is_last else self.n_embd), np.float32)
-        branches = Branches(self._lib, self._memory)
-        for rows in apart(batch, self.params.exact):
-            part = part_of(batch, rows)
-            branches.advance(part.seqs[0][0])
-            code = self._decode(self._context, part, self._hidden(part), part.wanted if self.is_last else None)
-            if code:
-                raise self._failure(code, len(rows))
-            branches.follow(batch.seqs[rows[-1]], int(part.positions[-1]))
-            self._features[:, rows] = self._callback.tapped[:, : len(rows)]
-            result[rows[wanted[rows]]] = self._logits.of(part.wanted) if self.is_last else self._out[: len(rows)]
-        branches.settle()
-        return result[wanted]
-
     def _hidden(self, batch: Batch) -> FloatArray | None:
-        """What goes into the first layer; None where libllama looks the tokens up itself."""
-        if not self.is_first:
+        """The input of the first layer; None where libllama looks the tokens up itself."""
+        if not self.is_first or self._decoder.is_head:
             return batch.hidden
         return self._table.lookup(batch.tokens) if self._table is not None else None
 
-    def _decode(
-        self, context: object, batch: Batch, hidden: FloatArray | None, wanted: npt.NDArray[np.bool_] | None,
-        at: int = 0,
-    ) -> int:  # fmt: skip
-        """llama_decode's answer. The residual stream goes to the rows of `_out` from `at` on."""
-        self._callback.expect(len(batch.positions), self._n_part if context is self._context else LARGEST, at, hidden)
-        if self._tiles:
-            self._tiles.use(context is not self._context)
-        n_threads = self.threads.begin()
-        self._lib.llama_set_n_threads(context, n_threads, n_threads)
-        code = -1
+    def _evaluate_rows(self, batch: Batch, hidden: FloatArray | None, wanted: Flags | None) -> FloatArray:
+        padded = PaddedBatch(batch, hidden, wanted)
+        if self.params.in_groups:
+            padded = pad_to_groups(batch, hidden, wanted, self._arrival)
         try:
-            code = int(self._lib.llama_decode(context, self._fill(batch, hidden, wanted)))
+            self._decoder.decode(self._context, padded.batch, padded.hidden, padded.wanted)
+        except BatchRefused:
+            raise
+        except BaseException:
+            for seq, position in first_positions(batch).items():
+                self._lib.llama_memory_seq_rm(self._memory, seq, position, -1)
+            raise
         finally:
-            self.threads.end()
-        return code
+            if padded.n_added:
+                self._lib.llama_memory_seq_rm(self._memory, self._arrival, -1, -1)
+        if padded.wanted is None:
+            return self._decoder.out[: len(batch.positions)]
+        return self._logits.of(padded.wanted)[padded.logits]
 
-    def _fill(self, batch: Batch, hidden: FloatArray | None, wanted: npt.NDArray[np.bool_] | None) -> object:
-        if self._by_tokens:
-            return self._batch.fill(replace(batch, tokens=np.zeros_like(batch.tokens)), None, wanted)
-        return self._batch.fill(batch, hidden, wanted)
+    def _check(self, result: FloatArray) -> None:
+        """Raises ModelFault."""
+        for source in self._sources:
+            source.check()
+        try:
+            check_result(result, self.is_last, self._decoder.where)
+        except ModelFault:
+            for source in self._sources:
+                source.blame()
+            raise
 
-    def _was_stopped(self) -> bool:
-        if self._callback.fault is not None:
-            raise self._callback.fault
-        return self._callback.stopped
-
-    def _failure(self, code: int, n_rows: int) -> Exception:
-        reason = ggml.last_errors()
-        if code == NO_SLOT:
-            return KvCacheFull(f"no room for {n_rows} rows in the KV cache of {self.n_cells} cells")
-        return RuntimeError(f"llama_decode of {n_rows} rows in {self._where} failed with {code}: {reason}")
-
-    def _evaluate_blocks(self, batch: Batch, span: Span) -> FloatArray | None:
-        """Blocks of a prompt: evaluated in a context of their own, their cells taken over into the cache."""
-        first, n_rows, ((seq,), *_) = int(batch.positions[0]), len(batch.positions), batch.seqs
-        prefill = self._prefill_of(seq, first, span.end)
-        code = self._evaluate_in(prefill, batch)
-        if code or self._callback.stopped:
-            prefill.forget(first)
-            if self._was_stopped():
-                return None
-            raise self._failure(code, n_rows)
-        if not self._take_over(prefill, seq, first, first + n_rows):
-            prefill.forget(first)
-            raise self._failure(NO_SLOT, n_rows)
-        if first + n_rows == span.end:
-            self._drop_prefill(seq)
-        return np.empty((0, self.n_vocab), np.float32) if self.is_last else self._out[:n_rows]
-
-    def _evaluate_in(self, prefill: Prefill, batch: Batch) -> int:
-        """Block by block; the first answer of llama_decode that is not 0, or 0. Stops when told to."""
-        hidden = self._hidden(batch)
-        for start, end in blocks_of(batch):
-            rows = slice(start, end)
-            wanted = np.zeros(end - start, np.bool_) if self.is_last else None
-            block = Batch(batch.tokens[rows], batch.positions[rows], [(PROMPT,)] * (end - start), None, batch.wanted)
-            code = self._decode(prefill.context, block, None if hidden is None else hidden[rows], wanted, start)
-            if code or self._callback.stopped:
-                return code
-            prefill.settle(int(block.positions[0]), int(block.positions[-1]) + 1)
-        return 0
-
-    def _prefill_of(self, seq: int, start: int, n_cells: int) -> Prefill:
-        """The context of the sequence's prompt, whose next row is `start`. Made, with the cells before that, where a
-        span begins, or blocks that follow those of another request."""
-        prefill = self._prefills.get(seq)
-        if prefill is None or prefill.end != start:
-            self._drop_prefill(seq)
-            n_outputs = N_SEQ if self.is_last else LARGEST  # no row of a block wants logits
-            context = self._create_context(n_cells, LARGEST, LARGEST, N_SEQ, n_outputs, (F16, F16))
-            prefill = self._prefills[seq] = Prefill(self._lib, context, self._form)
-            self._hand_over(seq, prefill, start)
-        return prefill
-
-    def _hand_over(self, seq: int, prefill: Prefill, n_cells: int) -> None:
-        """Give a prompt's context the sequence's first cells, some at a time: they are copied."""
-        lib, memory, arrival = self._lib, self._memory, self._arrival
-        for first, end in self._form.pieces(0, n_cells):
-            lib.llama_memory_seq_cp(memory, seq, arrival, first, end)
-            cells = state_of(lib, self._context, arrival)
-            lib.llama_memory_seq_rm(memory, arrival, -1, -1)
-            prefill.take(cells, first, end)
-
-    def _take_over(self, prefill: Prefill, seq: int, first: int, end: int) -> bool:
-        """Give the sequence the prompt's cells at [first, end); False if there is no room for them."""
-        lib, memory, arrival = self._lib, self._memory, self._arrival
-        for start, stop in self._form.pieces(first, end):
-            cells = prefill.cells(start, stop)
-            if not lib.llama_state_seq_set_data(self._context, as_bytes(cells), len(cells), arrival):
-                lib.llama_memory_seq_rm(memory, seq, first, -1)
-                return False
-            lib.llama_memory_seq_cp(memory, arrival, seq, start, stop)
-            lib.llama_memory_seq_rm(memory, arrival, -1, -1)
-        return True
-
-    def _drop_prefill(self, seq: int) -> None:
-        if seq in self._prefills:
-            self._prefills.pop(seq).close()
+    @property
+    def features(self) -> FloatArray:
+        """See FeatureStage: the residual stream after the tapped layers."""
+        features = self._stateful.features if self._stateful else self._decoder.tapped
+        return features[:, : self._n_rows]
 
     def apply(self, ops: Sequence[KvOp]) -> None:
         """See StageModel. Exact numerics park removed cells instead of freeing them, until the next COMPACT."""
@@ -283,9 +227,9 @@ class LlamaStage:
             elif op.kind == OpKind.COMPACT:
                 self._compaction.run()
             else:
-                if op.first and self._has_states:
-                    raise RuntimeError(f"{self._where} cannot go back to position {op.first}: there are states")
-                self._drop_prefill(op.src)
+                if op.first and self._stateful:
+                    raise RuntimeError(f"{self._decoder.where} cannot go back to position {op.first}: there are states")
+                self._prefills.drop(op.src)
                 if self.params.exact:
                     # a freed hole would be refilled out of order, and attention adds up in the order of the cells
                     self._lib.llama_memory_seq_cp(self._memory, op.src, self._spare, op.first, last)
@@ -296,52 +240,60 @@ class LlamaStage:
 
     def clear(self) -> None:
         """Forget every sequence: the cache is as after loading."""
-        for seq in list(self._prefills):
-            self._drop_prefill(seq)
+        self._prefills.clear()
         self._lib.llama_memory_clear(self._memory, False)
 
     def close(self) -> None:
         """Free model and cache. May be called twice."""
-        for seq in list(self._prefills):
-            self._drop_prefill(seq)
-        if self._context is not None:
-            self._lib.llama_free(self._context)
-        if self._model is not None:
-            self._lib.llama_model_free(self._model)
-        self._context = self._model = None
-        for source in self._sources:
-            source.close()
-        if self._table is not None:
-            self._table.close()
+        self._closing.close()
 
-    def _create_decoding_context(self) -> object:
-        params = self.params
-        # different types keep attention off the kernels whose sums depend on batch size and thread count; what comes
-        # from a prompt's own context arrives in a further sequence
-        types = self._form.types if params.mixed_cache else params.cache.ggml
-        n_seq_max = params.n_seq_max + params.exact
-        n_outputs = params.n_outputs_max if self.is_last else params.n_batch
-        return self._create_context(params.n_cells, params.n_batch, self._n_part, n_seq_max, n_outputs, types)
 
-    def _create_context(
-        self, n_cells: int, n_batch: int, n_ubatch: int, n_seq_max: int, n_outputs: int, types: tuple[int, int]
-    ) -> object:
-        lib, params = self._lib, self.params
-        options = lib.llama_context_default_params()
-        options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = n_cells, n_batch, n_ubatch, n_seq_max
-        # libllama holds logits for one row a sequence at least, and aborts when that is not allowed for here
-        options.n_outputs_max = max(n_outputs, n_seq_max)
-        options.n_threads = options.n_threads_batch = params.n_threads
-        options.kv_unified = options.swa_full = options.no_perf = True
-        options.op_offload = False
-        options.flash_attn_type = FLASH_ATTENTION_ON if params.mixed_cache else FLASH_ATTENTION_AUTO
-        options.type_k, options.type_v = types
-        options.cb_eval, options.cb_eval_user_data = self._callback.function, ctypes.addressof(self._callback.state)
-        options.ctx_type = self.context_type
-        context = lib.llama_init_from_model(self._model, options)
-        if not context:
-            raise UserError(f"no KV cache of {n_cells} cells for {self._where}: {ggml.last_errors()}; "
-                            "use a smaller context (-c) or more ranks")  # fmt: skip
-        if self._gives_output:  # else some architectures drop rows that want no logits before
-            ggml.load_extension().llama_set_embeddings_nextn(context, True, False)
-        return context
+class LlamaHead(LlamaStage):
+    """A HeadModel. A row is a token and, in `hidden`, the `encode`d features of the token before it, or, while there
+    are none, that token's row of `states`."""
+
+    def __init__(self, slice_file: SliceFile, params: LlamaParams) -> None:
+        """`params` without `exact`. Raises what LlamaStage raises."""
+        head = slice_file.info.head
+        assert head and not params.exact, f"{slice_file.path} is no head, or params are exact"
+        self._extension = ggml.load_extension()
+        # libllama takes it for a model with an encoder, whose batches have room for a row of each sequence
+        super().__init__(slice_file, replace(params, n_batch=max(params.n_batch, params.n_seq_max)))
+        self._order, self._n_embd_target, self._is_mtp = head.order, head.n_embd_target, head.own
+        self._extension.llama_set_embeddings_nextn(self._context.handle, True, head.own)
+
+    def encode(self, features: FloatArray) -> FloatArray:
+        """(n_rows, n_embd) from (n_rows, n * the target's n_embd): the outputs of the layers that the head reads, the
+        lowest first. At most as many rows as a batch has."""
+        if self._is_mtp:  # its input is the target's output
+            return features
+        n_rows = len(features)
+        by_layer = features.reshape(n_rows, len(self._order), self._n_embd_target)[:, self._order]
+        # libllama reads positions, which must follow those of the sequence, and writes no cells
+        tokens, positions = np.zeros(n_rows, np.int32), np.arange(n_rows, dtype=np.int32)
+        rows = Batch(tokens, positions, [(self._spare,)] * n_rows, None, np.ones(n_rows, np.bool_))
+        self._callback.begin(None)
+        batch = self._decoder.batch.fill(rows, by_layer.reshape(n_rows, -1), None)
+        code = int(self._lib.llama_encode(self._context.handle, batch))
+        if code:
+            call = f"llama_encode of {n_rows} rows in {self._decoder.where}"
+            raise RuntimeError(f"{call} failed with {code}: {ggml.last_errors()}")
+        return self._states(n_rows).copy()
+
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
+        if not self._is_mtp or not batch.wanted.any():
+            return super().evaluate(batch, stop)
+        # libllama's graphs of such heads have states of the rows with logits only
+        logits = super().evaluate(replace(batch, wanted=np.ones_like(batch.wanted)), stop)
+        return None if logits is None else logits[batch.wanted]
+
+    @property
+    def states(self) -> FloatArray:
+        """(n_rows, n_embd) of all rows of the last `evaluate`, if some had logits. Valid until the next call."""
+        return self._states(self._n_rows)
+
+    def _states(self, n_rows: int) -> FloatArray:
+        address = ctypes.cast(self._extension.llama_get_embeddings_nextn(self._context.handle), ctypes.c_void_p).value
+        assert address, "libllama has no states of this head"
+        buffer = (ctypes.c_float * (n_rows * self.n_embd)).from_address(address)
+        return np.ctypeslib.as_array(buffer).reshape(n_rows, self.n_embd)

@@ -45,14 +45,14 @@ class Reading:
     n_preempted: int
 
 
-def read_own() -> Reading:
+def read_process() -> Reading:
     # not psutil's: it counts the preemptions of the first thread only, and processor time in steps of 10 ms
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return Reading(time.perf_counter(), usage.ru_utime + usage.ru_stime, usage.ru_nivcsw)
 
 
 def read_free() -> float | None:
-    """Seconds that the cores this process may use have idled since the system started; None where it does not tell."""
+    """Idle seconds of the cores that this process may use since the system started; None if that is unknown."""
     try:
         lines = Path("/proc/stat").read_text().splitlines()
     except OSError:
@@ -63,7 +63,7 @@ def read_free() -> float | None:
 
 
 def threads_to_keep(n_threads: int, wall_s: float, cpu_s: float, n_preempted: int) -> int:
-    """As many threads as there were cores for them, when this many have evaluated for `wall_s` seconds."""
+    """The number of threads that had cores, of `n_threads` that evaluated for `wall_s` seconds."""
     got = cpu_s / wall_s
     is_deprived = got < DEPRIVED * n_threads and n_preempted > 2 + 25 * wall_s
     has_lost = n_threads - got > max(LOST_MIN, LOST_SHARE * n_threads)
@@ -79,9 +79,9 @@ class ThreadShare:
     n_threads  at most, as long as other processes want the other cores
     """
 
-    def __init__(self, most: int, own: Callable[[], Reading] = read_own, free: Free = read_free) -> None:
+    def __init__(self, most: int, process: Callable[[], Reading] = read_process, free: Free = read_free) -> None:
         self.most = self.n_threads = most
-        self._own, self._free = own, free
+        self._process, self._free = process, free
         self._forget()
         self._start: Reading | None = None
         self._looked_s, self._idle_s = 0.0, 0.0  # when cores were last looked at, and their idle time then
@@ -91,18 +91,18 @@ class ThreadShare:
         """Threads for the evaluation that begins now."""
         if self.most == 1:
             return 1
-        self._start = self._own()
+        self._start = self._process()
         if self.n_threads < self.most and self._start.wall_s - self._looked_s > self._patience_s:
             self._look(self._start.wall_s)
         return self.n_threads
 
     def end(self) -> None:
-        """The evaluation has ended, in whatever way."""
+        """The evaluation has ended or failed."""
         if self.most == 1 or self._start is None:
             return
         if self.n_threads == 1:  # it waits for no other
             return
-        start, now = self._start, self._own()
+        start, now = self._start, self._process()
         self._wall_s += now.wall_s - start.wall_s
         self._thread_s += (now.wall_s - start.wall_s) * self.n_threads
         self._cpu_s += now.cpu_s - start.cpu_s
@@ -129,7 +129,7 @@ class ThreadShare:
         self._looked_s, self._idle_s = now_s, self._free() or 0.0
 
     def _look(self, now_s: float) -> None:
-        """Take as many more threads as cores have idled since the last look; where that is unknown, try."""
+        """Take as many more threads as cores have idled since the last look; if that is unknown, try."""
         idle_s = self._free()
         spare = (
             self.most if idle_s is None else math.floor((idle_s - self._idle_s) / (now_s - self._looked_s) + ROUNDING)

@@ -1,4 +1,4 @@
-"""Marks and forms in which models write reasoning and calls: data, and nothing that reads an answer."""
+"""Marks and forms in which models write reasoning and calls. Data; reads no answer."""
 
 import re
 from collections.abc import Mapping
@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
-    """How a call is written. `head`: up to its arguments, with the function's `name`. `close`: ends what a head does
-    not match. `pairs`: arguments that are no JSON, one by one, up to `close`."""
+class CallForm:
+    """How a call is written. `head`: up to its arguments, with the function's `name`. `close`: the end of calls without
+    a head. `pairs`: arguments that are no JSON, one by one, up to `close`."""
 
     mark: str
     head: re.Pattern[str]
@@ -16,8 +16,8 @@ class Form:
     pairs: re.Pattern[str] | None = None
 
 
-def _form(mark: str, head: str, close: str = "", pairs: str = "") -> Form:
-    return Form(mark, re.compile(head, re.DOTALL), close, re.compile(pairs, re.DOTALL) if pairs else None)
+def _form(mark: str, head: str, close: str = "", pairs: str = "") -> CallForm:
+    return CallForm(mark, re.compile(head, re.DOTALL), close, re.compile(pairs, re.DOTALL) if pairs else None)
 
 
 NAMED = (
@@ -26,10 +26,13 @@ NAMED = (
 )
 BARE = re.compile(rf"(?:```(?:json)?\s*)?\[?\s*{NAMED}")
 BARE_BEGINNINGS = tuple(
-    f"{fence}{bracket}{{{kind}\"name\":\""
-    for fence in ("", "```", "```json") for bracket in ("", "[") for kind in ("", '"type":"function",')
-)  # fmt: skip
-"""Of a call without a mark, without white space: it is one at the beginning of an answer alone, of a known function."""
+    f'{fence}{bracket}{{{kind}"name":"'
+    for fence in ("", "```", "```json")
+    for bracket in ("", "[")
+    for kind in ("", '"type":"function",')
+)
+"""Beginnings of calls without a mark, without white space. Such a call is one only at the beginning of an answer, and
+only of a function of the request."""
 
 DEEPSEEK = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
 TURN_MARKS = ("<|channel|>", "<|start|>", "<|end|>")
@@ -53,28 +56,43 @@ FORMS = (
     *(_form(mark, HARMONY) for mark in TURN_MARKS),  # gpt-oss
 )  # fmt: skip
 
-CLOSERS = (
-    "</tool_call>", "</function>", "}", "]", ",", ";", "```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<|call|>",
-    "<|eom_id|>", "<|eot_id|>",
-)  # fmt: skip
-"""What may follow a call's arguments, before the next call."""
+CLOSERS = tuple(
+    [
+        "</tool_call>",
+        "</function>",
+        "}",
+        "]",
+        ",",
+        ";",
+        "```",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁calls▁end｜>",
+        "<|call|>",
+        "<|eom_id|>",
+        "<|eot_id|>",
+    ]
+)
+"""Marks that may follow a call's arguments, before the next call."""
 
 ASSISTANT = "<|start|>assistant"
 THOUGHTS: Mapping[str, str] = {
-    "<think>": "</think>", "[THINK]": "[/THINK]", "<seed:think>": "</seed:think>",
+    "<think>": "</think>",
+    "[THINK]": "[/THINK]",
+    "<seed:think>": "</seed:think>",
     "<|START_THINKING|>": "<|END_THINKING|>",
-    **{f"{start}<|channel|>analysis<|message|>": "<|end|>" for start in ("", ASSISTANT)},
-}  # fmt: skip
-"""What reasoning stands between."""
+    "<|channel|>analysis<|message|>": "<|end|>",
+    f"{ASSISTANT}<|channel|>analysis<|message|>": "<|end|>",
+}
+"""The marks before reasoning -> the mark behind it."""
 
 NO_TEXT = (
     *(f"{start}<|channel|>{channel}<|message|>" for start in ("", ASSISTANT) for channel in ("final", "commentary")),
     "<|START_RESPONSE|>",
-)  # fmt: skip
+)
 """Marks before a text that are no part of it."""
 
 MARK = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")
-"""What may be a control token."""
+"""A text that may be a control token."""
 
 MARKS = frozenset(
     mark
@@ -84,7 +102,7 @@ MARKS = frozenset(
 """Control tokens that are part of answers, and end no turn."""
 
 CALL_BEGINS = re.compile(r"\s*(?:[\[{<].*|[\w.-]*>?\s*(?:[\[{<].*)?)", re.DOTALL)
-"""What may follow a mark in a call, as far as it has come."""
+"""The beginning of a call behind its mark."""
 
 LEAST_MARK = 2
-"""Characters of a mark at the end of an answer that was cut, from which on they are no text."""
+"""The least number of characters of a mark, at the end of an answer that was cut, that are no text."""

@@ -1,7 +1,7 @@
-"""What a model's answer is made of: reasoning, content and tool calls, in whatever form models write them. Knows no
-tokens and no HTTP.
+"""Read a model's answer: reasoning, content and tool calls, in any form that models write, up to a stop string. Knows
+no tokens and no HTTP.
 
-All forms are read at once: a model that was asked in one often answers in another, and their marks do not collide.
+All forms are read at once: a model that is prompted in one often answers in another, and their marks do not collide.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from pipeinfer.errors import UserError
 from pipeinfer.models.text.answer_forms import (
     BARE,
     BARE_BEGINNINGS,
@@ -20,40 +21,39 @@ from pipeinfer.models.text.answer_forms import (
     NO_TEXT,
     THOUGHTS,
     TURN_MARKS,
-    Form,
+    CallForm,
 )
-from pipeinfer.models.text.stop_strings import n_begun
 
 Kind = Literal["content", "reasoning", "call", "arguments"]
 
 
-class Part(NamedTuple):
+class AnswerPart(NamedTuple):
     """A piece of an answer. `text`: of a call the function's name, of arguments a piece of the last call's JSON."""
 
     kind: Kind
     text: str
 
 
-Step = list[Part] | None
-"""What is read, maybe nothing to tell; None until more has come."""
+Step = list[AnswerPart] | None
+"""The parts of a step, maybe none; None if it needs more text."""
 
 
 def opened_thought(prompt: str) -> str:
-    """What ends the reasoning that a prompt begins; empty if it begins none."""
+    """The mark that ends the reasoning which a prompt begins; empty if it begins none."""
     return next((end for begin, end in THOUGHTS.items() if prompt.rstrip().endswith(begin)), "")
 
 
-def begun_thought(answer: str) -> str:
-    """What ends the reasoning that the beginning of an answer leaves open; empty if it leaves none."""
+def unclosed_thought(answer: str) -> str:
+    """The mark that ends the reasoning which the beginning of an answer leaves open; empty if it leaves none."""
     return next((end for begin, end in THOUGHTS.items() if answer.rfind(begin) > answer.rfind(end)), "")
 
 
 class AnswerReader:
-    """Reads an answer piece by piece; what is read does not depend on where it is cut.
+    """Reads an answer piece by piece; the parts do not depend on where it is cut.
 
     `tools`: of each function the schema of its arguments; None: a call is text like any other. `must_call`: the answer
-    is a call, however little of it has come. `thought`: what ends the
-    reasoning that the answer begins with, see `opened_thought`; None: reasoning is content.
+    is a call, however little of it has come. `thought`: the mark that ends the reasoning at its beginning, see
+    `opened_thought`; None: reasoning is content.
     """
 
     def __init__(
@@ -73,16 +73,16 @@ class AnswerReader:
         """Whether the arguments of the last call are incomplete."""
         return self._is_partial or self._state == self._arguing
 
-    def push(self, text: str) -> list[Part]:
+    def push(self, text: str) -> list[AnswerPart]:
         self._rest += text
-        found = list[Part]()
+        parts = list[AnswerPart]()
         while self._rest and (step := self._state()) is not None:
-            found += [part for part in step if part.text]
-        return found
+            parts += [part for part in step if part.text]
+        return parts
 
-    def finish(self, is_cut: bool = False) -> list[Part]:
-        """What was held back, at the answer's end. `is_cut`: it was to go on, so that what would have been a call is no
-        text; of arguments in pairs those that are whole come, without the bracket that closes them."""
+    def finish(self, is_cut: bool = False) -> list[AnswerPart]:
+        """The parts held back, at the answer's end. `is_cut`: it ended before its time, so that the beginning of a call
+        is no text; of arguments in pairs the complete ones are returned, without the closing bracket."""
         self._ends, self._is_cut = True, is_cut
         return self.push("")
 
@@ -93,7 +93,7 @@ class AnswerReader:
     # -- reasoning and content
 
     def _starting(self) -> Step:
-        """Before the content. `_is_blank`: white space before it is no part of it."""
+        """Before the content. `_is_blank`: white space before it is dropped."""
         text = self._rest.lstrip()
         if mark := next((each for each in self._starts if text.startswith(each)), ""):
             self._rest, self._is_blank = text[len(mark) :], True
@@ -119,25 +119,25 @@ class AnswerReader:
             text = self._take(at).rstrip()
             self._take(len(self._thought))
             self._state, self._is_blank = self._starting, True
-            return [Part("reasoning", text)]
+            return [AnswerPart("reasoning", text)]
         return self._certain("reasoning", [self._thought])
 
     def _content(self) -> Step:
-        found = [at for mark in self._marks if (at := self._rest.find(mark)) >= 0]
-        if not found:
+        places = [at for mark in self._marks if (at := self._rest.find(mark)) >= 0]
+        if not places:
             return self._certain("content", self._marks)
-        at = min(found)
+        at = min(places)
         if self._rest[:at].strip():
-            return [Part("content", self._take(len(self._rest[:at].rstrip())))]
+            return [AnswerPart("content", self._take(len(self._rest[:at].rstrip())))]
         call = self._call(at)
         if call is not False:
             return call
         mark = next(mark for mark in self._marks if self._rest.startswith(mark, at))
-        return [Part("content", self._take(at + len(mark)))]  # a mark of nothing is text
+        return [AnswerPart("content", self._take(at + len(mark)))]  # a mark without a call is text
 
     def _certain(self, kind: Kind, marks: Sequence[str]) -> Step:
-        """What no mark can begin in, nor white space before one."""
-        n, n_mark = len(self._rest), n_begun(self._rest, marks) if marks else 0
+        """The text that no mark can begin in, without white space before one."""
+        n, n_mark = len(self._rest), n_partial(self._rest, marks) if marks else 0
         if self._is_cut and self._marks and n_mark >= self._least_mark:
             self._rest = self._rest[: n - n_mark]
             n = len(self._rest)
@@ -146,21 +146,21 @@ class AnswerReader:
         if not n:
             return None
         self._is_blank = False
-        return [Part(kind, self._take(n))]
+        return [AnswerPart(kind, self._take(n))]
 
     # -- calls
 
     def _call(self, at: int) -> Step | Literal[False]:
-        """Of a call whose mark is at `at`; False if none is."""
+        """The parts of a call whose mark is at `at`; False if it is none."""
         text = self._rest[at:]
         forms = [form for form in FORMS if text.startswith(form.mark)]
         for form in forms:
             match = form.head.match(text)
             end = text.find(form.close, match.end()) if match and form.pairs else -1
             if match and form.pairs and end >= 0:
-                given = self._paired(form.pairs, match["name"], text[match.end() : end])
+                arguments = self._paired(form.pairs, match["name"], text[match.end() : end])
                 self._take(at + end + len(form.close))
-                return self._called([Part("call", match["name"]), Part("arguments", given)])
+                return self._called([AnswerPart("call", match["name"]), AnswerPart("arguments", arguments)])
             if match and not form.pairs:
                 return self._begin(match, at)
         close = forms[0].close
@@ -170,19 +170,19 @@ class AnswerReader:
             return cut
         return self._whole(at + len(forms[0].mark))
 
-    def _cut_call(self, text: str, forms: Sequence[Form]) -> Step:
-        """Of a call that was cut before its arguments, or within those in pairs; None if it is none."""
+    def _cut_call(self, text: str, forms: Sequence[CallForm]) -> Step:
+        """The parts of a call that was cut before its arguments, or within those in pairs; None if it is none."""
         for form in forms:
             if form.pairs and (match := form.head.match(text)):
-                given = self._paired(form.pairs, match["name"], text[match.end() :])
+                arguments = self._paired(form.pairs, match["name"], text[match.end() :]).removesuffix("}")
                 self._rest, self._is_partial = "", True
-                return self._called([Part("call", match["name"]), Part("arguments", given.removesuffix("}"))])
+                return self._called([AnswerPart("call", match["name"]), AnswerPart("arguments", arguments)])
         mark = forms[0].mark
         is_call = mark in TURN_MARKS or CALL_BEGINS.fullmatch(text[len(mark) :])
         return self._dropped() if is_call else None
 
     def _dropped(self) -> Step:
-        """Of the beginning of a call, which is no text."""
+        """Drop the beginning of a call, which is no text."""
         self._rest = ""
         return []
 
@@ -191,35 +191,33 @@ class AnswerReader:
         self._take(before + match.end())
         self.n_calls += 1
         self._state = self._arguing
-        return [Part("call", match["name"] or match["first"])]
+        return [AnswerPart("call", match["name"] or match["first"])]
 
-    def _called(self, parts: list[Part]) -> Step:
+    def _called(self, parts: list[AnswerPart]) -> Step:
         self.n_calls += len(parts) // 2
         self._state = self._behind
         return parts
 
     def _whole(self, start: int) -> Step | Literal[False]:
-        """Calls in JSON whose fields come in another order, or whose arguments are a text."""
+        """The parts of calls in JSON whose fields have another order, or whose arguments are a text; False if none."""
         start += len(self._rest[start:]) - len(self._rest[start:].lstrip())
         try:
-            found, end = json.JSONDecoder().raw_decode(self._rest, start)
+            value, end = json.JSONDecoder().raw_decode(self._rest, start)
         except (ValueError, RecursionError):
             return False
-        parts = list[Part]()
-        for each in found if isinstance(found, list) else [found]:
+        parts = list[AnswerPart]()
+        for each in value if isinstance(value, list) else [value]:
             call = each.get("function", each) if isinstance(each, dict) else None
             if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
                 return False
-            given = call.get("arguments", call.get("parameters")) or {}
-            parts += [
-                Part("call", call["name"]),
-                Part("arguments", given if isinstance(given, str) else as_json(given)),
-            ]
+            arguments = call.get("arguments", call.get("parameters")) or {}
+            text = arguments if isinstance(arguments, str) else as_json(arguments)
+            parts += [AnswerPart("call", call["name"]), AnswerPart("arguments", text)]
         self._take(end)
         return self._called(parts) if parts else False
 
     def _bare(self, text: str) -> Step | Literal[False]:
-        """Of a call without a mark, behind white space; False if it is none."""
+        """The parts of a call without a mark, behind white space; False if it is none."""
         if (match := BARE.match(text)) and match["name"] in (self.tools or ()):
             return self._begin(match, len(self._rest) - len(text))
         if not self._may_be_bare(text):
@@ -251,11 +249,11 @@ class AnswerReader:
                 self._depth += 1 if character == "{" else -1
                 if not self._depth:
                     self._state = self._behind
-                    return [Part("arguments", self._take(at + 1))]
-        return [Part("arguments", self._take(len(self._rest)))]
+                    return [AnswerPart("arguments", self._take(at + 1))]
+        return [AnswerPart("arguments", self._take(len(self._rest)))]
 
     def _behind(self) -> Step:
-        """Behind a call: what ends it, or the next one."""
+        """Behind a call: its closing mark, or the next call."""
         text = self._rest.lstrip()
         if closer := next((each for each in CLOSERS if text.startswith(each)), ""):
             self._rest = text[len(closer) :]
@@ -271,19 +269,76 @@ class AnswerReader:
         return []
 
     def _paired(self, pairs: re.Pattern[str], name: str, text: str) -> str:
-        """Arguments as JSON: what is no text by its schema is JSON already."""
-        known = (self.tools or {}).get(name)
-        properties = known.get("properties") if isinstance(known, dict) else None
-        found: dict[str, Any] = {}
+        """Arguments as JSON: values whose schema is no text are JSON already."""
+        tool = (self.tools or {}).get(name)
+        properties = tool.get("properties") if isinstance(tool, dict) else None
+        arguments: dict[str, Any] = {}
         for match in pairs.finditer(text):
             key, value = match["key"].strip(), match["value"]
             schema = properties.get(key) if isinstance(properties, dict) else None
-            found[key] = value
+            arguments[key] = value
             if not (isinstance(schema, dict) and schema.get("type") == "string"):
                 with contextlib.suppress(ValueError, RecursionError):
-                    found[key] = json.loads(value)
-        return as_json(found)
+                    arguments[key] = json.loads(value)
+        return as_json(arguments)
 
 
 def as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
+
+
+MAX_STOPS, MAX_CHARACTERS = 32, 256
+"""Limits of a request's stop strings: every piece of a text is compared with all of them."""
+
+
+def check_stops(name: str, stops: Sequence[str]) -> None:
+    """`name`: the option or field. Raises UserError for too many, too long and empty ones."""
+    if len(stops) > MAX_STOPS:
+        raise UserError(f"{name} has {len(stops)} texts, and at most {MAX_STOPS} are possible; give fewer")
+    for stop in stops:
+        if not stop:
+            raise UserError(f"{name} has an empty text, which would end every text where it begins; give some text")
+        if len(stop) > MAX_CHARACTERS:
+            raise UserError(
+                f"{name} has a text of {len(stop)} characters, and at most {MAX_CHARACTERS} are possible; "
+                f"give the first {MAX_CHARACTERS}"
+            )
+
+
+class StopStrings:
+    """Filters a text piece by piece; holds back an end that may begin a stop string.
+
+    `hit`: a stop string, `stop`, has occurred. It and all after it are dropped.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        assert all(stops), "an empty stop string ends every text"
+        self.stops = tuple(stops)
+        self.hit, self.stop = False, ""
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        if self.hit or not self.stops:
+            return "" if self.hit else text
+        self._held += text
+        hits = [(at, stop) for stop in self.stops if (at := self._held.find(stop)) >= 0]
+        self.hit = bool(hits)
+        if hits:
+            at, self.stop = min(hits, key=lambda each: each[0])
+            return self._release(at)
+        return self._release(len(self._held) - n_partial(self._held, self.stops))
+
+    def flush(self) -> str:
+        """The text held back, at the end of the text."""
+        return "" if self.hit else self._release(len(self._held))
+
+    def _release(self, n: int) -> str:
+        text, self._held = self._held[:n], self._held[n:]
+        return text
+
+
+def n_partial(text: str, marks: Sequence[str]) -> int:
+    """The number of characters at a text's end that may begin one of the marks."""
+    longest = min(len(text), max(map(len, marks)) - 1)
+    ends = (text[-n:] for n in range(longest, 0, -1))
+    return next((len(end) for end in ends if any(mark.startswith(end) for mark in marks)), 0)

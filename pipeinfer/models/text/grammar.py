@@ -1,7 +1,9 @@
-"""The tokens that a grammar allows after a text, by llguidance. Knows a vocabulary; no stage and no request."""
+"""Grammars: checked, in a process with limited time and memory, and the tokens that one allows after a text, by
+llguidance. Knows a vocabulary; no stage and no request."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache, partial
@@ -11,11 +13,11 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.core.scheduling.prefixes import common
+from pipeinfer.core.blocks import common
 from pipeinfer.core.types import ConstraintFailed, FloatArray
 from pipeinfer.errors import UserError
-from pipeinfer.models.text.grammar_check import token_id
 from pipeinfer.models.text.grammar_text import lark_of, matcher, open_tokens
+from pipeinfer.models.text.limited_process import LimitedProcess, ProcessLimits
 from pipeinfer.models.text.tokenizer import ATTR_CONTROL, Tokenizer
 
 if TYPE_CHECKING:
@@ -23,27 +25,106 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+MAX_BYTES = 128 << 10
+"""The largest text of a grammar or schema."""
+
+PROCESS = LimitedProcess(
+    "pipeinfer.models.text.grammar_text", ProcessLimits(cpu_s=1, wall_s=12.0, n_bytes=2 << 30, niceness=10)
+)
+
+TOO_MUCH = (
+    "the grammar or JSON schema takes too much time or memory: it is too large, or can read the same text in too many "
+    "ways; give a smaller one, without parts that may be empty or repeated within repeated parts"
+)
+EXCERPT = re.compile(r"\n *\d+ \| ")
+"""In llguidance's errors: lines of its grammar, which no client has written."""
+
+PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
+"""The beginning of llguidance's errors: a place in that grammar."""
+
+IS_LIMIT = re.compile("panic|too (large|big|many items)|items; max|limit", re.IGNORECASE)
+
 N_THREADS = 4
 """Threads that make matchers: a large grammar does not delay others."""
 
-N_KEPT = 8
+N_CACHED = 8
 """Cached matchers at the beginning of a text: the texts of one request share one."""
 
 CONTROL = b"\xff"
 """The prefix of tokens that are not text, for llguidance."""
 
 
+# -- checks
+
+
+def check_grammar(tokenizer: Tokenizer, text: str) -> None:
+    """Raises UserError for a grammar that is invalid, or cannot be used with this vocabulary."""
+    if (n_bytes := len(text.encode("utf-8", "replace"))) > MAX_BYTES:
+        limit = f"{MAX_BYTES} are possible, give a shorter one"
+        raise UserError(f"a grammar or JSON schema of {n_bytes} bytes is too long; {limit}")
+    if not tokenizer.ends:
+        reason = "has no token that ends a text, which must follow a grammar's last one"
+        raise UserError(f"{tokenizer.path} {reason}; leave the grammar out")
+    for name in _token_names(text, tokenizer.n_vocab):
+        token_id(tokenizer, name)
+
+
+def token_id(tokenizer: Tokenizer, name: str) -> int:
+    """The id of a token that a grammar names. Raises UserError if the vocabulary does not have it."""
+    tokens = tokenizer.encode(name, add_special=False, parse_special=True)
+    if len(tokens) != 1:
+        reason = f"the grammar names the token {name[:60]}, which the vocabulary does not have"
+        raise UserError(f"{reason}; POST /tokenize tells a text's tokens")
+    return tokens[0]
+
+
+@lru_cache(maxsize=64)
+def _token_names(text: str, n_vocab: int) -> tuple[str, ...]:
+    """Tokens that a grammar names. Raises UserError for an invalid grammar."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        reason = "a grammar has half of a character (a lone surrogate), which no text has"
+        raise UserError(f"{reason}; leave it out") from None
+    result = PROCESS.ask({"text": text, "n_vocab": n_vocab})
+    if "broken" in result:
+        raise UserError(f"the grammar's check {result['broken']}")
+    if "error" in result or "wrong" not in result:
+        raise UserError(TOO_MUCH)
+    if result["wrong"]:
+        raise UserError(result["wrong"] if "tokens" not in result else _message(text, result["wrong"]))
+    return tuple(result["tokens"])
+
+
+def _message(text: str, error: str) -> str:
+    """The message for llguidance's error."""
+    if IS_LIMIT.search(error):
+        return TOO_MUCH
+    kind = "JSON schema" if text.startswith("{") else "tools' JSON schema" if "%json" in text else "grammar"
+    if "NoExtensionBias" in error:  # llguidance's whole error
+        if kind == "grammar":
+            return "a rule of the grammar refers to itself alone, as in root ::= root; give it a text"
+        return f"the {kind} refers to itself with nothing between ($ref); give a value between the two"
+    if "is not present in a registry" in error:
+        return f"the {kind} refers to another document ($ref), which is not fetched; put what it has into $defs"
+    reason = " ".join(PLACE.sub("", EXCERPT.split(error)[0].strip()).split())
+    return f"the {kind} cannot be used: {reason[:300]}; leave that out, or write it in another way"
+
+
+# -- matchers
+
+
 class Grammar:
     """A Constraint: an output of the grammar, then the end of the text.
 
-    `making`: the matcher at the beginning of a text. Another thread makes it, because large grammars take time.
+    `start`: the matcher at the beginning of a text. Another thread makes it, because large grammars take time.
     """
 
-    def __init__(self, tokenizer: Tokenizer, making: Future[LLMatcher]) -> None:
-        self.tokenizer, self._making, self._lock = tokenizer, making, Lock()
+    def __init__(self, tokenizer: Tokenizer, start: Future[LLMatcher]) -> None:
+        self.tokenizer, self._start, self._lock = tokenizer, start, Lock()
         self.ends = np.array(tokenizer.ends, np.intp)
-        self._at: LLMatcher | None = None
-        self._path: tuple[int, ...] = ()  # the text that it is behind
+        self._matcher: LLMatcher | None = None
+        self._path: tuple[int, ...] = ()  # the output that the matcher has consumed
 
     def after(self, output: Sequence[int]) -> Following:
         return Following(self, tuple(output))
@@ -51,13 +132,13 @@ class Grammar:
     def has(self, output: tuple[int, ...], token: int) -> bool:
         """Raises ConstraintFailed."""
         if token in self.ends:
-            return bool(self._ask(output, lambda at: at.is_accepting()))
-        return token < self.tokenizer.n_vocab and self._ask(output, lambda at: at.validate_tokens([token])) == 1
+            return bool(self._query(output, lambda at: at.is_accepting()))
+        return token < self.tokenizer.n_vocab and self._query(output, lambda at: at.validate_tokens([token])) == 1
 
     def restrict(self, output: tuple[int, ...], logits: FloatArray) -> None:
         """Raises ConstraintFailed."""
         n = min(len(logits), self.tokenizer.n_vocab)
-        ends, mask = self.ends[self.ends < n], self._ask(output, self._mask)
+        ends, mask = self.ends[self.ends < n], self._query(output, self._mask)
         allowed = np.zeros(len(logits), bool)
         if mask is not None:
             allowed[:n] = mask[:n] & ~np.isneginf(logits[:n])
@@ -69,29 +150,29 @@ class Grammar:
     def _mask(self, at: LLMatcher) -> npt.NDArray[np.bool_]:
         """(n_vocab,) bool: whether each token may follow."""
         bits = np.frombuffer(at.compute_bitmask(), np.uint8)
-        found = np.unpackbits(bits, count=self.tokenizer.n_vocab, bitorder="little").astype(bool)
-        found[self.ends] = at.is_accepting()
-        return found
+        mask = np.unpackbits(bits, count=self.tokenizer.n_vocab, bitorder="little").astype(bool)
+        mask[self.ends] = at.is_accepting()
+        return mask
 
-    def _ask(self, output: tuple[int, ...], question: Callable[[LLMatcher], T]) -> T | None:
+    def _query(self, output: tuple[int, ...], query: Callable[[LLMatcher], T]) -> T | None:
         """The matcher's answer after an output; None if the grammar refuses the output, or it has ended.
 
-        Raises ConstraintFailed if that also fails with a fresh matcher: guesses asked before change no answer.
+        Raises ConstraintFailed if that also fails with a fresh matcher: earlier queries change no answer.
         """
         with self._lock:
             for _ in range(2):
                 try:
-                    at = self._at = self._at or self._making.result().deep_copy()
+                    at = self._matcher = self._matcher or self._start.result().deep_copy()
                 except (UserError, RecursionError):
                     raise ConstraintFailed from None
-                answer = question(at) if self._move(at, output) else None
+                answer = query(at) if self._move(at, output) else None
                 if not at.is_error():
                     return answer
-                self._at, self._path = None, ()
+                self._matcher, self._path = None, ()
         raise ConstraintFailed
 
     def _move(self, at: LLMatcher, output: tuple[int, ...]) -> bool:
-        """Move to the end of an output, or as far as the grammar allows; whether that is all of it."""
+        """Move to the end of an output, or as far as the grammar allows; return whether that is the end."""
         n = common(self._path, output)
         at.rollback(len(self._path) - n)
         n_text = next((index for index, token in enumerate(output[n:], n) if token in self.ends), len(output))
@@ -119,10 +200,10 @@ class Grammars:
     def __init__(self, open_vocabulary: Callable[[], Tokenizer]) -> None:
         self._open_vocabulary = open_vocabulary
         self._threads = ThreadPoolExecutor(N_THREADS, "grammar")
-        self._making = lru_cache(maxsize=N_KEPT)(lambda text: self._threads.submit(self._make, text))
+        self._start = lru_cache(maxsize=N_CACHED)(lambda text: self._threads.submit(self._make, text))
 
     def open_ahead(self) -> None:
-        """Open the vocabulary now, in a thread. Everybody waits for that once: half a second for 150 000 tokens."""
+        """Open the vocabulary now, in a thread: half a second for 150 000 tokens, once."""
         self._threads.submit(lambda: self._tokens)
 
     @cached_property
@@ -136,14 +217,13 @@ class Grammars:
 
     def __call__(self, text: str) -> Grammar:
         """`text`: accepted by `check_grammar`."""
-        return Grammar(self._tokenizer, self._making(text))
+        return Grammar(self._tokenizer, self._start(text))
 
     def _make(self, text: str) -> LLMatcher:
         return matcher(self._tokens, lark_of(text, partial(token_id, self._tokenizer)))
 
 
 def piece_of(tokenizer: Tokenizer, token: int) -> bytes:
-    """A token's bytes."""
-    if tokenizer.attributes_of(token) & ATTR_CONTROL:
-        return CONTROL + tokenizer.decode_piece(token, special=True)
-    return tokenizer.decode_piece(token, special=True)
+    """A token's bytes, for llguidance."""
+    piece = tokenizer.decode_piece(token, special=True)
+    return CONTROL + piece if tokenizer.attributes_of(token) & ATTR_CONTROL else piece

@@ -1,16 +1,54 @@
-"""JSON schemas as grammars for llguidance, interpreted as in llama.cpp. Knows no vocabulary, and checks no limits."""
+"""JSON schemas: as grammars for llguidance, interpreted as in llama.cpp; the keywords that no grammar can enforce; and
+whether a text fits the whole schema. Knows no vocabulary, and limits no grammar."""
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.text.relaxed_schema import MAPS, VALUES, relaxed
+from pipeinfer.models.text.limited_process import LimitedProcess, ProcessLimits
 
 WHITESPACE = r"\x20|\n{1,2}[\x20\t]{0,20}"
 """llama.cpp's whitespace between the parts of a JSON text: small models would write spaces without end."""
 
 MERGED = ("allOf", "anyOf", "oneOf", "$ref")
+
+MAPS = ("properties", "patternProperties", "$defs", "definitions")
+"""Keywords whose objects have schemas by name."""
+
+VALUES = ("const", "enum", "default", "examples")
+"""Keywords whose values are no schemas."""
+
+DROPPED = tuple(
+    [
+        "propertyNames",
+        "uniqueItems",
+        "not",
+        "if",
+        "then",
+        "else",
+        "dependentRequired",
+        "dependentSchemas",
+        "dependencies",
+        "contains",
+        "minContains",
+        "maxContains",
+        "unevaluatedProperties",
+        "unevaluatedItems",
+        "$dynamicRef",
+        "$recursiveRef",
+    ]
+)
+"""Keywords that llguidance has no grammar for."""
+
+FORMATS = tuple(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
+"""Formats of texts that it has grammars for. Others are annotations, as in JSON Schema."""
+
+LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")
+"""Of a pattern: look-ahead, look-behind and references to groups."""
+
+PROCESS = LimitedProcess(__name__, ProcessLimits(cpu_s=1, wall_s=3.0, niceness=10))
 
 
 def read_schema(text: str) -> Any:
@@ -19,6 +57,10 @@ def read_schema(text: str) -> Any:
         return json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError) as error:
         raise UserError(f"the JSON schema is not JSON: {error}") from None
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"it has no {name}")
 
 
 def schema_grammar(schema: Any) -> str:
@@ -31,19 +73,27 @@ def schema_grammar(schema: Any) -> str:
         raise UserError("the JSON schema is too deep, or has a number that JSON has not") from None
 
 
+def as_schema(grammar: str) -> Any:
+    """The schema in the text of a grammar; None if it is none."""
+    return json.loads(grammar) if grammar.startswith("{") else None
+
+
+# -- grammars
+
+
 def lark_of_schema(text: str) -> str:
     """The grammar in Lark. Raises RecursionError for a schema that is too deep."""
     return f"start: {json_rule(json.loads(text))}"
 
 
 def json_rule(schema: Any) -> str:
-    """What a rule in Lark is that a schema describes. As in llama.cpp, objects with given properties have no others,
+    """The right side of a rule in Lark for a schema. As in llama.cpp, objects with given properties have no others,
     unless the schema allows them or is a part of another one; `oneOf` is `anyOf`.
 
     Raises RecursionError for a schema that is too deep.
     """
-    held, _ = relaxed(schema)
-    closed = _closed(held, {*_parts(held)}, "#")
+    enforced, _ = relaxed(schema)
+    closed = _closed(enforced, {*_parts(enforced)}, "#")
     return "%json " + json.dumps({**closed, "x-guidance": {"whitespace_pattern": WHITESPACE, "coerce_one_of": True}})
 
 
@@ -57,7 +107,11 @@ def _parts(schema: Any, is_part: bool = False) -> Iterator[str]:
             yield str(schema["$ref"])
         for key, each in schema.items():
             if key not in VALUES:
-                yield from _parts(each, key == "allOf" or (key in MERGED and "properties" in schema))
+                yield from _parts(each, _is_merged(key, schema))
+
+
+def _is_merged(key: str, schema: dict[str, Any]) -> bool:
+    return key == "allOf" or (key in MERGED and "properties" in schema)
 
 
 def _closed(schema: Any, open_places: set[str], place: str, is_part: bool = False, is_map: bool = False) -> Any:
@@ -66,23 +120,88 @@ def _closed(schema: Any, open_places: set[str], place: str, is_part: bool = Fals
         return [_closed(each, open_places, f"{place}/{at}", is_part) for at, each in enumerate(schema)]
     if not isinstance(schema, dict):
         return schema
-    found = {
-        key: each
-        if key in VALUES and not is_map
-        else _closed(
-            each,
-            open_places,
-            f"{place}/{key}",
-            not is_map and (key == "allOf" or (key in MERGED and "properties" in schema)),
-            not is_map and key in MAPS,
-        )
-        for key, each in schema.items()
-    }
+    closed = dict(schema)
+    for key, each in schema.items():
+        if is_map:
+            closed[key] = _closed(each, open_places, f"{place}/{key}")
+        elif key not in VALUES:
+            closed[key] = _closed(each, open_places, f"{place}/{key}", _is_merged(key, schema), key in MAPS)
     is_open = is_map or is_part or place in open_places or not {*MERGED}.isdisjoint(schema)
     if "properties" in schema and "additionalProperties" not in schema and not is_open:
-        found["additionalProperties"] = False
-    return found
+        closed["additionalProperties"] = False
+    return closed
 
 
-def _refuse(name: str) -> None:
-    raise ValueError(f"it has no {name}")
+# -- what a grammar cannot enforce
+
+
+def relaxed(schema: Any) -> tuple[Any, tuple[str, ...]]:
+    """The schema that a grammar can enforce, and a reason for each keyword that is left out. Raises RecursionError for
+    one that is too deep."""
+    reasons = dict[str, None]()
+    return _relaxed(schema, reasons), tuple(reasons)
+
+
+def relaxations(schema: Any) -> tuple[str, ...]:
+    """The reasons of `relaxed`; none for a schema that is too deep, which is refused elsewhere."""
+    try:
+        return relaxed(schema)[1]
+    except RecursionError:
+        return ()
+
+
+def _relaxed(schema: Any, reasons: dict[str, None]) -> Any:
+    if isinstance(schema, list):
+        return [_relaxed(each, reasons) for each in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    result = dict[str, Any]()
+    for key, value in schema.items():
+        if key in VALUES:
+            result[key] = value
+        elif key in MAPS and isinstance(value, Mapping):
+            result[key] = {name: _relaxed(each, reasons) for name, each in value.items()}
+        elif key in DROPPED:
+            if value is not False or key.startswith("unevaluated"):
+                reasons[f"no grammar holds a text to {key}"] = None
+        elif key == "format":
+            if value in FORMATS or schema.get("type") in ("integer", "number"):
+                result[key] = value
+        elif key == "pattern" and isinstance(value, str) and LOOKS_AROUND.search(value):
+            reasons["no grammar holds a text to a pattern that looks around"] = None
+        else:
+            result[key] = _relaxed(value, reasons)
+    named = result.get("patternProperties")
+    named = named if isinstance(named, dict) else {}
+    enforced = {name: each for name, each in named.items() if not LOOKS_AROUND.search(name)}
+    if len(enforced) < len(named):
+        reasons["no grammar holds a text to a pattern that looks around"] = None
+        result |= {"patternProperties": enforced, "additionalProperties": True}
+    return result
+
+
+def mismatch(schema: Any, text: str) -> str:
+    """Why a text does not fit the whole schema; empty if it fits, or if the comparison fails."""
+    result = PROCESS.ask({"schema": schema, "text": text})
+    return " ".join(str(result.get("wrong", "")).split())[:300]
+
+
+def answer(request: Mapping[str, Any]) -> dict[str, str]:
+    """In a process of its own, because some patterns take unbounded time: `wrong`: the first error of `text`, and its
+    place; empty if there is none. `error`: the comparison fails."""
+    from jsonschema.exceptions import best_match  # type: ignore[import-untyped]
+    from jsonschema.validators import Draft202012Validator, validator_for  # type: ignore[import-untyped]
+    from referencing import Registry
+
+    schema = request["schema"]
+    try:
+        value = json.loads(request["text"])
+    except (ValueError, RecursionError):
+        return {"wrong": "it is not JSON"}
+    try:
+        # an empty registry: a client's schema must not read files or call other servers
+        validator = validator_for(schema, Draft202012Validator)(schema, registry=Registry())
+        error = best_match(validator.iter_errors(value))
+    except Exception as fault:  # whatever a schema can raise
+        return {"error": f"{type(fault).__name__}: {fault}"}
+    return {"wrong": f"{error.json_path}: {error.message}" if error else ""}

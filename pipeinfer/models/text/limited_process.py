@@ -1,4 +1,4 @@
-"""Process untrusted input in a child with limited time and memory. Does not know what is done there."""
+"""Process untrusted input in a child with limited time and memory. Does not know the work."""
 
 import contextlib
 import json
@@ -15,18 +15,16 @@ from pipeinfer.child import python_command
 N_TRIES = 2
 """Attempts, if the process is killed or stopped from outside."""
 
-LOOK_EVERY_S = 1.0
+CHECK_EVERY_S = 1.0
 """Seconds between checks whether the process was stopped."""
 
-START = (
-    "import os; os.nice(int(sys.argv[1])); from pipeinfer.models.text.limited_child import main; main(*sys.argv[2:])"
-)
+START = "import os; os.nice(int(sys.argv[1])); from pipeinfer.child import answer_within; answer_within(*sys.argv[2:])"
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class ProcessLimits:
     """Seconds of a core, seconds, and bytes of memory. `niceness`: added to this process's, so that work which takes
-    seconds leaves the cores to whoever computes."""
+    seconds leaves the cores to computation."""
 
     cpu_s: int = 5
     wall_s: float = 30.0
@@ -39,7 +37,7 @@ class LimitedProcess:
     """`module`: its function `answer` takes a JSON object and returns one. Thread-safe."""
 
     module: str
-    limits: Limits = Limits()
+    limits: ProcessLimits = ProcessLimits()
     ahead: list[subprocess.Popen[bytes]] = field(default_factory=list, compare=False, repr=False)
 
     def start_ahead(self) -> None:
@@ -48,7 +46,7 @@ class LimitedProcess:
             with contextlib.suppress(OSError):  # `ask` reports it
                 self.ahead.append(self._start())
 
-    def ask(self, asked: Mapping[str, Any]) -> dict[str, Any]:
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The answer; or `error`: the limit that was exceeded; or `broken`: what is wrong with this host."""
         limits = self.limits
         for _ in range(N_TRIES):
@@ -56,12 +54,12 @@ class LimitedProcess:
             try:
                 with self._take() as process:
                     try:
-                        said = _said(process, json.dumps(asked).encode(), start_s + limits.wall_s)
+                        output = _output(process, json.dumps(request).encode(), start_s + limits.wall_s)
                     finally:
                         process.kill()
-                if said is None:
+                if output is None:
                     continue
-                found = json.loads(said)
+                answer = json.loads(output)
             except subprocess.TimeoutExpired:
                 return {"error": f"is not done after {limits.wall_s:g} s"}
             except OSError as error:
@@ -72,9 +70,9 @@ class LimitedProcess:
                     continue
                 # or it had no memory left to report an error
                 return {"error": f"takes more than {limits.cpu_s} s or {limits.n_bytes >> 20} MiB"}
-            return found if isinstance(found, dict) else {}
-        return {"broken": f"is not done: its process was killed or stopped, {N_TRIES} times; the host may be short of "
-                          "memory"}  # fmt: skip
+            return answer if isinstance(answer, dict) else {}
+        reason = f"its process was killed or stopped, {N_TRIES} times; the host may be short of memory"
+        return {"broken": f"is not done: {reason}"}
 
     def _take(self) -> subprocess.Popen[bytes]:
         try:
@@ -88,18 +86,18 @@ class LimitedProcess:
         return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, start_new_session=True)
 
 
-def _said(process: subprocess.Popen[bytes], asked: bytes, end_s: float) -> bytes | None:
-    """What the process writes until it ends; None if it was stopped from outside. Raises TimeoutExpired."""
-    given: bytes | None = asked
+def _output(process: subprocess.Popen[bytes], data: bytes, end_s: float) -> bytes | None:
+    """The output of the process for this input; None if it was stopped from outside. Raises TimeoutExpired."""
+    unsent: bytes | None = data
     while True:
-        left_s = end_s - time.monotonic()
+        remaining_s = end_s - time.monotonic()
         try:
-            return process.communicate(given, min(LOOK_EVERY_S, max(left_s, 0.0)))[0]
+            return process.communicate(unsent, min(CHECK_EVERY_S, max(remaining_s, 0.0)))[0]
         except subprocess.TimeoutExpired:
-            given = None  # already sent
+            unsent = None
             if _is_stopped(process.pid):
                 return None
-            if left_s <= LOOK_EVERY_S:
+            if remaining_s <= CHECK_EVERY_S:
                 raise
 
 

@@ -1,7 +1,5 @@
-"""Render chat templates, in a process of its own: a sandbox. Knows no model.
-
-A template comes with a model file, from anywhere: it may loop forever, or try to leave the sandbox.
-"""
+"""Render chat templates in a sandbox, in a process of its own: a template from a model file may loop forever, or try to
+leave the sandbox. Knows no model."""
 
 import json
 import resource
@@ -20,21 +18,21 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 T = TypeVar("T")
 
 CHAT_S = 1.0
-"""CPU seconds for one text, so that the others of the same question are rendered in any case."""
+"""CPU seconds for one text, so that the others of the same request are rendered in any case."""
 
 
-def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
-    """`answers`: for each of the `contexts` its `text`, or `error`; or `broken`: what is wrong with the template for
-    any context."""
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """`answers`: for each of the `contexts` its `text`, or `error`; or `broken`: the error of the template with any
+    context."""
     signal.signal(signal.SIGVTALRM, _give_up)
-    n_characters = asked["n_characters"]
+    n_characters = request["n_characters"]
 
     def render(template: Template, context: Mapping[str, Any]) -> dict[str, str]:
-        found = attempt(template, context)
-        if "error" in found and (plain := _with_texts(context)) != context:
+        result = attempt(template, context)
+        if "error" in result and (plain := _with_texts(context)) != context:
             again = attempt(template, plain)
-            found = again if "text" in again else found
-        return found
+            result = again if "text" in again else result
+        return result
 
     def attempt(template: Template, context: Mapping[str, Any]) -> dict[str, str]:
         signal.setitimer(signal.ITIMER_VIRTUAL, CHAT_S)
@@ -44,20 +42,20 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
             return text if isinstance(text, dict) else {"text": text}
         return {"error": f"renders {len(text)} characters"}
 
-    template = _attempt("broken", lambda: parse(asked["source"], asked["now_s"]))
+    template = _attempt("broken", lambda: parse(request["source"], request["now_s"]))
     if isinstance(template, dict):
         return template
-    return {"answers": [render(template, context) for context in asked["contexts"]]}
+    return {"answers": [render(template, context) for context in request["contexts"]]}
 
 
 def _with_texts(context: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with the arguments of calls as texts in JSON, as some templates want them."""
-    said = json.loads(json.dumps(context["messages"]))
-    for message in said:
+    """The context with the arguments of calls as texts in JSON, which some templates expect."""
+    messages = json.loads(json.dumps(context["messages"]))
+    for message in messages:
         for call in message.get("tool_calls", ()):
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
         message["content"] = message["content"] or ""
-    return {**context, "messages": said}
+    return {**context, "messages": messages}
 
 
 def _give_up(number: int, frame: FrameType | None) -> None:
@@ -65,7 +63,7 @@ def _give_up(number: int, frame: FrameType | None) -> None:
 
 
 def _attempt(name: str, work: Callable[[], T]) -> T | dict[str, str]:
-    """The result of `work`; else {name: what is wrong}."""
+    """The result of `work`; else {name: its error}."""
     try:
         return work()
     except TimeoutError:
@@ -81,7 +79,7 @@ def _attempt(name: str, work: Callable[[], T]) -> T | dict[str, str]:
 def parse(source: str, now_s: float) -> Template:
     """The template, with the functions and tags that chat templates use. Raises what jinja2 raises."""
 
-    class Generation(Extension):
+    class GenerationTag(Extension):
         """`{% generation %}…{% endgeneration %}` marks the assistant's text for training; it has no effect here."""
 
         tags = {"generation"}  # noqa: RUF012 (jinja2's)
@@ -94,14 +92,17 @@ def parse(source: str, now_s: float) -> Template:
         raise TemplateError(message)
 
     def as_json(
-        value: object, indent: int | None = None, ensure_ascii: bool = False,
-        separators: Sequence[str] | None = None, sort_keys: bool = False,
-    ) -> str:  # fmt: skip
+        value: object,
+        indent: int | None = None,
+        ensure_ascii: bool = False,
+        separators: Sequence[str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
         pair = (str(separators[0]), str(separators[1])) if separators else None
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=pair, sort_keys=sort_keys)
 
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = as_json  # jinja2's own is for HTML
     environment.globals["raise_exception"] = refuse

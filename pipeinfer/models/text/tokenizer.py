@@ -1,16 +1,21 @@
-"""Text to tokens and back with a model's vocabulary. Loads no weights."""
+"""Text to tokens and back with a model's vocabulary, read without its weights; its kind, size and special tokens."""
 
 import codecs
 import ctypes
+import io
+import os
 import re
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import cached_property
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.gguf.header import read_header
-from pipeinfer.models.gguf.vocabulary import VocabularyCheck
+from pipeinfer.models.gguf.header import FileHead, Value, read_header
+from pipeinfer.models.gguf.validation import VocabularyCheck
+from pipeinfer.models.gguf.writer import encode_header
 from pipeinfer.models.llama import ggml
 
 ATTR_UNKNOWN, ATTR_CONTROL, ATTR_USER_DEFINED, ATTR_BYTE, ATTR_LSTRIP, ATTR_RSTRIP = 1, 8, 16, 32, 128, 256
@@ -18,15 +23,15 @@ NO_TOKEN_ID = -1
 NO_VOCABULARY, SENTENCE_PIECE = 0, 1
 
 PART = 1 << 14
-"""Characters of a text with markers that are tokenised at a time, and somewhat more: llama.cpp looks for every marker
-from each one to the end of the text."""
+"""About the number of characters of a text with markers that are tokenised at a time: llama.cpp searches for every
+marker from each one to the end of the text."""
 
 MARKER = re.compile(r"<[^<>]+>")
 
 SPACE = " \t\n\v\f\r"
 
 Span = tuple[int, int]
-"""Of a text: the first character, and the one behind the last."""
+"""A part of a text: its first character, and the one behind its last."""
 
 Piece = tuple[bytes, bool]
 """A token's spelling, and whether it is a byte token, whose spelling is not its text."""
@@ -71,19 +76,22 @@ class Tokenizer:
         return self._encode(text, add_special, parse_special)
 
     def encode_with_literals(self, text: str, literals: Sequence[Span]) -> list[int]:
-        """The same with `parse_special`, without bos and eos. `literals`: where names of control tokens are text, in
-        order. The text is cut where llama.cpp cuts it: at longer tokens first."""
+        """Token ids with `parse_special`, without bos and eos. `literals`: where names of control tokens are text, in
+        order. The text is cut as in llama.cpp: at longer tokens first."""
         if self._check:
             self._check.check_encodable(text, self._missing)
         fragments: list[Span | int] = [(0, len(text))]
         for token, name in self.controls:
             if name in text:
-                cut = ([each] if isinstance(each, int) else self._cut(text, each, token, name, literals)
-                       for each in fragments)  # fmt: skip
-                fragments = [part for parts in cut for part in parts]
-        found = ([each] if isinstance(each, int) else self._encode(text[slice(*each)], False, False)
-                 for each in fragments)  # fmt: skip
-        return [token for tokens in found for token in tokens]
+                fragments = [
+                    part
+                    for each in fragments
+                    for part in ([each] if isinstance(each, int) else self._cut(text, each, token, name, literals))
+                ]
+        tokens = list[int]()
+        for each in fragments:
+            tokens += [each] if isinstance(each, int) else self._encode(text[slice(*each)], False, False)
+        return tokens
 
     def _cut(self, text: str, fragment: Span, token: int, name: str, literals: Sequence[Span]) -> Iterator[Span | int]:
         """A fragment, cut at each name of a control token that overlaps no literal."""
@@ -95,35 +103,36 @@ class Tokenizer:
             if following < len(literals) and literals[following][0] < behind:
                 at += 1
                 continue
-            left = start + len(text[start:at].rstrip(SPACE)) if kind & ATTR_LSTRIP else at
-            if left > start:
-                yield start, left
+            cut = start + len(text[start:at].rstrip(SPACE)) if kind & ATTR_LSTRIP else at
+            if cut > start:
+                yield start, cut
             yield token
             start = at = end - len(text[behind:end].lstrip(SPACE)) if kind & ATTR_RSTRIP else behind
         if start < end:
             yield start, end
 
     def _with_ends(self, tokens: list[int]) -> list[int]:
-        """With bos and eos as the model expects."""
+        """Add bos and eos as the model expects."""
         return [*([self.bos] if self.adds_bos else []), *tokens, *([self.eos] if self.adds_eos else [])]
 
     @cached_property
     def controls(self) -> tuple[tuple[int, str], ...]:
         """(token, name) of the tokens that a text has only where special ones are parsed, the longest name first."""
-        found = [
-            (token, self.text_of(token).decode("utf-8", "replace"))
-            for token in range(self.n_vocab)
-            if self.attributes_of(token) & (ATTR_CONTROL | ATTR_UNKNOWN)
-        ]
-        return tuple(sorted(((token, text) for token, text in found if text), key=lambda each: -len(each[1].encode())))
+        names = self._names(ATTR_CONTROL | ATTR_UNKNOWN).items()
+        return tuple(sorted(((token, text) for token, text in names if text), key=lambda each: -len(each[1].encode())))
+
+    def _names(self, kinds: int) -> dict[int, str]:
+        """Token -> its text, of tokens with one of these attributes."""
+        tokens = (token for token in range(self.n_vocab) if self.attributes_of(token) & kinds)
+        return {token: self.text_of(token).decode("utf-8", "replace") for token in tokens}
 
     @cached_property
     def control_names(self) -> re.Pattern[str] | None:
-        """Matches the names of those tokens; None where there are none."""
+        """Matches the names of `controls`; None if there are none."""
         return re.compile("|".join(re.escape(name) for _, name in self.controls)) if self.controls else None
 
     def _parts(self, text: str) -> Iterator[str]:
-        """The text, cut before markers: what is on their two sides is tokenised apart anyway."""
+        """The text, cut before markers: their two sides are tokenised separately anyway."""
         start = 0
         for match in MARKER.finditer(text) if self._cuts else ():
             if match.start() - start >= PART and match[0] in self._cuts:
@@ -134,16 +143,11 @@ class Tokenizer:
     @cached_property
     def _cuts(self) -> frozenset[str]:
         """Markers that no other one can overlap, and that leave the spaces before them."""
-        known = {token: self.attributes_of(token) for token in range(self.n_vocab)}
-        special = ATTR_UNKNOWN | ATTR_CONTROL | ATTR_USER_DEFINED
-        markers = {
-            token: self.text_of(token).decode("utf-8", "replace") for token, kind in known.items() if kind & special
-        }
+        markers = self._names(ATTR_UNKNOWN | ATTR_CONTROL | ATTR_USER_DEFINED)
         if any(("<" in text or ">" in text) and not MARKER.fullmatch(text) for text in markers.values()):
             return frozenset()
-        return frozenset(
-            text for token, text in markers.items() if MARKER.fullmatch(text) and not known[token] & ATTR_LSTRIP
-        )
+        cuts = (token for token, text in markers.items() if MARKER.fullmatch(text))
+        return frozenset(markers[token] for token in cuts if not self.attributes_of(token) & ATTR_LSTRIP)
 
     def _encode(self, text: str, add_special: bool, parse_special: bool) -> list[int]:
         data = text.encode("utf-8", "replace")
@@ -177,10 +181,10 @@ class Tokenizer:
 
     @cached_property
     def fill_in(self) -> dict[str, int]:
-        """Tokens of a text with a hole in it, those that there are: pre, suf, mid, rep, sep."""
-        found = {name: int(getattr(self._lib, f"llama_vocab_fim_{name}")(self._vocab))
-                 for name in ("pre", "suf", "mid", "rep", "sep")}  # fmt: skip
-        return {name: token for name, token in found.items() if token != NO_TOKEN_ID}
+        """Tokens for filling in the middle of a text, as far as the model has them: pre, suf, mid, rep, sep."""
+        names = ("pre", "suf", "mid", "rep", "sep")
+        tokens = {name: int(getattr(self._lib, f"llama_vocab_fim_{name}")(self._vocab)) for name in names}
+        return {name: token for name, token in tokens.items() if token != NO_TOKEN_ID}
 
     @cached_property
     def longest(self) -> int:
@@ -188,7 +192,7 @@ class Tokenizer:
         return max(len(self.decode_piece(token, special=True)) for token in range(self.n_vocab))
 
     def text_of(self, token: int) -> bytes:
-        """A token as the vocabulary spells it."""
+        """The spelling of a token in the vocabulary."""
         text: bytes | None = self._lib.llama_vocab_get_text(self._vocab, token)
         return text or b""
 
@@ -201,7 +205,7 @@ class Tokenizer:
         return [(self.text_of(token), bool(self.attributes_of(token) & ATTR_BYTE)) for token in range(self.n_vocab)]
 
     def kind(self) -> int:
-        """Which tokenizer: SPM, BPE, WPM, …"""
+        """The type of tokenizer: SPM, BPE, WPM, …, as libllama counts them."""
         return int(self._lib.llama_vocab_type(self._vocab))
 
     def close(self) -> None:
@@ -228,3 +232,82 @@ class TextStream:
     def flush(self) -> str:
         """The rest: U+FFFD for an incomplete character."""
         return self._decoder.decode(b"", final=True)
+
+
+SPECIAL = re.compile(r"tokenizer\.ggml\.(\w+)_token_id")
+
+
+class VocabularyFile:
+    """`source`: a model, the first file of a split one, or the head of such a file. The file is held open until the
+    vocabulary is needed, and may be removed meanwhile."""
+
+    def __init__(self, source: Path | FileHead) -> None:
+        """Raises UserError when it cannot be read."""
+        self._source, self.path = source, source.path if isinstance(source, FileHead) else source
+        self._tokenizer: Tokenizer | None = None
+        try:
+            self._file: BinaryIO = io.BytesIO(source.data) if isinstance(source, FileHead) else source.open("rb")
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be read: {error.strerror}") from None
+
+    def open(self) -> Tokenizer:
+        """The tokenizer, always the same. Raises UserError."""
+        self._tokenizer = self._tokenizer or self._open()
+        return self._tokenizer
+
+    def _open(self) -> Tokenizer:
+        source = self._source
+        if isinstance(source, Path):
+            source = Path(f"/proc/self/fd/{self._file.fileno()}")
+        fd = os.memfd_create("pipeinfer-vocabulary", os.MFD_CLOEXEC)
+        try:
+            with open(fd, "wb", closefd=False) as file:
+                file.write(metadata_only(source, self._file))
+            return Tokenizer(f"/proc/self/fd/{fd}")
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """May be called twice."""
+        self._file.close()
+
+
+def metadata_only(source: Path | FileHead, file: BinaryIO) -> bytes:
+    """A model file's header without tensors, from which libllama can load the vocabulary. `file`: its bytes."""
+    entries = []
+    for key, (start, end) in read_header(source).spans.items():
+        if key != "general.alignment" and not key.startswith("split."):
+            file.seek(start)
+            entries.append(file.read(end - start))
+    return encode_header(entries, [])
+
+
+def describe_vocabulary(path: Path, metadata: Mapping[str, Value]) -> dict[str, Any]:
+    """A vocabulary as plain data. `kind`, `preset`: the file's names of the tokenizer and of its pre-tokenizer;
+    `special`: use (bos, eos, …) -> token; `ends`: tokens that end a generation.
+
+    `metadata`: the model file's. Raises UserError when its vocabulary is missing or cannot be loaded.
+    """
+    with closing(Tokenizer(path)) as tokenizer:
+
+        def token(id: int) -> dict[str, Any]:
+            return {"id": id, "text": tokenizer.text_of(id).decode("utf-8", "replace")}
+
+        matches = ((SPECIAL.fullmatch(key), value.value) for key, value in metadata.items())
+        ids: dict[str, object] = {match[1]: value for match, value in matches if match}
+        ids |= {"bos": tokenizer.bos, "eos": tokenizer.eos}  # also where the file leaves them to libllama
+        named = {use: token(id) for use, id in ids.items() if isinstance(id, int) and 0 <= id < tokenizer.n_vocab}
+        return {
+            "kind": _text(metadata, "tokenizer.ggml.model"),
+            "preset": _text(metadata, "tokenizer.ggml.pre"),
+            "n_tokens": tokenizer.n_vocab,
+            "adds_bos": tokenizer.adds_bos,
+            "adds_eos": tokenizer.adds_eos,
+            "special": dict(sorted(named.items())),
+            "ends": tuple(map(token, tokenizer.ends)),
+        }
+
+
+def _text(metadata: Mapping[str, Value], key: str) -> str:
+    value = metadata[key].value if key in metadata else ""
+    return value if isinstance(value, str) else ""

@@ -1,4 +1,4 @@
-"""Tools that a model may call: how it is told of them, and the grammar of calls that it must make. Reads no answers."""
+"""Tools that a model may call: their description in a prompt, and the grammar of required calls. Reads no answers."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,20 +7,20 @@ from typing import Any
 
 from pipeinfer.models.text.answer_forms import MARK, THOUGHTS
 from pipeinfer.models.text.answers import as_json
-from pipeinfer.models.text.chat import Message
+from pipeinfer.models.text.chat_template import ChatMessage
 from pipeinfer.models.text.grammar_text import ANY_TOKENS
 from pipeinfer.models.text.json_schema import json_rule
 from pipeinfer.models.text.tokenizer import ATTR_CONTROL, Tokenizer
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 MAX_CALLS = 16
-"""Of one answer that must call: a model that finds no end would call until its text is full."""
+"""The most required calls of an answer: a model may never end them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tools:
     """`functions`: in OpenAI's form, each with a name and the schema of its parameters. `choice`: auto, required, or
-    the one function that must be called. `parallel`: several calls may be made at a time."""
+    the function that must be called. `parallel`: an answer may have several calls."""
 
     functions: tuple[Mapping[str, Any], ...]
     choice: str = AUTO
@@ -28,14 +28,14 @@ class Tools:
 
     @property
     def schemas(self) -> dict[str, Any]:
-        """By function."""
-        found = (each["function"] for each in self.functions)
-        return {each["name"]: each.get("parameters") or {"type": "object", "properties": {}} for each in found}
+        """Function -> the schema of its arguments."""
+        functions = (each["function"] for each in self.functions)
+        return {each["name"]: each.get("parameters") or {"type": "object", "properties": {}} for each in functions}
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """How a model writes calls that it must make. `signs`: templates of such models have all of them. `call`: before a
+    """How a model writes required calls. `signs`: templates of such models have all of them. `call`: the text before a
     call's arguments, with %s for the name. `single`: an answer has one call."""
 
     signs: tuple[str, ...]
@@ -62,7 +62,7 @@ STYLES = (
 HARMONY = "<|channel|>analysis<|message|>"
 HERMES = STYLES[-1]
 
-TOLD = """# Tools
+DESCRIPTION = """# Tools
 
 You may call one or more functions to assist with the user query.
 
@@ -75,36 +75,36 @@ For each function call, return a json object with function name and arguments wi
 <tool_call>
 {{"name": <function-name>, "arguments": <args-json-object>}}
 </tool_call>"""
-"""Told to models whose template knows no tools, as Qwen's template does."""
+"""The system message for models whose template has no tools, from Qwen's template."""
 
 
 def knows_tools(source: str) -> bool:
-    """Whether a template tells of tools."""
+    """Whether a template describes tools."""
     return re.search(r"\btools\b", source) is not None
 
 
-def told_plainly(messages: Sequence[Message], tools: Tools | None) -> list[Message]:
-    """The same conversation for a template that knows no tools: they, calls and results are told as texts."""
-    told = [_plain(message) for message in messages]
+def plain_conversation(messages: Sequence[ChatMessage], tools: Tools | None) -> list[ChatMessage]:
+    """The conversation for a template without tools: tools, calls and results become text."""
+    plain = [_plain(message) for message in messages]
     if tools is None:
-        return told
-    text = TOLD.format("\n".join(as_json(each) for each in tools.functions))
-    if told and told[0].role == "system":
-        return [Message("system", f"{told[0].content}\n\n{text}"), *told[1:]]
-    return [Message("system", text), *told]
+        return plain
+    text = DESCRIPTION.format("\n".join(as_json(each) for each in tools.functions))
+    if plain and plain[0].role == "system":
+        return [ChatMessage("system", f"{plain[0].content}\n\n{text}"), *plain[1:]]
+    return [ChatMessage("system", text), *plain]
 
 
-def _plain(message: Message) -> Message:
+def _plain(message: ChatMessage) -> ChatMessage:
     if message.role == "tool":
-        return Message("user", f"<tool_response>\n{message.content}\n</tool_response>")
+        return ChatMessage("user", f"<tool_response>\n{message.content}\n</tool_response>")
     calls = [each["function"] for each in message.more.get("tool_calls", ())]
     written = [HERMES.call % call["name"] + as_json(call["arguments"]) + HERMES.close for call in calls]
-    return Message(message.role, "\n".join(filter(None, [message.content, *written])))
+    return ChatMessage(message.role, "\n".join(filter(None, [message.content, *written])))
 
 
 def calls_grammar(tools: Tools, source: str, tokenizer: Tokenizer, thought: str) -> str:
-    """The text of a grammar: calls in the style of the template `source`, their arguments held to their schemas, after
-    reasoning. `thought`: what ends the reasoning that the prompt begins, if it begins some."""
+    """The text of a grammar: calls in the style of the template `source`, with arguments by their schemas, after
+    reasoning. `thought`: the mark that ends the reasoning which the prompt begins, if any."""
     style = next(each for each in STYLES if all(sign in source for sign in each.signs))
     schemas = {name: schema for name, schema in tools.schemas.items() if tools.choice in (REQUIRED, name)}
     more = tools.parallel and tools.choice == REQUIRED and not style.single
@@ -115,8 +115,8 @@ def calls_grammar(tools: Tools, source: str, tokenizer: Tokenizer, thought: str)
     lines = [f"calls: {' | '.join(f'call{at}' for at in range(len(schemas)))}"]
     for at, (name, schema) in enumerate(schemas.items()):
         lines += [
-            f"call{at}: {mark(style.call % name)} given{at} {mark(style.close)}",
-            f"given{at}: {json_rule(schema)}",
+            f"call{at}: {mark(style.call % name)} arguments{at} {mark(style.close)}",
+            f"arguments{at}: {json_rule(schema)}",
         ]
     rest = f"({mark(style.between)} calls){{0,{MAX_CALLS - 1}}}" if more else ""
     before, rules = _thoughts(source, thought, mark)
@@ -125,7 +125,7 @@ def calls_grammar(tools: Tools, source: str, tokenizer: Tokenizer, thought: str)
 
 
 def _thoughts(source: str, thought: str, mark: Any) -> tuple[str, list[str]]:
-    """What stands before the calls, and its rules: the reasoning that is open, or may come."""
+    """The symbols before the calls, and their rules: reasoning that the prompt begins, or that may come."""
     begin = HARMONY if "<|channel|>" in source else next((each for each in THOUGHTS if each in source), "")
     if not thought and not begin:
         return "", []
@@ -139,7 +139,7 @@ def _thoughts(source: str, thought: str, mark: Any) -> tuple[str, list[str]]:
 
 
 def _literal(text: str, tokenizer: Tokenizer) -> str:
-    """In Lark; control tokens by their ids, as no text is one."""
+    """A text in Lark, with control tokens by their ids."""
     return " ".join(_control(part, tokenizer) or as_json(part) for part in MARK.split(text) if part)
 
 

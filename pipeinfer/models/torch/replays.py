@@ -1,44 +1,44 @@
-"""Runs filled up to a few sizes, so that on a GPU each size is recorded once, as a CUDA graph, and then replayed. Knows
-what a run's inputs are, no layer.
+"""Runs padded to a few sizes, so that on a GPU each size is recorded once, as a CUDA graph, and then replayed.
 
-A run's inputs are written into memory of the host, of which there are as many versions as runs may be under way: the
-device copies a version, in the order of its work, to where the graph reads. A version is written again when the device
-is done with the run that it was for.
+Knows the inputs of a run, no layer.
 
-No GPU has run the recording yet. Filling up is the same on a CPU, where tests look at what it must not change.
+A run's inputs are written into memory of the host, of which there are as many versions as runs may be in flight: the
+device copies a version, in the order of its work, to the graph's inputs. A version is written again when the device has
+finished its run.
+
+No GPU has run the recording yet. Padding is the same on a CPU, where tests cover it.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from pipeinfer.models.torch.device_queue import DeviceQueue, Mark, Past
-from pipeinfer.models.torch.results import Result
+from pipeinfer.models.torch.device import DeviceQueue, Mark, Past, PendingRows
 
 MOST_ROWS = 64
-"""Of a run that is filled up; larger ones, chunks of prompts, keep a GPU busy without."""
+"""Of a padded run; larger ones, chunks of prompts, keep a GPU busy without a graph."""
 
 LEAST_CELLS = 256
 AHEAD_ROWS, AHEAD_CELLS = (1, 2, 4, 8), 4096
-"""Of runs that are recorded when a model is loaded; others are when they are first met, which takes some runs' time."""
+"""Sizes that are recorded when a model is loaded; others are at their first run, which takes the time of some runs."""
 
 N_WARM_UP = 2
 """Runs before a recording: libraries choose their kernels and buffers then."""
 
 N_VERSIONS = 2
-"""Runs that may be under way on the device while the host prepares none."""
+"""Runs that may be in flight on the device."""
 
 
 class Inputs(NamedTuple):
-    """cells     (n_rows,), where keys and values go
+    """cells     (n_rows,), of the rows' keys and values
     wanted    (n_wanted,), the rows whose logits are wanted; on a last slice
-    rows      (n_rows, n_embd), the residual stream before the slice; no rows where it is on the device
+    rows      (n_rows, n_embd), the residual stream before the slice; no rows if it is on the device
     cos, sin  (n_rows, 1, n_rot)
-    seen      (n_rows, n_cells), which cells each row sees; or their numbers, in order, and -1 behind them
+    visible   (n_rows, n_cells), which cells each row sees; or their numbers in order, then -1
     """
 
     cells: torch.Tensor
@@ -46,7 +46,7 @@ class Inputs(NamedTuple):
     rows: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
-    seen: torch.Tensor
+    visible: torch.Tensor
 
 
 ROWS = Inputs._fields.index("rows")
@@ -54,14 +54,14 @@ ROWS = Inputs._fields.index("rows")
 
 @dataclass(slots=True)
 class Version:
-    """A run's inputs on the host, and where the device is done with them."""
+    """A run's inputs on the host; the device has read them behind the mark `done`."""
 
     memory: torch.Tensor
     done: Mark = field(default_factory=Past)
     _views: "dict[Frame, Inputs]" = field(default_factory=dict)
 
     def views(self, frame: "Frame", queue: DeviceQueue) -> Inputs:
-        """The memory as that frame's inputs, larger if need be."""
+        """The memory, enlarged if necessary, as that frame's inputs."""
         if len(self.memory) < frame.n_bytes:
             self.memory = queue.host_memory((frame.n_bytes,), torch.uint8)
             self._views.clear()
@@ -71,23 +71,20 @@ class Version:
 
 
 class Replays:
-    """`compute` makes of inputs the residual stream after the slice. `spare`: the cell that rows of no use write to."""
+    """`compute`: from inputs the residual stream after the slice. `spare`: the cell that padding writes to."""
 
     def __init__(
         self, compute: Callable[[Inputs], torch.Tensor], spare: int, queue: DeviceQueue, records: bool,
         most_recorded: int | None = None,
     ) -> None:  # fmt: skip
-        """`most_recorded`: rows times cells of what is recorded; larger runs are filled up only. None: no limit."""
+        """`most_recorded`: rows times cells of the largest recording; larger runs are only padded. None: no limit."""
         self._compute, self._spare, self._queue, self._most_recorded = compute, spare, queue, most_recorded
         self._frames: dict[tuple[int, int], Frame] = {}
         self._recorder = Recorder() if records else None
         self._versions = [Version(torch.empty(0, dtype=torch.uint8)) for _ in range(N_VERSIONS)]
 
-    def takes(self, n_rows: int) -> bool:
-        return n_rows <= MOST_ROWS
-
     def record_ahead(self, like: Inputs) -> None:
-        """What texts will need, so that none of them stands still for it: few rows, and cells up to some thousands."""
+        """Record the sizes that most texts need: few rows, and cells up to some thousands."""
         n_cells, most = LEAST_CELLS, min(self._spare, AHEAD_CELLS)
         while True:
             for n_rows in AHEAD_ROWS:
@@ -105,11 +102,11 @@ class Replays:
 
     def begin(
         self, inputs: Inputs, on_device: torch.Tensor | None,
-        finish: Callable[[torch.Tensor], torch.Tensor] | None, result: Result[Any],
+        finish: Callable[[torch.Tensor], torch.Tensor] | None, result: PendingRows,
     ) -> Mark:  # fmt: skip
-        """Of inputs on the host, of which `rows` may be `on_device`, the residual stream goes to the result, or what
-        `finish` makes of the rows that are wanted; it is complete when the mark is past."""
-        n_rows, n_cells = inputs.seen.shape
+        """Give the result the residual stream, or `finish` of the wanted rows; complete behind the mark. `on_device`:
+        replaces `inputs.rows`."""
+        n_rows, n_cells = inputs.visible.shape
         size = _next_power(n_rows), min(self._spare, max(LEAST_CELLS, _next_power(n_cells)))
         frame, version = self._frame(inputs, size), self._versions[0]
         self._versions.append(self._versions.pop(0))
@@ -128,7 +125,7 @@ class Replays:
 
 
 class Frame:
-    """Inputs of one size, at places on the device that do not change, and what is made of them."""
+    """Inputs of one size, at fixed places on the device, and their recording."""
 
     def __init__(
         self, compute: Callable[[Inputs], torch.Tensor], like: Inputs, size: tuple[int, int], spare: int,
@@ -138,7 +135,7 @@ class Frame:
         n_rows, n_cells = size
         # the widest numbers first, so that each part begins where its numbers may
         self._parts = [(part.dtype, (n_rows, *part.shape[1:])) for part in like[:-1]]
-        self._parts.append((like.seen.dtype, (n_rows, n_cells)))
+        self._parts.append((like.visible.dtype, (n_rows, n_cells)))
         sizes = [dtype.itemsize * prod(shape) for dtype, shape in self._parts]
         self._ends = list(accumulate(sizes, initial=0))
         self.n_bytes = self._ends[-1]
@@ -160,7 +157,7 @@ class Frame:
         )
 
     def read(self, source: torch.Tensor, rows: torch.Tensor | None) -> None:
-        """Bytes of the host's; `rows` of the residual stream, if they are on the device."""
+        """Copy the host's bytes in; `rows`: the residual stream, if it is on the device."""
         if rows is None:
             self.memory.copy_(source, non_blocking=True)
             return
@@ -171,7 +168,7 @@ class Frame:
         self.inputs.rows[len(rows) :].zero_()
 
     def replay(self) -> torch.Tensor:
-        """(n_rows, n_embd), valid until the next time."""
+        """(n_rows, n_embd), valid until the next call."""
         if self._graph is None:
             return self._compute(self.inputs)
         self._graph.replay()
@@ -179,16 +176,15 @@ class Frame:
 
 
 class Recorder:
-    """All recordings of a device. What one needs while it runs they share: each result is copied before the next
-    runs."""
+    """All recordings of a device. They share their temporary memory: each result is copied before the next runs."""
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()
-        # one stream, as each has work space of the library's that multiplies
+        # one stream, as cuBLAS has a work space for each
         self._aside = torch.cuda.Stream()
 
     def record(self, compute: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
-        """What is recorded, and where its result is when it ran."""
+        """The recording, and the place of its result."""
         current = torch.cuda.current_stream()
         self._aside.wait_stream(current)
         with torch.cuda.stream(self._aside):
@@ -196,27 +192,27 @@ class Recorder:
                 compute()
         current.wait_stream(self._aside)
         graph = torch.cuda.CUDAGraph()
-        # other threads may ask MPI for messages meanwhile, and it the device
+        # meanwhile other threads may call MPI, and MPI the device
         with torch.cuda.graph(graph, self._pool, self._aside, capture_error_mode="thread_local"):
-            found = compute()
-        return graph, found
+            result = compute()
+        return graph, result
 
 
 def fill(frame: Inputs, inputs: Inputs, spare: int) -> None:
-    """Put a run's rows in; those after them see some cells, whichever, and write to the spare one."""
-    n_rows, n_cells = inputs.seen.shape
-    for own, given in zip(frame[:-1], inputs[:-1], strict=True):
-        if given is inputs.rows and not len(given):
+    """Copy a run's rows in; the padding behind them sees some cells and writes to the spare one."""
+    n_rows, n_cells = inputs.visible.shape
+    for target, source in zip(frame[:-1], inputs[:-1], strict=True):
+        if source is inputs.rows and not len(source):
             continue
-        own[: len(given)] = given
-        if len(given) < len(own):
-            own[len(given) :] = 0
-    is_mask = inputs.seen.dtype is torch.bool
-    frame.seen[:n_rows, :n_cells] = inputs.seen
-    frame.seen[:n_rows, n_cells:] = False if is_mask else -1
-    if n_rows < len(frame.seen):
+        target[: len(source)] = source
+        if len(source) < len(target):
+            target[len(source) :] = 0
+    is_mask = inputs.visible.dtype is torch.bool
+    frame.visible[:n_rows, :n_cells] = inputs.visible
+    frame.visible[:n_rows, n_cells:] = False if is_mask else -1
+    if n_rows < len(frame.visible):
         frame.cells[n_rows:] = spare
-        frame.seen[n_rows:] = True if is_mask else 0
+        frame.visible[n_rows:] = True if is_mask else 0
 
 
 def _next_power(n: int) -> int:

@@ -1,8 +1,8 @@
 """A StageModel on PyTorch: a slice of layers of the llama family, on a CPU or a GPU. Knows no MPI and no tokenizer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from typing import Any
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -12,37 +12,30 @@ from pipeinfer.core.runs import KvOp
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import ModelFault, UserError
 from pipeinfer.models.gguf.slice import SliceFile
-from pipeinfer.models.llama.check_result import check_result
-from pipeinfer.models.llama.loading import token_table
-from pipeinfer.models.llama.parts import blocks_of
+from pipeinfer.models.llama.rows import blocks_of, check_result, check_rows
 from pipeinfer.models.llama.threads import ThreadShare
-from pipeinfer.models.torch.attention import BlockOfPrompt, BySequence, InOrder, MaskedCells, RowByRow, Seen
-from pipeinfer.models.torch.begun import BegunRun
-from pipeinfer.models.torch.cells import CellTable
-from pipeinfer.models.torch.device_queue import DeviceQueue, Mark
-from pipeinfer.models.torch.device_rows import OwnDeviceRows
-from pipeinfer.models.torch.experts import runs_without_waiting
-from pipeinfer.models.torch.groups import in_groups, rows_together
-from pipeinfer.models.torch.hyperparameters import read_hyperparameters
-from pipeinfer.models.torch.layer import Layer, Matrix
-from pipeinfer.models.torch.params import AUTO, BF16, CPU, CUDA, F32, INT4, INT8, TorchParams
-from pipeinfer.models.torch.quantised.int4 import check_device
-from pipeinfer.models.torch.replays import Inputs, Replays
-from pipeinfer.models.torch.results import OnDevice, OnHost, Result
-from pipeinfer.models.torch.rope import RopeTable
+from pipeinfer.models.llama.token_table import token_table
+from pipeinfer.models.torch.attention import CellTable, InOrder, MaskedCells, RowByRow, VisibleCells, is_sparse
+from pipeinfer.models.torch.device import DeviceFuture, DeviceQueue, HostFuture, Mark, PendingRows, TorchRows
+from pipeinfer.models.torch.layer import Layer, Matrix, RopeTable, runs_without_waiting
+from pipeinfer.models.torch.matrices import check_device, in_groups, rows_together
+from pipeinfer.models.torch.params import AUTO, BF16, CPU, CUDA, F32, INT4, INT8, TorchParams, read_hyperparameters
+from pipeinfer.models.torch.replays import MOST_ROWS, Inputs, Replays
 from pipeinfer.models.torch.weights import Weights
 
 MORE_ROOM = "use a smaller context (-c), fewer rows (-b) or more ranks"
 CACHE_TYPES = {F32: torch.float32, BF16: torch.bfloat16, INT8: torch.bfloat16, INT4: torch.bfloat16}
 
 TENSORS = {F32: torch.float32, BF16: torch.bfloat16}
-"""Of weights that are kept as such."""
+"""Types of weights that are plain tensors."""
 
 MOST_EXACT = 8 * 8192
-"""Rows times cells of a run that is recorded with exact numerics, whose attention goes cell block by cell block."""
+"""Rows times cells of the largest recorded run with exact numerics, whose attention goes block by block of cells."""
 
 WIRE_TYPES = (torch.float32, torch.bfloat16)
-"""What activations travel as from device to device, by whether they are rounded."""
+"""Types of activations from device to device, by whether they are rounded."""
+
+Future = TypeVar("Future", bound=PendingRows)
 
 
 def never() -> bool:
@@ -53,8 +46,7 @@ class TorchStage:
     """Layers [first, last) with their KV cache. A whole model is the stage that is both first and last."""
 
     def __init__(self, slice_file: SliceFile, params: TorchParams) -> None:
-        """Load the slice and close its file. Raises UserError when this is no model for torch or the device is not
-        there."""
+        """Load the slice and close its file. Raises UserError for an unknown model, or if there is no such device."""
         try:
             with torch.inference_mode():
                 self._open(slice_file, params)
@@ -83,22 +75,23 @@ class TorchStage:
         self._in_order = self._exact and (params.padded or not is_cpu)
         self.threads = ThreadShare(params.n_threads)
         self._cells = CellTable(params.n_cells, params.n_seq_max)
-        may_go_at_once = numbers.n_expert_used and not self._exact and (params.padded or not is_cpu)
+        is_padded = params.padded or not is_cpu
         self._experts_at_once = (
-            bool(may_go_at_once) and self.dtype in TENSORS and runs_without_waiting(self.device, TENSORS[self.dtype])
-        )
+            numbers.n_expert_used > 0 and not self._exact and is_padded and self.dtype in TENSORS
+            and runs_without_waiting(self.device, TENSORS[self.dtype])
+        )  # fmt: skip
         self._load(slice_file)
-        # one more cell, for rows that fill up a run
-        size = (2 * numbers.n_head_kv, params.n_cells + 1, numbers.head_dim)
-        kind = CACHE_TYPES[self.dtype]
-        self._caches = [torch.zeros(size, dtype=kind, device=self.device) for _ in self._layers]  # keys, then values
+        # one more cell, for padding
+        size, self._cache_type = (2 * numbers.n_head_kv, params.n_cells + 1, numbers.head_dim), CACHE_TYPES[self.dtype]
+        # keys, then values
+        self._caches = [torch.zeros(size, dtype=self._cache_type, device=self.device) for _ in self._layers]
         self._replays: Replays | None = None
         if (self.device.type == CUDA or params.padded) and (not numbers.n_expert_used or self._experts_at_once):
             self._replays = self._make_replays()
         self._table = token_table(slice_file) if self.is_first else None
 
     def _make_replays(self) -> Replays:
-        """Where there is a GPU, with recordings of the usual runs."""
+        """On a GPU with recordings of the usual runs."""
         records = self.device.type == CUDA
         most = MOST_EXACT if self._in_order else None
         replays = Replays(self._compute, self.params.n_cells, self._queue, records, most)
@@ -108,14 +101,14 @@ class TorchStage:
         return replays
 
     def _no_inputs(self) -> Inputs:
-        """Of a run without rows."""
+        """A run without rows."""
         cos, sin = self._rope.at(np.zeros(1, np.int32))
-        seen = torch.empty((0, 0), dtype=torch.int64 if self._in_order else torch.bool)
+        visible = torch.empty((0, 0), dtype=torch.int64 if self._in_order else torch.bool)
         none = torch.empty(0, dtype=torch.int64)
-        return Inputs(none, none, torch.empty((0, self.n_embd)), cos[:0], sin[:0], seen)
+        return Inputs(none, none, torch.empty((0, self.n_embd)), cos[:0], sin[:0], visible)
 
     def _load(self, slice_file: SliceFile) -> None:
-        n_threads, no_order, is_cpu = self.params.n_threads, lambda name: None, self.device.type == CPU
+        n_threads, is_cpu = self.params.n_threads, self.device.type == CPU
         torch.set_num_threads(1)  # the threads that read are enough
         self._layers: list[Layer] = []
         with closing(Weights(slice_file, self.dtype, self.device, n_threads)) as weights:
@@ -126,7 +119,7 @@ class TorchStage:
             if self.is_last:
                 # a last slice has its head under the name of the token table, unless both are there
                 name = "output" if weights.has("output.weight") else "token_embd"
-                self._norm, self._head = weights.vector("output_norm.weight"), Matrix(weights, [name], no_order)
+                self._norm, self._head = weights.vector("output_norm.weight"), Matrix(weights, [name])
                 if weights.has("output.bias"):
                     self._head.bias = weights.vector("output.bias")
         torch.set_num_threads(n_threads)
@@ -142,36 +135,32 @@ class TorchStage:
 
         ModelFault when the model's file was changed, or the result is no number.
         """
-        begun = self.begin(batch, stop)
-        return None if begun is None else begun.result()
+        future = self.begin(batch, stop)
+        return None if future is None else future.result()
 
-    def begin(self, batch: Batch, stop: Callable[[], bool]) -> BegunRun[FloatArray] | None:
+    def begin(self, batch: Batch, stop: Callable[[], bool]) -> HostFuture | None:
         """See AsyncStage. On a CPU the run is done when this returns."""
-        result = OnHost(self._queue)
-        done = self._begin(batch, stop, result)
-        return None if done is None else BegunRun(result, done, self._check_result)
+        return self._begin(batch, stop, HostFuture(self._queue, self._check_result))
 
-    def begin_on_device(self, batch: Batch, stop: Callable[[], bool], rounded: bool) -> BegunRun[OwnDeviceRows] | None:
+    def begin_on_device(self, batch: Batch, stop: Callable[[], bool], rounded: bool) -> DeviceFuture | None:
         """See DeviceStage."""
         assert not self.is_last, "logits are the host's"
-        result = OnDevice(self._queue, WIRE_TYPES[rounded])
-        done = self._begin(batch, stop, result)
-        return None if done is None else BegunRun(result, done, self._check_result)
+        return self._begin(batch, stop, DeviceFuture(self._queue, self._check_result, WIRE_TYPES[rounded]))
 
     def _check_result(self, rows: FloatArray) -> None:
         check_result(rows, are_logits=self.is_last, where=self._where)
 
-    def _begin(self, batch: Batch, stop: Callable[[], bool], result: Result[Any]) -> Mark | None:
-        """When the result will be complete; None when told to stop."""
-        self._check(batch)
+    def _begin(self, batch: Batch, stop: Callable[[], bool], future: Future) -> Future | None:
+        """The future, submitted; None when told to stop."""
+        n_rows, wanted = len(batch.positions), batch.wanted if self.is_last else None
+        check_rows(n_rows, wanted, self.params.n_batch, self.params.n_outputs_max)
         self._cells.place(batch)
         torch.set_num_threads(self.threads.begin())
         done = None
         try:
             with torch.inference_mode(), self._queue.current():
-                done = self._ask_device(batch, stop, result)
+                done = self._submit(batch, stop, future)
         except torch.OutOfMemoryError:
-            n_rows = len(batch.positions)
             raise ModelFault(f"no room on {self.device} for a run of {n_rows} rows through {self._where}; "
                              f"{MORE_ROOM}") from None  # fmt: skip
         except BaseException:
@@ -181,98 +170,97 @@ class TorchStage:
             self.threads.end()
         if done is None:
             self._cells.forget(batch)
-        return done
+            return None
+        future.done = done
+        return future
 
-    def _ask_device(self, batch: Batch, stop: Callable[[], bool], result: Result[Any]) -> Mark | None:
-        rows, on_device = self._inputs(batch)
+    def _submit(self, batch: Batch, stop: Callable[[], bool], result: PendingRows) -> Mark | None:
+        """The place in the device's work behind which the result is complete; None when told to stop."""
+        rows, on_device = self._input_rows(batch)
         cells, wanted = torch.from_numpy(self._cells.of_rows(batch)), torch.from_numpy(np.flatnonzero(batch.wanted))
         cos, sin = self._rope.at(batch.positions)
-        if self._replays is not None and self._replays.takes(len(cells)) and not (self._exact and batch.span):
+        if self._replays is not None and len(cells) <= MOST_ROWS and not (self._exact and batch.span):
             if stop():
                 return None
-            seen = self._cells.order(batch) if self._in_order else self._cells.mask(batch)
-            inputs = Inputs(cells, wanted, rows, cos, sin, torch.from_numpy(seen))
+            visible = self._cells.order(batch) if self._in_order else self._cells.mask(batch)
+            inputs = Inputs(cells, wanted, rows, cos, sin, torch.from_numpy(visible))
             return self._replays.begin(inputs, on_device, self._logits if self.is_last else None, result)
         cos, sin, cells, wanted = map(self._queue.upload, (cos, sin, cells, wanted))
         rows = self._queue.upload(rows) if on_device is None else on_device
-        after = self._evaluate(batch, rows, cos, sin, cells, stop)
-        if after is None:
-            if on_device is not None:
-                self._queue.mark().synchronize()  # it may still be read, and is the caller's from here on
-            return None
+        outputs = []
+        for part, visible_cells, group in self._parts(batch):
+            output = self._through_layers(visible_cells, group, rows[part], cos[part], sin[part], cells[part], stop)
+            if output is None:
+                if on_device is not None:
+                    self._queue.mark().synchronize()  # it may still be read, and is the caller's from here on
+                return None
+            outputs.append(output)
+        after = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         result.take(self._logits(after.index_select(0, wanted)) if self.is_last else after)
         return self._queue.mark()
 
-    def _inputs(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _input_rows(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The residual stream before the slice: on the host, or no rows there and all on the device."""
         if self._table is None and batch.on_device is not None:
-            assert isinstance(batch.on_device, OwnDeviceRows), "rows on a device of another library's"
+            assert isinstance(batch.on_device, TorchRows), "rows on a device of another library"
             return torch.empty((0, self.n_embd)), batch.on_device.values.float()
         rows = self._table.lookup(batch.tokens) if self._table else batch.hidden
         assert rows is not None, "a stage that is not the first without activations"
         return torch.from_numpy(np.ascontiguousarray(rows, np.float32)), None
 
-    def _evaluate(
-        self, batch: Batch, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cells: torch.Tensor,
-        stop: Callable[[], bool],
-    ) -> torch.Tensor | None:  # fmt: skip
-        if self._exact:
-            return self._evaluate_exactly(batch, rows, cos, sin, cells, stop)
-        if self.device.type == CPU and BySequence.pays(batch, self._cells.end):
-            apart = BySequence(batch, self._cells, self._n_group, CACHE_TYPES[self.dtype])
-            return self._through_layers(apart, 0, rows, cos, sin, cells, stop)
-        seen = self._queue.upload(torch.from_numpy(self._cells.mask(batch)))
-        part = MaskedCells(seen, self._n_group, CACHE_TYPES[self.dtype])
-        return self._through_layers(part, 0, rows, cos, sin, cells, stop)
+    def _parts(self, batch: Batch) -> Iterator[tuple[slice, VisibleCells, int]]:
+        """Rows that go through the layers together, the cells that they see, and the size of their groups (0: one).
+
+        Exact runs go row by row, or block by block of a prompt.
+        """
+        everything = slice(None)
+        if self._exact and batch.span:
+            for first, end in blocks_of(batch):
+                yield slice(first, end), self._by_sequence(batch, slice(first, end)), 0
+        elif self._in_order:
+            order = self._queue.upload(torch.from_numpy(self._cells.order(batch)))
+            yield everything, InOrder(order, self._group), self._group
+        elif self._exact:
+            yield everything, RowByRow(batch, self._cells), self._group
+        elif self.device.type == CPU and is_sparse(batch, self._cells.end):
+            yield everything, self._by_sequence(batch, everything), 0
+        else:
+            visible = self._queue.upload(torch.from_numpy(self._cells.mask(batch)))
+            yield everything, MaskedCells.first(visible, self._n_group, self._cache_type), 0
+
+    def _by_sequence(self, batch: Batch, rows: slice) -> MaskedCells:
+        seqs = [seqs[0] for seqs in batch.seqs[rows]]
+        return MaskedCells.by_sequence(
+            batch.positions[rows], seqs, self._cells, self._n_group, self._cache_type, self._queue.upload
+        )
 
     def _compute(self, inputs: Inputs) -> torch.Tensor:
-        seen: Seen
+        """The residual stream after the slice, of a padded run."""
+        visible: VisibleCells
         if self._in_order:
-            seen = InOrder(inputs.seen, self._group)
+            visible = InOrder(inputs.visible, self._group)
         else:
-            seen = MaskedCells(inputs.seen, self._n_group, CACHE_TYPES[self.dtype])
-        found = self._through_layers(seen, self._group, inputs.rows, inputs.cos, inputs.sin, inputs.cells, never)
-        assert found is not None, "nobody asked to stop"
-        return found
-
-    def _evaluate_exactly(
-        self, batch: Batch, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cells: torch.Tensor,
-        stop: Callable[[], bool],
-    ) -> torch.Tensor | None:  # fmt: skip
-        """Row by row, or block by block of a prompt."""
-        if not batch.span:
-            seen: Seen
-            if self._in_order:
-                seen = InOrder(self._queue.upload(torch.from_numpy(self._cells.order(batch))), self._group)
-            else:
-                seen = RowByRow(batch, self._cells)
-            return self._through_layers(seen, self._group, rows, cos, sin, cells, stop)
-        found = []
-        for first, end in blocks_of(batch):
-            own, positions = slice(first, end), batch.positions[first:end].tolist()
-            block = BlockOfPrompt(
-                positions, batch.seqs[0][0], self._cells, self._n_group, CACHE_TYPES[self.dtype], self._queue.upload
-            )
-            after = self._through_layers(block, 0, rows[own], cos[own], sin[own], cells[own], stop)
-            if after is None:
-                return None
-            found.append(after)
-        return torch.cat(found)
+            visible = MaskedCells.first(inputs.visible, self._n_group, self._cache_type)
+        output = self._through_layers(
+            visible, self._group, inputs.rows, inputs.cos, inputs.sin, inputs.cells, lambda: False
+        )
+        assert output is not None
+        return output
 
     def _through_layers(
-        self, seen: Seen, group: int, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cells: torch.Tensor,
-        stop: Callable[[], bool],
+        self, visible: VisibleCells, group: int, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
+        cells: torch.Tensor, stop: Callable[[], bool],
     ) -> torch.Tensor | None:  # fmt: skip
-        """The residual stream after the slice; None when told to stop. `group`: rows of the groups in which matrices
-        multiply them; 0: all at once."""
+        """The residual stream after the slice; None when told to stop. `group`: rows that matrices multiply at once; 0:
+        all."""
         n_head = self._numbers.n_head
         for index, (layer, cache) in enumerate(zip(self._layers, self._caches, strict=True)):
             heads = in_groups(group, layer.project, rows, cos, sin)[0].to(cache.dtype)
             cache.index_copy_(1, cells, heads[:, n_head:].transpose(0, 1))
             keys, values = cache.chunk(2)
-            attended = seen.attend(heads[:, :n_head], keys, values, self._numbers.scale)
+            attended = visible.attend(heads[:, :n_head], keys, values, self._numbers.scale)
             (rows,) = in_groups(group, layer.finish, rows, attended)
-            # not after the last layer of a slice whose result is then there
+            # not after the last layer of a slice whose result is complete then
             if (self.is_last or index + 1 < self._n_layer) and stop():
                 return None
         return rows
@@ -290,15 +278,15 @@ class TorchStage:
         """See DeviceStage."""
         return self._queue.device_memory(n_bytes)
 
-    def device_rows(self, memory: torch.Tensor, n_rows: int, rounded: bool) -> OwnDeviceRows:
+    def device_rows(self, memory: torch.Tensor, n_rows: int, rounded: bool) -> TorchRows:
         """See DeviceStage."""
         dtype = WIRE_TYPES[rounded]
         values = memory[: n_rows * self.n_embd * dtype.itemsize].view(dtype).view(n_rows, self.n_embd)
-        return OwnDeviceRows(values, self._queue)
+        return TorchRows(values, self._queue)
 
     def apply(self, ops: Sequence[KvOp]) -> None:
-        """See StageModel. Removed cells are free at once, also with exact numerics: rows put those that they see into
-        the order of positions."""
+        """See StageModel. Removed cells are free at once, also with exact numerics: attention reads cells in the order
+        of positions."""
         self._cells.apply(ops)
 
     def next_position(self, seq: int) -> int:
@@ -314,23 +302,16 @@ class TorchStage:
         if self._table is not None:
             self._table.close()
 
-    def _check(self, batch: Batch) -> None:
-        n_rows, n_wanted = len(batch.positions), int(np.count_nonzero(batch.wanted))
-        if not 0 < n_rows <= self.params.n_batch:
-            raise ValueError(f"a batch of {n_rows} rows, 1 to {self.params.n_batch} are possible")
-        if self.is_last and n_wanted > self.params.n_outputs_max:
-            raise ValueError(f"{n_wanted} rows want logits, at most {self.params.n_outputs_max} can")
 
-
-def find_device(asked: str, local_rank: int) -> torch.device:
-    """The device of a rank, the `local_rank`th of its host. Raises UserError for one that is not there."""
+def find_device(name: str, local_rank: int) -> torch.device:
+    """The device of a rank, the `local_rank`th of its host. Raises UserError if there is none of this name."""
     n_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if asked == CPU or (asked == AUTO and not n_gpus):
+    if name == CPU or (name == AUTO and not n_gpus):
         return torch.device(CPU)
     if not n_gpus:
-        raise UserError(f"--backend torch:{asked}: torch {torch.__version__} sees no GPU here; install a build for "
+        raise UserError(f"--backend torch:{name}: torch {torch.__version__} sees no GPU here; install a build for "
                         "it, or use --backend torch:cpu")  # fmt: skip
-    number = int(asked.partition(":")[2]) if ":" in asked else local_rank % n_gpus
+    number = int(name.partition(":")[2]) if ":" in name else local_rank % n_gpus
     if number >= n_gpus:
-        raise UserError(f"--backend torch:{asked}: torch sees {n_gpus} GPUs here, from {CUDA}:0 on; name one of these")
+        raise UserError(f"--backend torch:{name}: torch sees {n_gpus} GPUs here, from {CUDA}:0 on; name one of these")
     return torch.device(CUDA, number)

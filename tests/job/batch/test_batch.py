@@ -19,17 +19,16 @@ import pytest
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.batch.batch_file import BatchFile, read_request
-from pipeinfer.job.batch.batch_output import BatchOutput
-from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deploy import deploy
+from pipeinfer.job.batch.batch_file import BatchFile, BatchOutput, read_request
 from pipeinfer.job.placement.model_files import open_models
-from pipeinfer.job.requests.request_body import Defaults
-from pipeinfer.models.text.chat import ChatTemplate, Message
+from pipeinfer.job.planning.deploy import deploy
+from pipeinfer.job.requests.body import Defaults
+from pipeinfer.models.text.chat_template import ChatMessage, ChatTemplate
 from pipeinfer.models.text.json_schema import schema_grammar
 from pipeinfer.models.text.tokenizer import Tokenizer
 from tests.support.gguf_factory import CHAT_TEMPLATE, Shape, write_model
 from tests.support.jobs import environment, finish, launcher, run_json, start
+from tests.support.planned import options_of
 from tests.test_outputs import room_for
 
 SHAPE = Shape(n_layer=3, n_embd=128, n_head=2, n_head_kv=1, n_ff=256, n_vocab=384, n_strong=1, weak=0.3)
@@ -217,7 +216,7 @@ def test_figures_that_are_taken_while_requests_are_open_add_up(
     """What ranks note of their runs would grow without end; rank 0 has a stage of its own here."""
     output = tmp_path / "out.jsonl"
     code = (
-        "import sys, pipeinfer.job.batch.batch as batch; from pipeinfer.cli.main import main; batch.N_NOTED = 8; "
+        "import sys, pipeinfer.job.batch.batch as batch; from pipeinfer.cli.main import main; batch.MAX_RECORDS = 8; "
         "main(sys.argv[1:])"
     )
     words = ["batch", str(asked), "-o", str(output), "--json", *COMMON, *pair[:2], "-np", "3"]
@@ -401,8 +400,8 @@ def test_what_a_request_does_not_say_is_as_the_command_line_says() -> None:
     assert stops == [("x",), ()]
     assert read('{"prompt": "a", "n_predict": -1}').body.n_predict == 12
     asked = read('{"messages": [{"role": "developer", "content": [{"type": "text", "text": "b"}]}]}')
-    assert asked.body.messages == (Message("system", "b"),)
-    assert read('{"prompt": "a"}', replace(DEFAULTS, as_chat=True)).body.messages == (Message("user", "a"),)
+    assert asked.body.messages == (ChatMessage("system", "b"),)
+    assert read('{"prompt": "a"}', replace(DEFAULTS, as_chat=True)).body.messages == (ChatMessage("user", "a"),)
     same = [read('{"prompt": "a", "temperature": 1}'), read('{"temp": 1.0, "prompt": ["a"]}')]
     assert same[0].id("") == same[1].id("") != same[0].id("another model")
     assert replace(same[0], index=4).id("") != same[0].id("") == replace(same[0], index=3).id("")
@@ -443,14 +442,14 @@ def test_a_wrong_line_is_named_before_anything_loads(pair: list[str], tmp_path: 
 
 CHANGED = """
 import sys
-from pipeinfer.job.session.session import Session
+from pipeinfer.job.session.ranks import LoadedRanks
 
-open_session = Session.open
-def opened(self):
-    open_session(self)
+load = LoadedRanks.load
+def loaded(self):
+    load(self)
     open(sys.argv[2], "w").write('{"prompt": 5}\\n')
 
-Session.open = opened
+LoadedRanks.load = loaded
 from pipeinfer.cli.main import main
 main()
 """
@@ -484,16 +483,16 @@ def test_lines_are_read_one_by_one_and_as_often_as_asked(tmp_path: Path) -> None
 
 
 def test_the_plan_counts_what_open_requests_take(pair: list[str]) -> None:
-    options, hosts = RunOptions(model=Path(pair[1])), [Host("a", frozenset({0}), 1)]
-    info, tokenizer = open_models(options.model, options.drafts_in_use)
+    options, hosts = options_of(model=Path(pair[1])), [Host("a", frozenset({0}), 1)]
+    info, tokenizer = open_models(options.models.target, options.drafts_in_use)
     tokenizer.close()
-    plans = [deploy(replace(options, parallel=n), hosts, info, 1024, 200) for n in (1, 3, 40)]
+    plans = [deploy(options.changed(parallel=n), hosts, info, 1024, 200) for n in (1, 3, 40)]
     assert [plan.capacity.n_nodes for plan in plans] == [32, 32, 40], (
         "roots that a run carries, and logits that it wants"
     )
     one, three, most = (plan.memory[0].kv for plan in plans)
     assert 0 < three - one < most - one == 1.5 * (three - one), "prompts that are read, each in a context of its own"
-    assert replace(options, parallel=40).n_seq >= 40 and replace(options, parallel=254).n_seq == 254
+    assert options.speculation.n_seq(40) >= 40 and options.speculation.n_seq(254) == 254
 
 
 # -- results
@@ -565,7 +564,7 @@ def test_what_one_chat_s_template_refuses_is_no_other_s_affair(pair: list[str]) 
     endless = "{% if messages[0].content == 'x' %}{% for _ in range(100000000) %}{% endfor %}{% endif %}ok"
     tokenizer = Tokenizer(pair[1])
     for text, wrong in ((source, "not this"), (endless, "OverflowError")):
-        chats = [[Message("user", content)] for content in ("a", "x", "b")]
+        chats = [[ChatMessage("user", content)] for content in ("a", "x", "b")]
         found = ChatTemplate(text, "the template").render_all(chats, tokenizer)
         assert [isinstance(each, UserError) for each in found] == [False, True, False]
         assert wrong in str(found[1])

@@ -20,29 +20,33 @@ from click.testing import CliRunner
 
 from pipeinfer.cli.bench import bench
 from pipeinfer.cluster.hosts.cores import Host
-from pipeinfer.cluster.messages.activations import WireType
+from pipeinfer.cluster.wire import WireType
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
-from pipeinfer.job.bench.bench import Bench, Case, group_of
-from pipeinfer.job.bench.sweep import Group, Sweep, Variant, plan_groups
-from pipeinfer.job.options.backends import Backend
-from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.capacity import EngineSettings
+from pipeinfer.job.bench.bench import Bench, GenerationCase, group_of
+from pipeinfer.job.bench.sweep import Group, Sweep, plan_groups
+from pipeinfer.job.options.options import Speculation
+from pipeinfer.job.options.values import Backend, Pace
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.planning import prepare as prepare_module
-from pipeinfer.job.requests.conversation import Conversation, Prompt, Turn, conversation_of, read_prompts
-from pipeinfer.job.requests.prompts import TEXTS
+from pipeinfer.job.requests.conversation import (
+    TEXTS,
+    BenchPrompt,
+    BenchTurn,
+    Conversation,
+    conversation_of,
+    read_prompts,
+)
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.observe.experiment import variant_text
-from pipeinfer.observe.results import RESULTS, as_read, key_of, read_results
 from pipeinfer.observe.summary import markdown, summarise
-from pipeinfer.observe.texts.markdown import markdown_table
-from pipeinfer.policies import PipeInfer, Speculative
-from pipeinfer.policies.registry import POLICIES, ablations_of
+from pipeinfer.observe.table import RESULTS
+from pipeinfer.policies import POLICIES, PipeInfer, Speculative, ablations_of
+from pipeinfer.text import markdown_table
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import ROOT, environment, finish, run_json, start
+from tests.support.planned import options_of
 from tests.support.rows import make_row
 
 USES = ("busy_s", "cancelled_s", "waiting_s", "idle_s")
@@ -71,7 +75,7 @@ def test_a_sweep_in_one_job(pair: list[str], tmp_path: Path) -> None:
     arguments = ["bench", *pair, *sources, "-n", "8,16", "-r", "2", "--ablate", "cancel,continuous"]
     done = finish(3, [*arguments, "--results", str(results), "-o", "jsonl"])
     assert done.returncode == 0, done.stderr
-    rows = read_results(results)
+    rows = RESULTS.read(results)
     # 6 prompts, 2 lengths, 2 repetitions of 7: four policies and the ablations that they have
     assert len(rows) == 6 * 2 * 2 * 7
     assert list(dict.fromkeys((row["policy"], row["variant"]) for row in rows)) == [
@@ -102,7 +106,7 @@ def test_every_ablation_switches(tmp_path: Path) -> None:
     ablations = ["--policy", "pipeinfer", "--ablate", ",".join(ablations_of(PipeInfer))]
     done = finish(3, [*arguments, *ablations, "--results", str(results)])
     assert done.returncode == 0, done.stderr
-    rows = {row["variant"]: row for row in read_results(results)}
+    rows = {row["variant"]: row for row in RESULTS.read(results)}
     whole, free = rows.pop(""), rows.pop("no-cancel")
     assert whole["runs_cancelled"] and whole["cancel_messages"] and whole["branches"]
     assert whole["inflight_max"] == 3 and whole["draft_steps_inflight"]
@@ -120,7 +124,7 @@ def test_what_makes_a_measurement_worthless_is_said_once(tmp_path: Path) -> None
     never = ["-pa", "1", "-ps", "1", "-pd", "0", "--policy", "pipeinfer", "--ablate", "cancel"]
     done = finish(2, ["bench", "-t", cores, "-p", "24", "-n", "32", "-r", "2", *never, "--results", str(results)])
     assert done.returncode == 0, done.stderr
-    assert [row["draft_n_sent"] for row in read_results(results)] == [0] * 4
+    assert [row["draft_n_sent"] for row in RESULTS.read(results)] == [0] * 4
     for variant in ("", "no-cancel, "):
         name = f"pipeinfer, {variant}pp24, n 32"
         assert done.stderr.count(f"pipeinfer: {name}: no guess was ever sent") == 1, done.stderr
@@ -154,7 +158,7 @@ def test_each_policy_is_measured_without_what_it_has(tmp_path: Path) -> None:
     policies = ["--policy", "iterative,speculative,flowspec,pipespec", "--ablate", "expansion,asynchronous,cancel"]
     done = finish(3, ["bench", "-t", "1", "-p", "9", "-n", "24", "-r", "1", *policies, "--results", str(results)])
     assert done.returncode == 0, done.stderr
-    measured = [(row["policy"], row["variant"]) for row in read_results(results)]
+    measured = [(row["policy"], row["variant"]) for row in RESULTS.read(results)]
     assert sorted(measured) == [
         ("flowspec", ""), ("flowspec", "no-cancel"), ("flowspec", "no-expansion"), ("iterative", ""),
         ("pipespec", ""), ("pipespec", "no-async"), ("pipespec", "no-cancel"), ("speculative", ""),
@@ -164,31 +168,29 @@ def test_each_policy_is_measured_without_what_it_has(tmp_path: Path) -> None:
 GREEDY = SamplingParams(seed=0, temp=0.0)
 
 
-def plan_of(hosts: str = "abc", **changed: Any) -> tuple[JobPlan, Case]:
+def plan_of(hosts: str = "abc", **changed: Any) -> tuple[JobPlan, GenerationCase]:
     """The first case of a sweep with a rank on each host, by the shipped pair, with something changed."""
     fixed: dict[str, Any] = {"threads": (1,), "ignore_eos": True, "sampling": GREEDY, "policy": PipeInfer()}
-    options = RunOptions(**{**fixed, "model": TARGET, **changed})
+    options = options_of(**{**fixed, "model": TARGET, **changed})
     sweep = Sweep(
         base=options,
-        pairs=((options.model, options.drafts or (DRAFT,)),),
-        policies=(options.policy,),
-        splits=(options.layer_split,) if options.layer_split else (),
-        prompts=(Prompt("tale", options.prompt or "one two"),),
-        predicts=(options.predict if options.predict > 0 else 8,),
+        pairs=((options.models.target, options.models.drafts or (DRAFT,)),),
+        policies=(options.speculation.policy,),
+        splits=(split,) if (split := options.placement.layer_split) else (),
+        prompts=(BenchPrompt("tale", options.text.prompt or "one two"),),
+        predicts=(predict if (predict := options.context.predict) > 0 else 8,),
         ablations=(),
         repetitions=1,
         cut=0,
     )
     (group,) = plan_groups(sweep, [[Host(name, frozenset({0, 1}), 2) for name in hosts]], group_of)
     (case,) = group.cases
-    settings, engine = case.variant.settings, replace(case.variant.engine, cancel=options.cancel)
-    settings = replace(settings, variant=variant_text(settings.policy, options.cancel, options.partitions))
-    return group.plan, replace(case, variant=Variant(settings, engine))
+    return group.plan, case
 
 
 def key_with(**changed: Any) -> tuple[Any, ...]:
     plan, case = plan_of(**changed)
-    return key_of(as_read(case.asked(plan, case.conversation.turns[0], 4)))
+    return RESULTS.key_of(RESULTS.as_read(case.columns(plan, case.conversation.turns[0], 4)))
 
 
 def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
@@ -198,24 +200,39 @@ def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
         "n_gpu_layers": (1,), "n_gpu_layers_draft": 0, "device": (("none",),), "numa": "isolate",
         "backend": (Backend("torch"),),
         "policy": Speculative(), "layer_split": "1,8", "numerics": "fast", "slice_cache": tmp_path,
-        "pace": "pipeinfer-c", "sampling": SamplingParams(seed=1), "couple": False,
+        "pace": Pace.parse("pipeinfer-c"), "sampling": SamplingParams(seed=1), "couple": False,
         "cancel": False, "partitions": False, "prepare_ahead": False, "post_ahead": False, "repack": False,
         "sequences": 3, "lookup": True, "samplers": 1, "max_delay_s": 0.5, "gpu_aware": "on",
         "cache_type_k_draft": "q8_0", "cache_type_v_draft": "q4_0",
     }  # fmt: skip
     # a prompt is asked, whichever way it came; bench has no chat, stops, parallel and grammar; the rest says where to
     # write, or where models come from
-    not_asked = {"model", "file", "ignore_eos", "results", "trace", "json", "verbose", "chat", "stops", "parallel"}
-    not_asked |= {"grammar", "offline", "send_layers", "rank_timeout_s", "also", "resume", "finds_head"}
-    not_asked |= {"parse_special", "special_in_messages", "kept_numerics", "allow_other_numerics"}
-    not_asked |= {"plan", "planned", "n_expected"}
+    not_asked = {
+        "target",
+        "hf_token",
+        "escape",
+        "file",
+        "ignore_eos",
+        "results",
+        "trace",
+        "json",
+        "verbose",
+        "chat",
+        "stops",
+        "parallel",
+    }
+    not_asked |= {"constraints", "offline", "send_layers", "rank_timeout_s", "also", "resume", "finds_head"}
+    not_asked |= {"parse_special", "special_in_messages", "resumed", "allow_other_numerics"}
+    not_asked |= {"plan", "planned", "n_expected", "machines", "by_ranks"}
     assert not set(changed) & not_asked
-    elsewhere = {"draft_split", "draft_rank", "wire_type", "cache_type_k", "cache_type_v"}
-    assert {field.name for field in fields(RunOptions)} == set(changed) | elsewhere | not_asked
+    elsewhere = {"draft_split", "draft_rank", "wire_type", "cache_type_k", "cache_type_v", "rpc"}
+    names = {field.name for _, record in options_of().records() for field in fields(record)}
+    assert names | {"sampling", "constraints"} == set(changed) | elsewhere | not_asked
     keys = {"": key_with()} | {name: key_with(**{name: value}) for name, value in changed.items()}
     for name, value in (("wire_type", WireType.BF16), ("cache_type_k", "q8_0"), ("cache_type_v", "bf16")):
         keys[name] = key_with(numerics="fast", **{name: value})
     keys["draft_rank"] = key_with(hosts="abc", draft_rank=1)
+    keys["rpc"] = key_with(n_gpu_layers=(1,), rpc=(("a:1",),))
     for split in ((1, 2), (2, 1)):  # of as many ranks, so that the target has as many stages
         keys[f"draft_split {split}"] = key_with(hosts="abcde", drafts=(DRAFT, TARGET, TARGET), draft_split=split)
     for kind in POLICIES.values():
@@ -245,7 +262,7 @@ def test_models_of_one_name_are_told_apart(pair: list[str], tmp_path: Path) -> N
     for folder in folders:
         done = finish(1, [*common, "-m", str(folder / "model.gguf")])
         assert "2 generations to measure" in done.stderr, done.stderr
-    rows = read_results(results)
+    rows = RESULTS.read(results)
     assert len(rows) == 4 and len({row["model_hash"] for row in rows}) == 2
     assert len(summarise(rows)) == 2
     alike = summarise([row | {"model_bytes": 7} for row in rows])
@@ -263,7 +280,7 @@ def test_cases_do_not_touch_each_other(pair: list[str], tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     fresh = run_json(2, [*pair, "-f", tale, *common, "--ignore-eos"])["speculation"]
-    found = [(row["runs"], row["draft_n"]) for row in read_results(results) if row["prompt"] == "tale"]
+    found = [(row["runs"], row["draft_n"]) for row in RESULTS.read(results) if row["prompt"] == "tale"]
     assert found == [(fresh["runs"], fresh["draft_n"])] * 3
 
 
@@ -271,12 +288,12 @@ def test_no_case_begins_with_what_another_one_learned() -> None:
     """Variants, prompts and repetitions; turns of one conversation share it."""
     plan, case = plan_of()
     case = replace(case, conversation=replace(case.conversation, turns=2 * case.conversation.turns))
-    settings = replace(case.variant.settings, policy=replace(PipeInfer(), pacing=False))
+    settings = replace(case.variant.settings, speculation=Speculation(policy=PipeInfer(pacing=False)))
     variant = replace(case, variant=replace(case.variant, settings=settings))
     again = replace(case, repetition=2)
     began: list[tuple[bool, float]] = []
 
-    def generate(request: Any, on_tokens: Any, settings: EngineSettings) -> Any:
+    def generate(request: Any) -> Any:
         policy = request.policy.begin()
         assert isinstance(policy, PipeInfer)
         began.append((policy.pacing, policy.calibration.hit_rate))
@@ -288,7 +305,7 @@ def test_no_case_begins_with_what_another_one_learned() -> None:
     group = Group(plan, (case, variant, again))
     session = MagicMock(plan=plan, generate=generate)
     head.measure(session, group)
-    assert session.unlearn.call_count == 4
+    assert session.ranks.unlearn.call_count == 4
     assert began == [(True, 0.5), *((pacing, rate) for pacing in (True, False, True) for rate in (0.5, 0.9))]
 
 
@@ -300,11 +317,11 @@ def test_resuming_measures_only_what_is_missing(pair: list[str], tmp_path: Path)
     results.write_text("".join(lines[:3] + lines[4:]))
     again = finish(2, arguments)
     assert again.returncode == 0 and "1 generations to measure" in again.stderr, again.stderr
-    assert len(read_results(results)) == 8
+    assert len(RESULTS.read(results)) == 8
     nothing = finish(2, arguments)
     assert nothing.returncode == 0 and not nothing.stdout, nothing.stdout
     assert f"nothing left to measure: {results} has it all" in nothing.stderr, nothing.stderr
-    assert len(read_results(results)) == 8
+    assert len(RESULTS.read(results)) == 8
     assert "8 generations to measure" in finish(3, arguments).stderr, "another number of ranks is another measurement"
 
 
@@ -326,7 +343,7 @@ def test_a_later_turn_is_asked_after_the_answers(tmp_path: Path) -> None:
             (name, len(fresh["prompt_tokens"]), fresh["speculation"]["runs"], fresh["speculation"]["draft_n"])
         )
         text += fresh["text"]
-    found = [(row["prompt"], row["prompt_n"], row["runs"], row["draft_n"]) for row in read_results(results)]
+    found = [(row["prompt"], row["prompt_n"], row["runs"], row["draft_n"]) for row in RESULTS.read(results)]
     assert found == expected * 2
 
 
@@ -335,10 +352,10 @@ def test_a_conversation_is_resumed_at_its_first_missing_turn(pair: list[str], tm
     source = ["-p", str(folder_of(pair) / "asked.jsonl"), "--questions", "1", "--cut", "40"]
     arguments = ["bench", *pair, *source, "-n", "8", "-r", "1", "--results", str(results), "--resume"]
     assert "4 generations to measure" in finish(2, [*arguments, "--turns", "1"]).stderr
-    assert {row["prompt"] for row in read_results(results)} == {"asked/1"}, "a table as older versions write it"
+    assert {row["prompt"] for row in RESULTS.read(results)} == {"asked/1"}, "a table as older versions write it"
     rest = finish(2, arguments)
     assert rest.returncode == 0 and "4 generations to measure" in rest.stderr, rest.stderr
-    rows = read_results(results)
+    rows = RESULTS.read(results)
     assert [row["prompt"] for row in rows] == ["asked/1"] * 4 + ["asked/1.2"] * 4
     assert {row["prompt_n"] for row in rows} == {40}, "the first tokens of the first turn, the newest of the second"
     assert "nothing left to measure" in finish(2, arguments).stderr
@@ -350,14 +367,14 @@ def test_a_conversation_is_resumed_at_its_first_missing_turn(pair: list[str], tm
 def test_a_later_turn_begins_with_a_blank_line_and_no_space(pair: list[str]) -> None:
     """Of a vocabulary that begins every text with a space."""
     tokenizer = Tokenizer(pair[1])
-    first, later = conversation_of(Prompt("q/1", "a rank", later=("of the layer",)), tokenizer, cut=0).turns
+    first, later = conversation_of(BenchPrompt("q/1", "a rank", later=("of the layer",)), tokenizer, cut=0).turns
     assert first.tokens[0] == tokenizer.bos and (first.name, later.name) == ("q/1", "q/1.2")
     assert b"".join(map(tokenizer.decode_piece, first.tokens)) == b" a rank"
     assert b"".join(map(tokenizer.decode_piece, later.tokens)) == b"\n\nof the layer"
 
 
 def test_a_cut_keeps_the_newest_tokens_and_the_beginning_of_text() -> None:
-    turns = (Turn("q/1", (1, 2, 3)), Turn("q/1.2", (7, 8)), Turn("q/1.3", (9,)))
+    turns = (BenchTurn("q/1", (1, 2, 3)), BenchTurn("q/1.2", (7, 8)), BenchTurn("q/1.3", (9,)))
     whole, cut = Conversation(turns, cut=0, n_keep=1), Conversation(turns, cut=5, n_keep=1)
     assert whole.prompt((1, 2, 3, 4, 5, 6), turns[1]) == (1, 2, 3, 4, 5, 6, 7, 8)
     assert cut.prompt((), turns[0]) == (1, 2, 3)
@@ -373,7 +390,7 @@ def test_ctrl_c_keeps_what_was_measured(pair: list[str], tmp_path: Path, n_ranks
     code, out, errors = interrupted(n_ranks, [*pair, "--results", str(results)])
     assert code != 0 and "Traceback" not in errors
     assert f"interrupted; what was measured is in {results}, --resume goes on from it" in errors
-    assert len(read_results(results)) >= 2 and "| iterative |" in out
+    assert len(RESULTS.read(results)) >= 2 and "| iterative |" in out
 
 
 def test_what_is_in_no_file_is_not_said_to_be_kept(pair: list[str]) -> None:
@@ -398,7 +415,7 @@ def test_splits_go_to_the_policies_they_fit(pair: list[str], tmp_path: Path) -> 
     splits = ["--layer-split", "0.34,0.33,0.33", "--layer-split", "0.1,0.9/1.0", "--layer-split", "4,2"]
     done = finish(3, ["bench", *pair, "-p", "16", "-n", "4", "-r", "1", *splits, "--results", str(results)])
     assert done.returncode == 0, done.stderr
-    found = {(row["policy"], row["layers"]) for row in read_results(results)}
+    found = {(row["policy"], row["layers"]) for row in RESULTS.read(results)}
     assert found == {("iterative", (2, 2, 2))} | {
         (policy, layers) for policy in ("speculative", "pipeinfer", "auto") for layers in ((1, 5), (4, 2))
     }
@@ -438,7 +455,7 @@ def test_bad_input_is_one_line(pair: list[str], tmp_path: Path, arguments: list[
 def test_a_number_is_as_many_tokens_of_text(pair: list[str]) -> None:
     tokenizer = Tokenizer(pair[1])
     for n_tokens in (1, 24, 5000):
-        (turn,) = conversation_of(Prompt("pp", n_tokens=n_tokens), tokenizer, cut=0).turns
+        (turn,) = conversation_of(BenchPrompt("pp", n_tokens=n_tokens), tokenizer, cut=0).turns
         assert len(turn.tokens) == n_tokens
     text = b"".join(map(tokenizer.decode_piece, turn.tokens)).decode(errors="replace")
     assert "Write a Python program" in text and text.count("lighthouse") > 1
@@ -449,7 +466,7 @@ def test_the_default_prompts_are_texts(tmp_path: Path) -> None:
     arguments = ["bench", "-t", "1", "-n", "4", "-r", "1", "--policy", "iterative", "--results", str(results)]
     done = finish(1, arguments)
     assert done.returncode == 0, done.stderr
-    assert [row["prompt"] for row in read_results(results)] == ["program", "tale", "excerpt"]
+    assert [row["prompt"] for row in RESULTS.read(results)] == ["program", "tale", "excerpt"]
     done = finish(1, [*arguments, "-p", "8", "-p", "8"])
     assert done.returncode == 2 and "two prompts are called pp8" in done.stderr
 
@@ -457,12 +474,15 @@ def test_the_default_prompts_are_texts(tmp_path: Path) -> None:
 def test_prompts(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "b.jsonl").write_text('{"turns": ["one", "two"]}\n\n{"turns": ["three"]}\n')
-    assert read_prompts("512", 0) == [Prompt("pp512", n_tokens=512)]
-    assert read_prompts(str(tmp_path / "a.txt"), 0) == [Prompt("a", "text")]
-    questions = [Prompt("b/1", "one", later=("two",)), Prompt("b/3", "three")]
+    assert read_prompts("512", 0) == [BenchPrompt("pp512", n_tokens=512)]
+    assert read_prompts(str(tmp_path / "a.txt"), 0) == [BenchPrompt("a", "text")]
+    questions = [BenchPrompt("b/1", "one", later=("two",)), BenchPrompt("b/3", "three")]
     assert read_prompts(str(tmp_path / "b.jsonl"), 0) == questions
     assert read_prompts(str(tmp_path / "b.jsonl"), 1) == questions[:1]
-    assert read_prompts(str(tmp_path / "b.jsonl"), 0, n_turns=1) == [Prompt("b/1", "one"), Prompt("b/3", "three")]
+    assert read_prompts(str(tmp_path / "b.jsonl"), 0, n_turns=1) == [
+        BenchPrompt("b/1", "one"),
+        BenchPrompt("b/3", "three"),
+    ]
     (tmp_path / "b.jsonl").write_text("\n")
     with pytest.raises(UserError, match="64 MiB"):
         read_prompts("/dev/zero", 0)
@@ -471,7 +491,9 @@ def test_prompts(tmp_path: Path) -> None:
 
 
 def test_summary_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [as_read(make_row("pipeinfer", f"set/{index}", speed=speed)) for index, speed in enumerate((10.0, 14.0))]
+    rows = [
+        RESULTS.as_read(make_row("pipeinfer", f"set/{index}", speed=speed)) for index, speed in enumerate((10.0, 14.0))
+    ]
     (summary,) = summarise([*rows])
     assert (summary["samples"], summary["prompt"], summary["predicted_per_second"]) == (2, "set", 12.0)
     assert summary["predicted_per_second_std"] == pytest.approx(8**0.5)
@@ -527,7 +549,7 @@ def test_experiments_measure_ablations_in_turns_with_what_they_are_held_against(
         [str(ROOT / "experiments.sh")], env=environment() | settings, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    rows = read_results(tmp_path / "results.csv")
+    rows = RESULTS.read(tmp_path / "results.csv")
     assert {(row["policy"], row["variant"]) for row in rows[: len(rows) // 2]} == {
         ("iterative", ""), ("speculative", ""), ("pipeinfer", ""), ("pipeinfer", "no-cancel"),
         ("pipeinfer", "no-partitions"), ("pipeinfer", "no-continuous"), ("pipeinfer", "no-async"),
@@ -561,7 +583,7 @@ def test_only_who_gave_a_prompt_hears_how_it_is_taken(
 ) -> None:
     """`measure` continues a prompt of its own."""
     monkeypatch.setattr(prepare_module, "template_of", lambda metadata: "{{ messages }}")
-    options = RunOptions(model=TARGET, policy=Speculative(), drafts=(DRAFT,), prompt="one", predict=4, sampling=GREEDY)
+    options = options_of(model=TARGET, policy=Speculative(), drafts=(DRAFT,), prompt="one", predict=4, sampling=GREEDY)
     for given in (True, False):
         prepare_module.prepare(options, [Host("a", frozenset({0}), 1)] * 2, given)
         assert ("continued as plain text; --chat asks it" in capsys.readouterr().err) is given

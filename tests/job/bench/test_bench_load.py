@@ -22,28 +22,27 @@ from matplotlib import pyplot as plt
 from pipeinfer.cli.bench import bench
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.bench import bench_load
-from pipeinfer.job.bench.bench_load import Coming, LoadBench, LoadCase, n_requests
+from pipeinfer.job.bench.bench_load import Arrivals, LoadBench, LoadCase, n_requests
 from pipeinfer.job.bench.sweep import Variant
-from pipeinfer.job.options.loads import Loads
 from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.options.text_sections import Loads
 from pipeinfer.job.placement.capacity import engine_settings
-from pipeinfer.job.requests.conversation import Prompt, first_turns, read_prompts
-from pipeinfer.job.requests.experiment import ExperimentSettings
+from pipeinfer.job.requests.conversation import BenchPrompt, first_turns, read_prompts
 from pipeinfer.job.requests.request import GenerationRequest
+from pipeinfer.job.session.result import ExperimentSettings
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.observe.columns import LOAD_COLUMNS
-from pipeinfer.observe.results import LOADS, append_result
-from pipeinfer.observe.table import Record
-from pipeinfer.observe.traffic import print_loads, summarise
+from pipeinfer.observe.columns import LOAD_COLUMNS, Record
+from pipeinfer.observe.summary import print_loads, summarise_loads
+from pipeinfer.observe.table import LOADS, RESULTS
 from pipeinfer.policies import PipeInfer
-from pipeinfer.virtual.traffic import arrivals_s
+from pipeinfer.virtual.simulation import arrivals_s
 from plot import draw
 from plots.frames import frame_of
 from plots.loads import FACETS, FIGURES
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import ROOT, finish, start
+from tests.support.planned import options_of
 from tests.support.rows import make_load, make_row
 from tests.test_plot import overlaps, texts
 
@@ -69,45 +68,45 @@ def rows_of(path: Path) -> list[Record]:
 
 def case_of(n: int, concurrency: int, rate: float = math.nan, seed: int = 3) -> LoadCase:
     request = GenerationRequest((1, 2), 4, 6, SamplingParams(seed=seed), frozenset())
-    options = RunOptions(model=Path("m"), predict=4)
+    options = options_of(model=Path("m"), predict=4)
     return LoadCase(variant_of(options), (request,) * n, "x", concurrency, rate, 1)
 
 
 def variant_of(options: RunOptions) -> Variant:
-    return Variant(ExperimentSettings.of(options), engine_settings(options, rewinds=True))
+    return Variant(ExperimentSettings.of(options), engine_settings(options.speculation, 1, rewinds=True))
 
 
 def test_a_client_asks_again_when_it_has_its_text() -> None:
-    coming = Coming(case_of(5, 2), 10.0)
-    assert list(coming.due_s) == [10.0, 10.0]
+    arrivals = Arrivals(case_of(5, 2), 10.0)
+    assert list(arrivals.due_s) == [10.0, 10.0]
     for ended_s in (11.0, 12.5, 13.0, 14.0):
-        assert coming.has_come(ended_s)
-        coming.due_s.popleft()
-        coming.number += 1
-        coming.ended(ended_s)
-    assert coming.number == 4 and list(coming.due_s) == [13.0], "five in all"
-    assert list(Coming(case_of(2, 4), 0.0).due_s) == [0.0, 0.0], "more clients than requests"
+        assert arrivals.is_due(ended_s)
+        arrivals.due_s.popleft()
+        arrivals.n_begun += 1
+        arrivals.ended(ended_s)
+    assert arrivals.n_begun == 4 and list(arrivals.due_s) == [13.0], "five in all"
+    assert list(Arrivals(case_of(2, 4), 0.0).due_s) == [0.0, 0.0], "more clients than requests"
 
 
 def test_requests_come_at_random_as_in_a_simulation() -> None:
-    coming = Coming(case_of(400, 0, 8.0), 100.0)
-    assert [when_s - 100.0 for when_s in coming.due_s] == pytest.approx(arrivals_s(400, 8.0, 3))
-    gaps_s = [after - before for before, after in zip(coming.due_s, list(coming.due_s)[1:], strict=False)]
+    arrivals = Arrivals(case_of(400, 0, 8.0), 100.0)
+    assert [when_s - 100.0 for when_s in arrivals.due_s] == pytest.approx(arrivals_s(400, 8.0, 3))
+    gaps_s = [after - before for before, after in zip(arrivals.due_s, list(arrivals.due_s)[1:], strict=False)]
     mean_s = sum(gaps_s) / len(gaps_s)
     assert mean_s == pytest.approx(1 / 8, rel=0.15)
     deviation_s = math.sqrt(sum((gap - mean_s) ** 2 for gap in gaps_s) / len(gaps_s))
     assert deviation_s == pytest.approx(mean_s, rel=0.2), "as a Poisson process has it"
-    assert not coming.has_come(99.9) and coming.has_come(100.0)
-    coming.ended(101.0)
-    assert len(coming.due_s) == 400, "nobody comes because somebody has ended"
+    assert not arrivals.is_due(99.9) and arrivals.is_due(100.0)
+    arrivals.ended(101.0)
+    assert len(arrivals.due_s) == 400, "nobody comes because somebody has ended"
 
 
 def test_no_load_begins_with_what_another_one_learned(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = RunOptions(model=Path("m"), predict=4, policy=PipeInfer())
+    options = options_of(model=Path("m"), predict=4, policy=PipeInfer())
     case = replace(case_of(2, 1), variant=variant_of(options))
     began: list[tuple[bool, float]] = []
 
-    def carry(head: LoadBench, session: Any, case: LoadCase, requests: Any) -> Record:
+    def carry(head: LoadBench, session: Any, case: LoadCase) -> Record:
         assert len({id(request.policy) for request in case.requests}) == 1, "a load's requests share what it learns"
         policy = case.requests[0].policy.begin()
         assert isinstance(policy, PipeInfer)
@@ -115,16 +114,14 @@ def test_no_load_begins_with_what_another_one_learned(monkeypatch: pytest.Monkey
         policy.calibration.hit_rate = 0.9
         return {}
 
-    for name in ("OpenRequests", "Tokenizer"):
-        monkeypatch.setattr(bench_load, name, MagicMock())
     monkeypatch.setattr(LoadBench, "_carry", carry)
     monkeypatch.setattr(LoadBench, "_keep", MagicMock())
     head: Any = LoadBench(MagicMock(flag=MagicMock(reason="")), MagicMock(warm_up=1, base=options), [], LOADS)
     head.task = head.progress.add_task("")
-    variant = replace(case, variant=variant_of(replace(options, policy=replace(PipeInfer(), pacing=False))))
+    variant = replace(case, variant=variant_of(options.changed(policy=replace(PipeInfer(), pacing=False))))
     session = MagicMock()
     head.measure(session, MagicMock(cases=(case, variant, case)))
-    assert began == [(True, 0.5), (True, 0.5), (False, 0.5), (True, 0.5)] and session.unlearn.call_count == 4
+    assert began == [(True, 0.5), (True, 0.5), (False, 0.5), (True, 0.5)] and session.ranks.unlearn.call_count == 4
 
 
 # -- real jobs
@@ -177,7 +174,7 @@ def test_who_comes_while_others_are_open_waits_and_that_counts(pair: list[str], 
     last_s = row["ttft_percentiles_s"][100]
     assert last_s == pytest.approx(row["wall_s"] * 5 / 6, rel=0.4) and last_s > 2 * row["ttft_percentiles_s"][20]
     plain = tmp_path / "results.csv"
-    append_result(plain, make_row())
+    RESULTS.append(plain, make_row())
     for file, load in ((plain, True), (results, False)):
         mixed = finish(1, ["bench", *pair[:2], "-p", "9", *(["--concurrency", "2"] if load else []), "--results",
                            str(file)])  # fmt: skip
@@ -223,11 +220,11 @@ def test_prompts_of_a_length_are_other_parts_of_a_text() -> None:
     """Requests that are alike would share cells, and the first of them alone would read its prompt."""
     tokenizer = Tokenizer(TARGET)
     for n in (40, 5000):
-        found = first_turns([Prompt("pp", n_tokens=n), Prompt("a", "def f")], 9, tokenizer, 0)
+        found = first_turns([BenchPrompt("pp", n_tokens=n), BenchPrompt("a", "def f")], 9, tokenizer, 0)
         lengths, others = found[::2], found[1::2]
         assert {len(tokens) for tokens in lengths} == {n} and len({tokens[:30] for tokens in lengths}) == 5
         assert {tokens[0] for tokens in lengths} == {tokenizer.bos} and len(set(others)) == 1
-    assert first_turns([Prompt("pp", n_tokens=40)], 1, tokenizer, 0)[0] == lengths[0][:40]
+    assert first_turns([BenchPrompt("pp", n_tokens=40)], 1, tokenizer, 0)[0] == lengths[0][:40]
     tokenizer.close()
 
 
@@ -262,7 +259,7 @@ def table() -> list[Record]:
 def test_repetitions_are_averaged_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     rows = table()
     rows[1] |= {"predicted_per_second": 30.0, "busy": (0.7, 0.8)}
-    found = summarise(rows)
+    found = summarise_loads(rows)
     assert len(found) == 15 and {load["samples"] for load in found} == {2}
     assert found[0]["predicted_per_second"] == 20.0 and found[0]["busy"] == pytest.approx((0.6, 0.7))
     print_loads(rows, "md")

@@ -7,7 +7,7 @@ import pytest
 
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.chat.notes import ChatNotes
+from pipeinfer.job.chat.history import ChatNotes
 from pipeinfer.job.requests.journal import Journal
 from pipeinfer.job.requests.request import GenerationRequest
 from tests.support.gguf_factory import CHAT_TEMPLATE, Shape, write_model
@@ -27,13 +27,13 @@ def again(journal: Journal, about: str = "it") -> ChatNotes:
 
 def test_only_the_newest_answer_goes_on() -> None:
     notes = ChatNotes(Journal(), "it")
-    notes.said("one", 7, 4)
+    notes.add("one", 7, 4)
     notes.came([5, 6])
     notes.came([8])
-    notes.said("two", 7, 8)
+    notes.add("two", 7, 8)
     notes.came([9, 10])
     found = again(notes.journal)
-    assert [(turn.said, turn.tokens, turn.is_whole) for turn in found.past] == [
+    assert [(turn.message, turn.tokens, turn.is_whole) for turn in found.past] == [
         ("one", (5, 6, 8), True),
         ("two", (9, 10), False),
     ]
@@ -50,18 +50,18 @@ def test_only_the_newest_answer_goes_on() -> None:
 def test_what_was_cleared_is_gone() -> None:
     notes, found = ChatNotes(Journal(), "it"), list[int]()
     for number, line in enumerate(["one", "/clear", "two", "/clear", "/clear"]):
-        notes.said(line, 7, number)
+        notes.add(line, 7, number)
         if line == "/clear":
             notes.clear()
         found.append(len(notes.journal.texts))
     assert found == [1, 1, 2, 1, 1]
-    notes.said("three", 7, 9)
-    assert [turn.said for turn in again(notes.journal).past] == ["/clear", "three"]
+    notes.add("three", 7, 9)
+    assert [turn.message for turn in again(notes.journal).past] == ["/clear", "three"]
 
 
 def test_notes_of_something_else_are_refused() -> None:
     notes = ChatNotes(Journal(), "it")
-    notes.said("one", 7, 4)
+    notes.add("one", 7, 4)
     with pytest.raises(UserError, match="not of this chat"):
         again(notes.journal, "another")
     other = Journal()

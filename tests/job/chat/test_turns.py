@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-from pipeinfer.core.kv.blocks import BLOCK, Span, spans_of
+from pipeinfer.core.blocks import BLOCK, Span, spans_of
 from pipeinfer.job.requests.body_prompts import MAX_TURNS, spans_of_turns, turns_of
-from pipeinfer.models.text.chat import Message
+from pipeinfer.models.text.chat_template import ChatMessage
 
-SYSTEM, USER, ASSISTANT = Message("system", "s"), Message("user", "u"), Message("assistant", "a")
+SYSTEM, USER, ASSISTANT = ChatMessage("system", "s"), ChatMessage("user", "u"), ChatMessage("assistant", "a")
 
 
 def test_a_conversation_is_cut_before_each_answer() -> None:

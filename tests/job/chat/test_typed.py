@@ -13,9 +13,8 @@ import time
 import pytest
 
 from pipeinfer.job.chat.key_lines import end_of_line
-from pipeinfer.job.process.raw_terminal import RawTerminal
-from tests.support.jobs import COMMAND, launcher
-from tests.support.supervised import until
+from pipeinfer.job.process.streams import RawTerminal
+from tests.support.jobs import COMMAND, launcher, until
 from tests.support.typist import Typist
 
 CHAT = [*COMMAND, "chat", "-md", "none", "-t", "1", "--temp", "0.8", "-s", "3", "--ignore-eos"]

@@ -11,12 +11,11 @@ import pytest
 
 from pipeinfer import __version__
 from pipeinfer.cluster.hosts import mpi_library
-from pipeinfer.job.inspect.info import by_host
-from pipeinfer.models.llama.devices import llama_devices
+from pipeinfer.job.inspect.info import by_host, info_lines
 from pipeinfer.models.llama.eval_callback import compiled
+from pipeinfer.models.llama.ggml import llama_devices
 from pipeinfer.models.llama.repacking import repacked_types
-from pipeinfer.models.torch.library import torch_version
-from pipeinfer.observe.texts.info_text import info_lines
+from pipeinfer.models.torch.params import torch_version
 from tests.support.jobs import environment, finish
 
 

@@ -16,24 +16,20 @@ import pytest
 from click.testing import CliRunner
 
 from pipeinfer.cli.plan import plan_command
-from pipeinfer.cluster.hosts.cores import Host
-from pipeinfer.cluster.hosts.free_memory import FreeMemory, Memory, spare_memory
-from pipeinfer.cluster.hosts.gpu_memory import left_on_gpus, spare_on_gpus
-from pipeinfer.cluster.hosts.speed import measure_speed
+from pipeinfer.cluster.hosts.cores import FreeMemory, Host, measure_speed
+from pipeinfer.cluster.hosts.resources import Memory, left_on_gpus, spare_memory, spare_on_gpus
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deploy import deploy
 from pipeinfer.job.placement.model_files import open_models
-from pipeinfer.job.planning.planned_costs import model_of, with_described_speeds
-from pipeinfer.job.planning.planner import ETHERNET, open_planner
+from pipeinfer.job.planning.deploy import deploy
+from pipeinfer.job.planning.planner import ETHERNET, model_of, open_planner, with_described_speeds
 from pipeinfer.job.planning.suggestions import largest, suggestions
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
-from pipeinfer.policies import PipeInfer
-from pipeinfer.policies.registry import make_policy
-from pipeinfer.virtual.hosts_file import read_hosts
+from pipeinfer.policies import PipeInfer, make_policy
+from pipeinfer.virtual.nodes import read_hosts
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import environment, finish
+from tests.support.planned import options_of
 
 FAST = "gb_per_s=100 gflop_per_s=1000"
 SLOW = "gb_per_s=20 gflop_per_s=200"
@@ -122,13 +118,13 @@ def test_a_hosts_file_that_is_none(tmp_path: Path) -> None:
 def test_the_plan_is_the_one_that_run_makes(tmp_path: Path) -> None:
     hosts = write(tmp_path, f"a cores=8 memory=1G {FAST}", f"b:2 cores=8 memory=90M {FAST}", "c cores=2 memory=80G")
     found, error = plan("--hosts", hosts, "-c", 5000)
-    options = RunOptions(model=TARGET, drafts=(DRAFT,), policy=PipeInfer(), ctx_size=5000)
+    options = options_of(model=TARGET, drafts=(DRAFT,), policy=PipeInfer(), ctx_size=5000)
     nodes = read_hosts(hosts)
     with pytest.raises(UserError) as refused:
         deploy(
             options,
             [node.host for node in nodes],
-            open_models(options.model, options.drafts_in_use)[0],
+            open_models(options.models.target, options.drafts_in_use)[0],
             5000,
             n_prompt=128,
         )
@@ -161,8 +157,9 @@ def test_layers_on_gpus_are_said_rank_by_rank(tmp_path: Path) -> None:
 
 def test_spare_room_is_the_hosts_or_the_ranks_own() -> None:
     needed = Memory(kv=100).needed
-    rooms = [FreeMemory(3 * needed), FreeMemory(3 * needed, own=needed - 1), FreeMemory()]
-    assert spare_memory(["a", "a", "b"], rooms, [Memory(kv=100)] * 3) == [needed, -1, None]
+    rooms = [FreeMemory(3 * needed), FreeMemory(3 * needed, process=needed - 1), FreeMemory()]
+    hosts = [Host(name, frozenset(), 1, room) for name, room in zip("aab", rooms, strict=True)]
+    assert spare_memory(hosts, [Memory(kv=100)] * 3) == [needed, -1, None]
 
 
 def test_what_does_not_fit_is_refused_with_ways_out_that_fit(tmp_path: Path, wide: Path) -> None:
@@ -213,21 +210,21 @@ def test_hosts_that_are_described_are_split_by_their_speed(tmp_path: Path, wide:
 def test_that_the_draft_may_be_elsewhere_is_advised(tmp_path: Path) -> None:
     deep = write_model(tmp_path / "deep.gguf", Shape(n_layer=24, n_embd=512, n_head=8, n_head_kv=2, n_ff=2048))
     draft = write_model(tmp_path / "draft.gguf", Shape(n_layer=1, n_embd=64, n_ff=128))
-    options = RunOptions(model=deep, drafts=(draft,), policy=make_policy("auto", {}), draft_rank=0)
+    options = options_of(model=deep, drafts=(draft,), policy=make_policy("auto", {}), draft_rank=0)
     nodes = read_hosts(write(tmp_path, f"a {FAST}", f"b {FAST}", f"c {SLOW}"))
     given = open_planner(options, read_model_info(deep), nodes, ETHERNET, 128, (), is_described=True)
     free = given.changed(draft_rank=None)
     assert free.plan.assignment.drafts[0][0].rank == 2 and free.speed
-    found = suggestions(given, [given.predict(options.policy)])
+    found = suggestions(given, [given.predict(options.speculation.policy)])
     way = next(way for way in found if way.what == "leave --draft-rank out")
     assert way.tokens_per_s == pytest.approx(free.speed) and not way.short_bytes
 
 
 def test_a_way_that_helps_no_more_than_a_simpler_one_is_not_told(tmp_path: Path, wide: Path) -> None:
     nodes = read_hosts(write(tmp_path, f"a {FAST}", f"b {SLOW}"))
-    options = RunOptions(model=wide, layer_split="4,4")
+    options = options_of(model=wide, layer_split="4,4")
     planner = open_planner(options, read_model_info(wide), nodes, ETHERNET, 128, (), is_described=True)
-    now = planner.predict(options.policy)
+    now = planner.predict(options.speculation.policy)
     split, *others = (way.tokens_per_s or 0 for way in reversed(suggestions(planner, [now])))
     assert split > 1.03 * now.tokens_per_s and all(more > 1.03 * split for more in others)
 
@@ -248,6 +245,13 @@ def test_that_run_would_time_them_is_said_of_hosts_of_which_nobody_knows_how_fas
         assert not plan("--hosts", write(tmp_path, *lines), "-m", wide)[0]["notes"]
 
 
+def test_that_ranks_which_share_cores_are_not_predicted_is_said(tmp_path: Path) -> None:
+    hosts = write(tmp_path, "a cores=2", "a cores=2")
+    assert not plan("--hosts", hosts, "-t", "1")[0]["notes"]
+    (note,) = plan("--hosts", hosts, "-t", "2")[0]["notes"]
+    assert note.startswith("ranks share cores")
+
+
 def test_predictions_of_every_policy_with_a_draft_and_of_one_without(tmp_path: Path, wide: Path) -> None:
     hosts = write(tmp_path, *(f"h{number} {FAST}" for number in range(4)))
     found = plan("--hosts", hosts, "--acceptance", 0.9)[0]
@@ -258,9 +262,44 @@ def test_predictions_of_every_policy_with_a_draft_and_of_one_without(tmp_path: P
     worse = plan("--hosts", hosts, "--acceptance", 0.2)[0]
     assert speed_of(worse) < speed_of(found)
     alone = plan("--hosts", hosts, "-m", wide)[0]
-    assert [each["policy"] for each in alone["predictions"]] == ["iterative"]
+    assert [each["policy"] for each in alone["predictions"]] == ["iterative", "auto"]
+    assert alone["predictions"][1]["over_iterative"] == pytest.approx(1, abs=0.01) and alone["policy"] == "auto"
+    assert "looks up is not counted" in call("--hosts", hosts, "-m", wide)[0]
     lines = call("--hosts", hosts)[0]
     assert "auto (planned)" in lines and "10 Gbit/s" in lines and "acceptance 0.70" in lines
+
+
+def test_of_too_many_hosts_the_best_are_taken_and_the_others_are_spares(tmp_path: Path, wide: Path) -> None:
+    hosts = write(
+        tmp_path, f"slow {SLOW}", "unknown", *(f"h{number} {FAST} memory={100 + number}G" for number in range(9)),
+        "twice:2 gb_per_s=300 gflop_per_s=2000",
+    )  # fmt: skip
+    found, error = plan("--hosts", hosts, "-m", wide)
+    assert not error and [row["host"] for row in found["ranks"]] == [*(f"h{n}" for n in range(3, 9)), "twice", "twice"]
+    (line,) = found["warnings"]
+    assert line == "8 ranks of 13 are used, this model has no layers for more; spares: slow, unknown, h0, h1, h2"
+    assert f"note: {line}" in call("--hosts", hosts, "-m", wide)[0]
+    assert "start at most 8 ranks" in call("--hosts", hosts, "-m", wide, "-np", 9)[1], "what is asked for is no choice"
+    drafts = plan("--hosts", hosts)[0]
+    assert len(drafts["ranks"]) == 10 and drafts["ranks"][0]["role"] == "draft"
+
+
+def test_two_hundred_hosts_are_planned_in_seconds(tmp_path: Path) -> None:
+    deep = write_model(tmp_path / "deep.gguf", Shape(n_layer=80, n_embd=64, n_head=4, n_head_kv=2, n_ff=128))
+    start_s = time.process_time()
+    hosts = write(tmp_path, *(f"h{number} memory=64G {FAST}" for number in range(200)))
+    found = plan("--hosts", hosts, "-m", deep)[0]
+    assert len(found["ranks"]) == 80 and found["warnings"][0].endswith(", h198, h199")
+    assert time.process_time() - start_s < 30
+
+
+def test_a_host_without_room_for_a_layer_is_left_out(tmp_path: Path, wide: Path) -> None:
+    hosts = write(tmp_path, f"a memory=4G {FAST}", f"tiny memory=20M {FAST}", f"b memory=4G {FAST}")
+    found, error = plan("--hosts", hosts, "-m", wide)
+    assert not error and [row["host"] for row in found["ranks"]] == ["a", "b"]
+    assert found["warnings"] == ["left out, without room for a layer: tiny (20.0 MB)"]
+    all_tiny = write(tmp_path, f"a memory=20M {FAST}", f"b memory=20M {FAST}")
+    assert "a has 20.0 MB" in call("--hosts", all_tiny, "-m", wide)[1], "then what is missing is told"
 
 
 def test_no_speed_is_predicted_of_hosts_that_nobody_timed(tmp_path: Path) -> None:

@@ -15,18 +15,18 @@ from typing import Any
 import pytest
 
 from pipeinfer.cluster.hosts.cores import Host, this_host
-from pipeinfer.cluster.hosts.free_memory import Memory
+from pipeinfer.cluster.hosts.resources import Memory
 from pipeinfer.errors import UserError
-from pipeinfer.job.loading.arrivals import TARGET as TARGET_MODEL
 from pipeinfer.job.loading.arrivals import Want, _pieces
 from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.placement.job_plan import TARGET as TARGET_MODEL
 from pipeinfer.job.placement.job_plan import ModelFile
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.policies import PipeInfer
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import COMMAND, ROOT, environment, launcher, run_json
-from tests.support.planned import lay_out
+from tests.support.planned import lay_out, options_of
 
 ONLY_RANK_0 = """
 case "${PMI_RANK:-$OMPI_COMM_WORLD_RANK}" in 0) cd "$0/here";; *) cd "$0/elsewhere";; esac
@@ -108,7 +108,7 @@ def test_what_is_sent_into_memory_is_planned() -> None:
     info, small = read_model_info(TARGET), read_model_info(DRAFT)
     here = this_host("a")
     without = replace(here, lacks=frozenset({str(TARGET), str(DRAFT)}))
-    options = RunOptions(model=TARGET, drafts=(DRAFT, TARGET), policy=PipeInfer())
+    options = options_of(model=TARGET, drafts=(DRAFT, TARGET), policy=PipeInfer())
 
     def memory(options: RunOptions, hosts: Sequence[Host]) -> Sequence[Memory]:
         return lay_out(options, hosts, info, [small, info], 256, 1).memory  # a draft, a whole one, two stages
@@ -117,7 +117,7 @@ def test_what_is_sent_into_memory_is_planned() -> None:
     assert sent[0] == plain[0] and sent[3] == plain[3]
     assert sent[2].weights == plain[2].weights + info.input_bytes, "the tokens of the first stage"
     assert sent[1].loading == info.n_bytes > plain[1].loading == 0, "drafts are laid out anew"
-    cached = replace(options, slice_cache=Path("cache"))
+    cached = options.changed(slice_cache=Path("cache"))
     assert memory(cached, [here, *[without] * 3]) == memory(cached, [here] * 4)
 
 
@@ -162,11 +162,11 @@ STREAMS = """
 from types import SimpleNamespace
 from zlib import crc32
 
-from pipeinfer.cluster.messages import chunked_transfer
+from pipeinfer.job.loading import arrivals
 from pipeinfer.cluster.transport import Link
 from pipeinfer.errors import UserError
 
-chunked_transfer.CHUNK_BYTES = 1000
+arrivals.CHUNK_BYTES = 1000
 link = Link()
 
 
@@ -180,35 +180,35 @@ def pieces(n, fails=False):
 for n in (0, 1, 999, 1000, 1001, 5000):
     if link.rank == 0:
         counts = []
-        chunked_transfer.send_chunks(link, 1, pieces(n), counts.append)
+        arrivals.send_chunks(link, 1, pieces(n), counts.append)
         assert sum(counts) == n
     else:
-        got = b"".join(map(bytes, chunked_transfer.receive_chunks(link, 0, n)))
+        got = b"".join(map(bytes, arrivals.receive_chunks(link, 0, n)))
         assert got == bytes(at % 251 for at in range(n)), n
     failed = ""
     try:
         if link.rank == 0:
-            chunked_transfer.send_chunks(link, 1, pieces(n, fails=True), lambda n: None)
+            arrivals.send_chunks(link, 1, pieces(n, fails=True), lambda n: None)
         else:
-            for piece in chunked_transfer.receive_chunks(link, 0, n + 700):
+            for piece in arrivals.receive_chunks(link, 0, n + 700):
                 pass
     except UserError as error:
         failed = str(error)
     assert failed.startswith(["the file is gone", "what rank 0 sends of the model is not whole"][link.rank]), failed
     if link.rank == 0:
-        chunked_transfer.send_chunks(link, 1, pieces(n), lambda n: None)
+        arrivals.send_chunks(link, 1, pieces(n), lambda n: None)
     else:
-        stream = chunked_transfer.receive_chunks(link, 0, n)
+        stream = arrivals.receive_chunks(link, 0, n)
         for piece in stream:
             break
         stream.close()  # who gives up leaves nothing behind
 if link.rank:
-    chunked_transfer.zlib = SimpleNamespace(crc32=lambda data: crc32(data) ^ 1)  # a bit is wrong
+    arrivals.zlib = SimpleNamespace(crc32=lambda data: crc32(data) ^ 1)  # a bit is wrong
 try:
     if link.rank == 0:
-        chunked_transfer.send_chunks(link, 1, pieces(1700), lambda n: None)
+        arrivals.send_chunks(link, 1, pieces(1700), lambda n: None)
     else:
-        b"".join(map(bytes, chunked_transfer.receive_chunks(link, 0, 1700)))
+        b"".join(map(bytes, arrivals.receive_chunks(link, 0, 1700)))
         raise SystemExit("nobody noticed")
 except UserError as error:
     assert link.rank == 1 and "not whole" in str(error)

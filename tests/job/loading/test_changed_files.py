@@ -16,12 +16,12 @@ import numpy as np
 import pytest
 
 from pipeinfer.errors import ModelFault
-from pipeinfer.job.process.bus_error import describe, file_at
+from pipeinfer.job.process.stop import describe, file_at
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.contents import SourceFile, sample_digest
 from pipeinfer.models.gguf.header import Tensor
 from pipeinfer.models.gguf.slice import read_model_info
-from pipeinfer.models.llama.check_result import check_result
+from pipeinfer.models.llama.rows import check_result
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import finish, run_json, start
 
@@ -223,6 +223,6 @@ def test_a_bus_error_is_described() -> None:
         "7f20-7f30 r--s 00000000 00:01 7 /memfd:pipeinfer-0-1 (deleted)",
     ]
     assert describe(file_at(0x7F0F, maps)).startswith("/models/a b.gguf was truncated")
-    assert describe(file_at(0x7F10, maps)).startswith("memory for a mapped file")
-    assert describe(file_at(0x7F20, maps)).startswith("memory for /memfd:pipeinfer-0-1")
+    assert describe(file_at(0x7F10, maps)).startswith("out of memory for a mapped file")
+    assert describe(file_at(0x7F20, maps)).startswith("out of memory for /memfd:pipeinfer-0-1")
     assert file_at(0x8000, maps) == ""

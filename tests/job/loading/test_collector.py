@@ -11,7 +11,7 @@ from pipeinfer.job.loading import load
 
 
 def test_what_is_loaded_is_not_passed_over_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("fetch_layers", "load_stage", "load_drafts"):
+    for name in ("fetch_layers", "load_part"):
         monkeypatch.setattr(load, name, MagicMock())
     gc.unfreeze()
     try:

@@ -12,17 +12,16 @@ import pytest
 
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.backends import Backend
-from pipeinfer.job.options.options import DEFAULT, RunOptions
+from pipeinfer.job.options.values import Backend
 from pipeinfer.job.placement.devices import plan_devices
-from pipeinfer.job.requests.experiment import ExperimentSettings
+from pipeinfer.job.session.result import ExperimentSettings
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
-from pipeinfer.models.torch.library import load_torch, torch_version
+from pipeinfer.models.torch.params import load_torch, torch_version
 from pipeinfer.policies import PipeInfer
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import finish, run_json
-from tests.support.planned import lay_out
+from tests.support.planned import lay_out, options_of
 
 needs_torch = pytest.mark.skipif(not torch_version(), reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
 PROMPT = ["-p", "def fibonacci(n):", "--temp", "0", "-t", "1"]
@@ -34,7 +33,7 @@ def backends(text: str) -> tuple[Backend, ...]:
 
 
 def plan(text: str, model: Path = TARGET, **options: Any) -> Any:
-    asked = RunOptions(model=model, backend=backends(text), **options)
+    asked = options_of(model=model, backend=backends(text), **options)
     return lay_out(asked, HOSTS, read_model_info(model), [], 512, 100)
 
 
@@ -94,9 +93,9 @@ def test_rejected_cells_are_parked_by_exact_libllama_alone(text: str, numerics: 
 
 def test_a_whole_model_that_was_sent_stays_in_memory() -> None:
     here, model = HOSTS[0], read_model_info(TARGET)
-    options = RunOptions(model=TARGET, drafts=(DRAFT, TARGET), policy=PipeInfer(), backend=backends("torch"))
+    options = options_of(model=TARGET, drafts=(DRAFT, TARGET), policy=PipeInfer(), backend=backends("torch"))
     hosts = [here, replace(here, lacks=frozenset({str(TARGET)})), here]
-    for at in (options, replace(options, backend=backends("torch:cuda"))):
+    for at in (options, options.changed(backend=backends("torch:cuda"))):
         sent, plain = (
             lay_out(at, each, model, [read_model_info(DRAFT), model], 512, 1) for each in (hosts, [here] * 3)
         )
@@ -127,17 +126,17 @@ def test_a_model_that_torch_does_not_compute_is_refused_before_anything_loads(tm
 
 def test_results_tell_experiments_with_other_backends_apart() -> None:
     of = ExperimentSettings.of
-    assert of(replace(DEFAULT, backend=backends("llama,torch:bf16"))).options == "backend llama,torch:bf16"
-    assert of(DEFAULT).options == "" and of(replace(DEFAULT, samplers=1)).options == "sampler-threads 1"
+    assert of(options_of(backend=backends("llama,torch:bf16"))).options == "backend llama,torch:bf16"
+    assert of(options_of()).options == "" and of(options_of(samplers=1)).options == "sampler-threads 1"
 
 
 def test_ranks_of_a_host_take_its_gpus_in_turns() -> None:
     hosts = [HOSTS[0]] * 5 + [HOSTS[2]]
-    given = RunOptions(model=TARGET, backend=backends("llama,torch,torch:cuda:1,torch:cuda,torch:bf16,torch"))
-    turns = [own.target.turn for own in plan_devices(given, hosts)]
+    given = options_of(model=TARGET, backend=backends("llama,torch,torch:cuda:1,torch:cuda,torch:bf16,torch"))
+    turns = [own.target.turn for own in plan_devices(given.placement, hosts)]
     assert [turns[rank] for rank in (1, 3, 4, 5)] == [0, 1, 2, 0], "of those that have none named"
-    alike = replace(given, backend=backends("torch"))
-    assert [own.target.turn for own in plan_devices(alike, HOSTS)] == [0, 1, 0]
+    alike = given.changed(backend=backends("torch"))
+    assert [own.target.turn for own in plan_devices(alike.placement, HOSTS)] == [0, 1, 0]
 
 
 def test_the_command_line_says_it_in_one_line() -> None:

@@ -11,10 +11,9 @@ import pytest
 
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.backends import Backend
-from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.options.values import Backend
 from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.models.gguf.cache_types import CACHE_TYPES, CacheTypes, KvShape
+from pipeinfer.models.gguf.layers import CACHE_TYPES, CacheTypes, KvShape
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.ggml import load_library
@@ -23,7 +22,7 @@ from pipeinfer.models.llama.stage import LlamaStage
 from tests.models.test_llama_stage import make_batch, run
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import finish, run_json
-from tests.support.planned import lay_out
+from tests.support.planned import lay_out, options_of
 
 TOKENS = [(7 * number) % 300 for number in range(48)]
 HOSTS = [Host("a", frozenset(range(8)), 8) for _ in range(3)]
@@ -56,7 +55,7 @@ def sliced(path: Path, types: CacheTypes) -> Any:
     params = LlamaParams(n_cells=256, n_seq_max=4, n_batch=64, exact=False, cache=types)
     stages = [LlamaStage(open_slice(info, first, last, None), params) for first, last in ((0, 1), (1, 4))]
     found = [run(stages, make_batch([token], position)) for position, token in enumerate(TOKENS)][-1][0]
-    sizes = [stage._lib.llama_state_seq_get_size(stage._context, 0) for stage in stages]
+    sizes = [stage._lib.llama_state_seq_get_size(stage._context.handle, 0) for stage in stages]
     for stage in stages:
         stage.close()
     return found, sum(sizes)
@@ -82,7 +81,7 @@ def test_bytes_of_a_cell() -> None:
 
 
 def plan(**options: Any) -> Any:
-    asked = RunOptions(model=TARGET, drafts=(DRAFT,), **options)
+    asked = options_of(model=TARGET, drafts=(DRAFT,), **options)
     return lay_out(asked, HOSTS, read_model_info(TARGET), [read_model_info(DRAFT)], 4096, 100)
 
 
@@ -112,7 +111,7 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
 
 def test_a_head_must_be_whole_blocks(tmp_path: Path) -> None:
     path = write_model(tmp_path / "odd.gguf", Shape(n_embd=160, n_layer=3))
-    asked = RunOptions(model=path, numerics="fast", cache_type_v="q4_0")
+    asked = options_of(model=path, numerics="fast", cache_type_v="q4_0")
     with pytest.raises(
         UserError, match=r"--cache-type-v q4_0 takes 32 numbers together, and a head of odd\.gguf has 40"
     ):

@@ -12,20 +12,18 @@ from typing import Any
 import pytest
 
 from pipeinfer.cluster.assignment import Sizes, assign
-from pipeinfer.cluster.hosts.cores import Host
-from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
+from pipeinfer.cluster.hosts.cores import Host, LayerSpeed
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.draft_rank import CLEAR_GAIN, choose_draft_rank
-from pipeinfer.job.profiling.schedule import ranks_to_time
+from pipeinfer.job.options.values import Pace
+from pipeinfer.job.planning.deploy import CLEAR_GAIN, choose_draft_rank
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.policies import PipeInfer
 from tests.support.jobs import finish, plain_tokens, run_json
-from tests.support.planned import lay_out
+from tests.support.planned import lay_out, options_of, timed_ranks
 
 LAYERS, SMALL = Sizes((100,) * 12, 50), Sizes((1,) * 2, 1)
-ASKED = RunOptions(model=TARGET, drafts=(DRAFT,), policy=PipeInfer())
+ASKED = options_of(model=TARGET, drafts=(DRAFT,), policy=PipeInfer())
 
 
 def ranks(*s_per_byte: float) -> list[Host]:
@@ -59,13 +57,18 @@ def test_what_was_said_stands() -> None:
     target, draft = read_model_info(TARGET), read_model_info(DRAFT)
 
     def planned(**options: Any) -> int:
-        plan = lay_out(replace(ASKED, **options), ranks(1.0, 1.0, 2.0), target, [draft], 512, 100)
+        plan = lay_out(ASKED.changed(**options), ranks(1.0, 1.0, 2.0), target, [draft], 512, 100)
         return plan.assignment.drafts[0][0].rank
 
     assert planned() == 2 and planned(draft_rank=1) == 1 and planned(draft_rank=0) == 0
-    for options in ({"layer_split": "4,5"}, {"lookup": True}, {"pace": "pipeinfer-c"}, {"n_gpu_layers": (9, 0, 0)}):
-        assert not replace(ASKED, **options).may_choose_draft_rank and planned(**options) == 0
-    assert replace(ASKED, threads=(1, 2, 4)).may_choose_draft_rank, "threads come with a rank, whatever it does"
+    for options in (
+        {"layer_split": "4,5"},
+        {"lookup": True},
+        {"pace": Pace.parse("pipeinfer-c")},
+        {"n_gpu_layers": (9, 0, 0)},
+    ):
+        assert not ASKED.changed(**options).may_choose_draft_rank and planned(**options) == 0
+    assert ASKED.changed(threads=(1, 2, 4)).may_choose_draft_rank, "threads come with a rank, whatever it does"
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -88,9 +91,9 @@ def test_no_other_rank_would_leave_a_clearly_faster_slowest_stage(seed: int) -> 
 def test_ranks_that_are_not_alike_are_all_timed() -> None:
     hosts = [replace(host, name="a") for host in ranks(1.0, 1.0, 1.0)]
     for threads, expected in (((1, 2, 2), [0, 1, 2]), ((2, 2, 2), [])):
-        assert ranks_to_time(replace(ASKED, threads=threads), hosts) == expected
-    assert ranks_to_time(replace(ASKED, threads=(1, 2, 2), draft_rank=0), hosts) == []
-    assert ranks_to_time(replace(ASKED, threads=(1, 2, 2), draft_rank=1), hosts) == [0, 2]
+        assert timed_ranks(ASKED.changed(threads=threads), hosts) == expected
+    assert timed_ranks(ASKED.changed(threads=(1, 2, 2), draft_rank=0), hosts) == []
+    assert timed_ranks(ASKED.changed(threads=(1, 2, 2), draft_rank=1), hosts) == [0, 2]
 
 
 @pytest.mark.parametrize(
@@ -102,9 +105,9 @@ def test_ranks_that_are_not_alike_are_all_timed() -> None:
     ],
 )
 def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> None:
-    asked, info = replace(ASKED, **options), read_model_info(DRAFT)
+    asked, info = ASKED.changed(**options), read_model_info(DRAFT)
     with pytest.raises(UserError, match=message):
-        lay_out(asked, ranks(1.0, 1.0, 1.0), read_model_info(TARGET), [info] * len(asked.drafts), 512, 100)
+        lay_out(asked, ranks(1.0, 1.0, 1.0), read_model_info(TARGET), [info] * len(asked.models.drafts), 512, 100)
 
 
 WORDS = ["-p", "def fibonacci(n):", "-n", "40", "-t", "1", "--ignore-eos"]

@@ -14,21 +14,19 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.cluster.hosts.cores import Host
-from pipeinfer.cluster.hosts.free_memory import FreeMemory
+from pipeinfer.cluster.hosts.cores import FreeMemory, Host
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.capacity import CELLS_PADDING, N_CELLS_SPARE
-from pipeinfer.job.placement.deploy import NOT_REPACKED, OTHER_NUMERICS, DoesNotFit, deploy
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.placement.numerics import NumericsPlan
+from pipeinfer.job.planning.deploy import NOT_REPACKED, OTHER_NUMERICS, DoesNotFit, deploy
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.llama.params import GROUP, GROUP_CELLS, MANY, TypeRows, matrix_bytes
 from pipeinfer.models.llama.repacking import grouped_types, repacked_types
 from pipeinfer.policies import Iterative
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import finish, run_json, start
-from tests.support.planned import lay_out
+from tests.support.planned import lay_out, options_of
 
 Q4_0, Q4_K, Q6_K = 2, 12, 14
 HERE = Host("a", frozenset(range(8)), 8, repacked=((Q4_0, 32, "x"), (Q4_K, 3, "y")))
@@ -47,7 +45,7 @@ def info(path: Path) -> ModelInfo:
 
 
 def plan(info: ModelInfo, *hosts: Host, **options: Any) -> JobPlan:
-    return lay_out(RunOptions(model=info.path, policy=Iterative(), **options), hosts, info, [], 512, 100)
+    return lay_out(options_of(model=info.path, policy=Iterative(), **options), hosts, info, [], 512, 100)
 
 
 def test_all_ranks_must_repack_alike(info: ModelInfo) -> None:
@@ -69,7 +67,7 @@ def test_repacked_weights_are_counted(info: ModelInfo) -> None:
 
 
 def test_weights_are_mapped_where_memory_is_short(info: ModelInfo) -> None:
-    options, needed = RunOptions(model=info.path, policy=Iterative()), plan(info, HERE).memory[0].needed
+    options, needed = options_of(model=info.path, policy=Iterative()), plan(info, HERE).memory[0].needed
     enough, short = (
         deploy(options, [replace(HERE, memory=FreeMemory(n, n))], info, 512, 100) for n in (needed, needed - 1)
     )
@@ -82,11 +80,11 @@ def test_weights_are_mapped_where_memory_is_short(info: ModelInfo) -> None:
 def test_what_goes_on_has_the_numerics_with_which_it_was_begun(info: ModelInfo) -> None:
     needed = plan(info, HERE).memory[0].needed
     enough, short = (replace(HERE, memory=FreeMemory(n, n)) for n in (needed, needed - 1))
-    options = RunOptions(model=info.path, policy=Iterative())
+    options = options_of(model=info.path, policy=Iterative())
     name = deploy(options, [enough], info, 512, 100).numerics.name
 
     def go_on(kept: str, host: Host, **more: Any) -> JobPlan:
-        return deploy(replace(options, kept_numerics=kept, **more), [host], info, 512, 100)
+        return deploy(options.changed(resumed=kept, **more), [host], info, 512, 100)
 
     exact = go_on("exact", enough).numerics
     assert exact.name == "exact" and not exact.repacked
@@ -122,7 +120,7 @@ def test_many_requests_have_rows_in_groups(info: ModelInfo) -> None:
 
 def test_what_goes_on_keeps_groups_or_parts(info: ModelInfo) -> None:
     def go_on(kept: str, n_requests: int, host: Host = GROUPED, **more: Any) -> NumericsPlan:
-        options = RunOptions(model=info.path, policy=Iterative(), n_expected=n_requests, kept_numerics=kept, **more)
+        options = options_of(model=info.path, policy=Iterative(), n_expected=n_requests, resumed=kept, **more)
         return deploy(options, [host], info, 512, 100).numerics
 
     groups, parts = go_on("", 16).name, go_on("", 1).name
@@ -140,7 +138,7 @@ def test_what_goes_on_keeps_groups_or_parts(info: ModelInfo) -> None:
 def test_without_memory_for_groups_rows_come_as_in_the_file(tmp_path: Path) -> None:
     """Also of types that libggml does not repack: rows in groups are computed from copies of the weights."""
     found = read_model_info(write_model(tmp_path / "f16.gguf", Shape(), "F16"))
-    options = RunOptions(model=found.path, policy=Iterative(), n_expected=MANY)
+    options = options_of(model=found.path, policy=Iterative(), n_expected=MANY)
     groups = deploy(options, [GROUPED], found, 512, 100)
     needed = groups.memory[0].needed
     short = deploy(options, [replace(GROUPED, memory=FreeMemory(needed - 1, needed - 1))], found, 512, 100)
@@ -150,10 +148,10 @@ def test_without_memory_for_groups_rows_come_as_in_the_file(tmp_path: Path) -> N
 
 def test_prompts_that_are_read_at_a_time_share_the_planned_cells(info: ModelInfo) -> None:
     cell_bytes = sum(info.kv_bytes_per_cell)
-    options, n_ctx = RunOptions(model=info.path, policy=Iterative()), 4096
+    options, n_ctx = options_of(model=info.path, policy=Iterative()), 4096
 
     def kv(n_parallel: int, **changes: Any) -> int:
-        asked = replace(options, parallel=n_parallel, **changes)
+        asked = options.changed(parallel=n_parallel, **changes)
         return lay_out(asked, [HERE], info, [], n_ctx, n_ctx).memory[0].kv // cell_bytes
 
     assert kv(4, numerics="fast") == n_ctx + N_CELLS_SPARE
@@ -179,16 +177,17 @@ def write_requests(path: Path, n_tokens: int) -> Path:
     """16 requests, greedy and sampled, of short prompts and of some that are read in blocks."""
     requests = [
         {"prompt": f"def f{n}(a):" + " return the sum of all that is in the list" * (6 * (n % 5 == 2)), "seed": n,
-         "temperature": 0.9 * (n % 2), "max_tokens": n_tokens + n % 4, "ignore_eos": True}
+         "temperature": 0.9 * (n % 2), "max_tokens": n_tokens + n % 4, "ignore_eos": True, "logprobs": 0}
         for n in range(16)
     ]  # fmt: skip
     path.write_text("".join(json.dumps(each) + "\n" for each in requests))
     return path
 
 
-def texts_of(output: Path) -> dict[int, str]:
+def texts_of(output: Path) -> dict[int, tuple[str, ...]]:
+    """By request: its text and its tokens' log probabilities; a text alone hides bytes that are no UTF-8."""
     found = map(json.loads, output.read_text().splitlines())
-    return {each["index"]: each["text"] for each in found}
+    return {each["index"]: (each["text"], *map(str, each["logprobs"]["token_logprobs"])) for each in found}
 
 
 def skip_without_groups(info: ModelInfo) -> None:
@@ -207,7 +206,7 @@ def test_many_requests_have_the_same_texts_under_every_policy_and_split(
         (1, ["-np", "16"]), (1, ["-np", "8"]), (2, ["-np", "16"]), (3, ["-np", "16", "--layer-split", "1,3,2"]),
         *((3, ["-np", "16", "-md", str(path), "--policy", policy]) for policy in ("auto", "pipeinfer")),
     ]  # fmt: skip
-    found: list[tuple[list[str], dict[int, str]]] = []
+    found: list[tuple[list[str], dict[int, tuple[str, ...]]]] = []
     for n_ranks, words in asked:
         output = tmp_path / f"{len(found)}.jsonl"
         draft = [] if "-md" in words else ["-md", "none"]

@@ -10,19 +10,19 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.cluster.hosts.cores import Host
-from pipeinfer.cluster.hosts.free_memory import FreeMemory
-from pipeinfer.cluster.messages.activations import WireType
+from pipeinfer.cluster.hosts.cores import FreeMemory, Host
+from pipeinfer.cluster.wire import WireType
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.backends import Backend
 from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS, NO_DEVICE
 from pipeinfer.job.options.options import RunOptions, with_plan
-from pipeinfer.job.placement.deploy import DoesNotFit, deploy
+from pipeinfer.job.options.values import Backend
 from pipeinfer.job.placement.job_plan import JobPlan
+from pipeinfer.job.planning.deploy import DoesNotFit, deploy
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
-from pipeinfer.policies.registry import POLICIES
+from pipeinfer.policies import POLICIES
 from tests.support.jobs import finish, run_json
+from tests.support.planned import options_of
 
 INFO = read_model_info(TARGET)
 Q8_0 = 8
@@ -51,7 +51,7 @@ def random_options(rng: random.Random, n_ranks: int) -> RunOptions:
     )
     if "n_gpu_layers" in way and rng.random() < 0.3:
         way = {"n_gpu_layers": (ALL_LAYERS,), "device": by_rank((), NO_DEVICE, ("CUDA0",))}
-    return RunOptions(
+    return options_of(
         model=TARGET, drafts=(DRAFT,), policy=policy, threads=rng.choice([(), by_rank(1, 2, 3)]),
         numerics="fast" if fast else "exact", repack=rng.random() < 0.7,
         wire_type=WireType.BF16 if fast and rng.random() < 0.5 else WireType.F32,
@@ -78,7 +78,9 @@ def test_a_job_by_a_plan_is_that_plan(seed: int, tmp_path: Path) -> None:
     except UserError:
         return  # options that do not go together
     path = written(plan, tmp_path)
-    plain = RunOptions(model=TARGET, drafts=(DRAFT,), policy=options.policy, parallel=options.parallel, plan=path)
+    plain = options_of(
+        model=TARGET, drafts=(DRAFT,), policy=options.speculation.policy, parallel=options.traffic.parallel, plan=path
+    )
     again = deploy(with_plan(plain, len(hosts)), hosts, INFO, 400, 100)
     assert again.decisions == plan.decisions and again.hash == plan.hash
 
@@ -97,11 +99,11 @@ def test_most_of_them_have_a_plan() -> None:
 
 
 HERE = [Host(name, frozenset(range(4)), 4, repacked=((Q8_0, 32, "x"),)) for name in ("a", "b")]
-PLAIN = RunOptions(model=TARGET, policy=POLICIES["iterative"]())
+PLAIN = options_of(model=TARGET, policy=POLICIES["iterative"]())
 
 
 def by_plan(path: Path, hosts: list[Host], model: Path = TARGET, **options: Any) -> JobPlan:
-    asked = with_plan(replace(PLAIN, model=model, plan=path, **options), len(hosts))
+    asked = with_plan(PLAIN.changed(target=model, plan=path, **options), len(hosts))
     return deploy(asked, hosts, read_model_info(model), 512, 100)
 
 

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,14 +26,23 @@ from pipeinfer.cluster.watch.segments import BRIEF_AGE_S, FOLDER, MARK, mark_own
 from pipeinfer.cluster.watch.watch import Watch
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.backends import Backend
-from pipeinfer.job.options.options import ChatOptions, RunOptions
+from pipeinfer.job.options.text_sections import ChatOptions
+from pipeinfer.job.options.values import Backend
 from pipeinfer.job.process.signals import HEAD_FIRST_S
 from pipeinfer.job.process.stop import StopFlag, Stopper
-from tests.support.jobs import COMMAND, ROOT, command_of, descendants, environment, launcher
+from tests.support.jobs import (
+    BY_MPICH,
+    COMMAND,
+    command_of,
+    descendants,
+    environment,
+    installed_script,
+    launcher,
+    until,
+)
+from tests.support.planned import options_of
 
 RUN = ["run", "-p", "def read_lines(path):\n", "-n", "2000", "-c", "3000", "--ignore-eos"]
-BY_MPICH = "--oversubscribe" not in launcher(2)
 only_mpich = pytest.mark.skipif(not BY_MPICH, reason="Open MPI's mpirun ends a job when any of its programs fails")
 
 
@@ -52,13 +61,6 @@ def complaints(errors: str) -> list[str]:
     return [line for line in errors.splitlines() if line.startswith("pipeinfer: ")]
 
 
-def wait_until(done: Callable[[], bool], timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 def has_mpi(pid: int) -> bool:
     """Whether a process has loaded MPI, which it starts next."""
     try:
@@ -71,7 +73,7 @@ def has_mpi(pid: int) -> bool:
 def test_ctrl_c_while_mpi_waits_for_a_rank() -> None:
     """Rank 1 never starts MPI, so rank 0 never returns from its start."""
     job = start([*COMMAND, *RUN], ["sh", "-c", "trap '' INT; sleep 60"])
-    wait_until(lambda: any(map(has_mpi, descendants(job.pid))))
+    until(lambda: any(map(has_mpi, descendants(job.pid))))
     time.sleep(0.5)
     os.killpg(job.pid, signal.SIGINT)
     _, errors = job.communicate(timeout=20)
@@ -80,12 +82,11 @@ def test_ctrl_c_while_mpi_waits_for_a_rank() -> None:
 
 
 @pytest.mark.parametrize("moment_s", [0.02, 0.1, 0.3])
-def test_ctrl_c_while_the_command_starts(moment_s: float) -> None:
+def test_ctrl_c_while_the_command_starts(moment_s: float, tmp_path: Path) -> None:
     """As installed: the interpreter has not begun, or imports."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     job = subprocess.Popen(
-        [str(ROOT / "scripts" / "pipeinfer"), *RUN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment() | {"PATH": path},
+        [str(installed_script(tmp_path)), *RUN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=environment(),
     )  # fmt: skip
     time.sleep(moment_s)
     job.send_signal(signal.SIGINT)
@@ -123,14 +124,7 @@ def test_a_rank_that_stands_still_ends_the_job_after_its_time() -> None:
     (line,) = (line for line in complaints(errors) if "rank 1" in line)
     assert "stage 1, layers" in line and "has said nothing for 3 s (--rank-timeout): its process" in line
     assert job.returncode
-    wait_until(lambda: has_ended(second), 5)  # also of a process that stands still nothing is left
-
-
-def has_ended(pid: int) -> bool:
-    try:
-        return command_of(pid) == b""
-    except OSError:
-        return True
+    until(lambda: command_of(second) == b"", 5)  # also of a process that stands still nothing is left
 
 
 def rank_of(pid: int) -> int:
@@ -157,15 +151,15 @@ def test_a_lone_process_that_is_stopped_while_it_loads_says_nothing_of_mpi(numbe
 
 BEHIND = """
 import os, signal, sys, time
-from pipeinfer.cluster.watch import watch
+from pipeinfer.cluster.watch.watch import Watch
 from pipeinfer.cli.main import main
-start = watch._start_sentinel
-def started(*given):
-    found = start(*given)
+start = Watch._start_sentinel
+def started(*arguments):
+    process = start(*arguments)
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(5)
-    return found
-watch._start_sentinel = started
+    return process
+Watch._start_sentinel = started
 main(sys.argv[1:])
 """
 
@@ -243,7 +237,7 @@ def test_another_version_is_refused_by_name() -> None:
 
 
 def test_what_was_asked_otherwise_is_said_as_it_is_asked() -> None:
-    asked = [RunOptions(model=Path("a.gguf"), backend=backend) for backend in ((Backend(),), (Backend("torch"),) * 2)]
+    asked = [options_of(Path("a.gguf"), backend=backend) for backend in ((Backend(),), (Backend("torch"),) * 2)]
     with pytest.raises(UserError, match=r"was started with backend torch,torch and rank 0 \(host .*\) with llama; "):
         check_alike([own_info(each) for each in asked])
 
@@ -359,15 +353,15 @@ def test_a_segment_is_marked_while_mpi_still_waits() -> None:
         found.update(path for path in used if not path.name.startswith("ucx"))
         return bool(found)
 
-    wait_until(look)
+    until(look)
     (segment,) = found
-    wait_until(lambda: MARK in os.listxattr(segment) or not segment.exists())
+    until(lambda: MARK in os.listxattr(segment) or not segment.exists())
     assert segment.exists()
     for pid in descendants(job.pid):
         if segments_of(pid):
             os.kill(pid, signal.SIGKILL)
     job.communicate(timeout=20)
-    wait_until(lambda: not segment.exists())
+    until(lambda: not segment.exists())
 
 
 @only_mpich
@@ -380,7 +374,7 @@ def test_a_killed_launcher_leaves_no_rank(victim: str) -> None:
     os.kill(job.pid if victim == "mpirun" else processes[0], signal.SIGKILL)
     job.communicate(timeout=30)
     assert job.returncode
-    wait_until(lambda: not any(map(segments_of, processes)))
+    until(lambda: not any(map(segments_of, processes)))
 
 
 @only_mpich
@@ -401,9 +395,9 @@ def test_a_killed_job_leaves_nothing(with_sentinel: bool) -> None:
     job.communicate(timeout=20)
     assert job.returncode
     if with_sentinel:
-        wait_until(lambda: not any(map(segments_of, processes)))
+        until(lambda: not any(map(segments_of, processes)))
         sweep()
-    wait_until(lambda: not set(FOLDER.iterdir()) - before)
+    until(lambda: not set(FOLDER.iterdir()) - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the order in which others close files is not known")

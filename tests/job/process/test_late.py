@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.job.process.test_ends import complaints, wait_until
-from tests.support.jobs import environment, launcher
+from tests.job.process.test_ends import complaints
+from tests.support.jobs import environment, launcher, until
 from tests.support.late import LATE_S
 
 N_RANKS, N_TICKS = 3, os.sysconf("SC_CLK_TCK")
@@ -32,7 +32,7 @@ def start(step: str, late_rank: int, folder: Path) -> tuple[subprocess.Popen[str
         start_new_session=True,
     )  # fmt: skip
     marks = [folder / str(rank) for rank in range(N_RANKS)]
-    wait_until(lambda: all(mark.exists() for mark in marks))
+    until(lambda: all(mark.exists() for mark in marks))
     time.sleep(0.3)
     return job, [int(mark.read_text()) for mark in marks]
 

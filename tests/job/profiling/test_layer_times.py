@@ -13,20 +13,16 @@ from typing import Any
 import pytest
 
 from pipeinfer.cluster.assignment import Sizes
-from pipeinfer.cluster.hosts.cores import Host, processor_name
-from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
-from pipeinfer.cluster.timing.timed_layers import time_layers
+from pipeinfer.cluster.hosts.cores import Host, LayerSpeed, processor_name, turns_on_cores
+from pipeinfer.cluster.timed_runs import time_layers
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.types import FloatArray
-from pipeinfer.job.options.backends import Backend
-from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.profiling.schedule import (
+from pipeinfer.job.options.values import Backend, Pace
+from pipeinfer.job.profiling.layer_times import (
     TIMED_BYTES,
     evened,
     is_doubtful,
-    ranks_to_time,
     timed_span,
-    timing_turns,
 )
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
@@ -35,6 +31,7 @@ from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.policies import PipeInfer
 from tests.support.jobs import environment, finish, launcher
+from tests.support.planned import options_of, timed_ranks
 from tests.support.toy import ToyStage
 
 LAYER_S, REST_S = 0.01, 0.004
@@ -93,7 +90,7 @@ def test_layers_without_weights_are_computed_as_others_are() -> None:
 
 def _time(model: LlamaStage, sizes: tuple[int, ...]) -> LayerSpeed:
     ticks = iter([n / 100 for n in range(0, 10**6)])
-    return time_layers(model, sizes, 10**6, lambda: next(ticks), asks=True)
+    return time_layers(model, sizes, 10**6, lambda: next(ticks), stops=True)
 
 
 class StalledStage(TimedStage):
@@ -132,7 +129,7 @@ def host(name: str, n_cores: int = 4, processor: str = "x") -> Host:
 
 def ranks(hosts: list[Host], **changed: Any) -> list[int]:
     fixed: dict[str, Any] = {"model": TARGET, "drafts": (TARGET,), "policy": PipeInfer(), "draft_rank": 0}
-    return ranks_to_time(RunOptions(**fixed | changed), hosts)
+    return timed_ranks(options_of(**fixed | changed), hosts)
 
 
 def test_only_ranks_that_are_not_alike_are_timed() -> None:
@@ -148,7 +145,9 @@ def test_only_ranks_that_are_not_alike_are_timed() -> None:
     assert not ranks([b, a, a], n_gpu_layers=(-1,)) and not ranks([b, a, a], backend=(Backend.parse("torch:cpu"),))
     assert ranks([a, b, c], backend=(Backend.parse("torch"),)) == [1, 2]
     unlike = {"threads": (1, 1, 2)}
-    assert not ranks([a, b, c], **unlike, layer_split="4,5") and not ranks([a, b, c], **unlike, pace="sipipe")
+    assert not ranks([a, b, c], **unlike, layer_split="4,5") and not ranks(
+        [a, b, c], **unlike, pace=Pace.parse("sipipe")
+    )
     assert not ranks([a, b, c], threads=(1, 2)) and not ranks([a], **unlike), "which is refused later"
 
 
@@ -177,8 +176,8 @@ def test_what_only_timing_tells_apart_is_alike() -> None:
 
 def test_ranks_of_a_host_time_at_once_where_it_has_cores_for_them() -> None:
     pair = [host("a"), host("a"), host("b"), host("b"), host("b")]
-    assert timing_turns(pair, (1, 3, 1, 1, 2), [1, 2, 3, 4]) == {1: 0, 2: 0, 3: 0, 4: 0}
-    assert timing_turns(pair, (2, 3, 2, 1, 2), [1, 2, 3, 4]) == {1: 0, 2: 0, 3: 1, 4: 2}
+    assert turns_on_cores(pair, (1, 3, 1, 1, 2), [1, 2, 3, 4]) == {1: 0, 2: 0, 3: 0, 4: 0}
+    assert turns_on_cores(pair, (2, 3, 2, 1, 2), [1, 2, 3, 4]) == {1: 0, 2: 0, 3: 1, 4: 2}
 
 
 def test_a_processor_is_named_as_the_system_names_it(tmp_path: Path) -> None:

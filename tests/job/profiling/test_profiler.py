@@ -12,26 +12,24 @@ from typing import Any
 import pytest
 
 from pipeinfer import __version__
-from pipeinfer.cluster.hosts.cores import Host
-from pipeinfer.cluster.hosts.layer_speed import LayerSpeed
-from pipeinfer.cluster.hosts.speed import Speed
+from pipeinfer.cluster.hosts.cores import Host, LayerSpeed, Speed
 from pipeinfer.disk_cache import DiskCache
 from pipeinfer.job.options.limits import ALL_LAYERS
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.planning.planner import ETHERNET, open_planner
-from pipeinfer.job.profiling.host_speeds import with_speeds
+from pipeinfer.job.profiling.hosts import with_speeds
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
-from pipeinfer.models.llama.build import describe_build
+from pipeinfer.models.llama.ggml import describe_build
 from pipeinfer.policies import Iterative, PipeInfer
-from tests.support.planned import lay_out
+from tests.support.planned import lay_out, options_of
 from tests.support.played_cluster import Found, Played, PlayedStage, job, played_clock, played_speed
 
 
 @pytest.fixture(autouse=True)
 def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr("pipeinfer.job.loading.stages.LlamaStage", PlayedStage)
-    monkeypatch.setattr("pipeinfer.job.profiling.host_speeds.measure_speed", played_speed)
+    monkeypatch.setattr("pipeinfer.job.profiling.hosts.measure_speed", played_speed)
     monkeypatch.setattr(time, "monotonic", played_clock)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     yield
@@ -39,7 +37,7 @@ def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 def asked(**changed: Any) -> RunOptions:
     fixed: dict[str, Any] = {"model": TARGET, "drafts": (DRAFT,), "policy": PipeInfer()}
-    return RunOptions(**fixed | changed)
+    return options_of(**fixed | changed)
 
 
 def host(name: str, n_cores: int = 4, processor: str = "x") -> Host:

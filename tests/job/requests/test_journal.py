@@ -13,7 +13,7 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.requests.journal import Journal, JournalFile, kept_numerics
 from pipeinfer.job.requests.request import GenerationRequest
-from tests.support.jobs import descendants, finish, start
+from tests.support.jobs import command_of, descendants, finish, start
 
 ASKED = GenerationRequest((1, 2), 9, 20, SamplingParams(seed=5), frozenset())
 TEXT = ["-p", "def read_lines(path):\n", "-n", "300", "-c", "400", "--ignore-eos", "-t", "1"]
@@ -27,8 +27,8 @@ def test_a_text_goes_on_before_its_last_token(tmp_path: Path) -> None:
     first.close()
     again = JournalFile(tmp_path / "notes", "exact")
     other = GenerationRequest((1, 2), 9, 20, SamplingParams(seed=99), frozenset())
-    found = again.begin("x", other)
-    assert (found.begun, found.sampling.seed) == ((7, 8), 5), "its seed too"
+    answer = again.begin("x", other)
+    assert (answer.begun, answer.sampling.seed) == ((7, 8), 5), "its seed too"
     assert again.texts == {"x": (5, [7, 8])}
     again.came("x", [9, 4])
     again.ended("x")
@@ -38,10 +38,10 @@ def test_a_text_goes_on_before_its_last_token(tmp_path: Path) -> None:
 
 def test_texts_with_log_probabilities_come_again() -> None:
     journal = Journal()
-    asked = GenerationRequest((1, 2), 9, 20, SamplingParams(seed=5, n_logprobs=0), frozenset())
-    journal.begin("x", asked)
+    request = GenerationRequest((1, 2), 9, 20, SamplingParams(seed=5, n_logprobs=0), frozenset())
+    journal.begin("x", request)
     journal.came("x", [7, 8])
-    assert journal.begin("x", asked).begun == () and journal.texts["x"] == (5, [])
+    assert journal.begin("x", request).begun == () and journal.texts["x"] == (5, [])
 
 
 def test_notes_are_taken_by_another_journal() -> None:
@@ -91,10 +91,10 @@ def test_one_job_writes_it(tmp_path: Path) -> None:
 def test_a_full_disk_ends_the_notes_not_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     journal = JournalFile.__new__(JournalFile)
     Journal.__init__(journal)
-    journal._numerics = "exact"
+    journal._job_numerics = "exact"
     journal.path, journal._is_full, journal._fd = Path("/dev/full"), False, os.open("/dev/full", os.O_WRONLY)
     journal.came("x", []) if journal.begin("x", ASKED) else None
-    assert capsys.readouterr().err.count("what comes from now on is not noted") == 1
+    assert capsys.readouterr().err.count("output is not noted from now on") == 1
 
 
 def kill_a_rank(job: subprocess.Popen[str], notes: Path, n_lines: int) -> str:
@@ -103,15 +103,8 @@ def kill_a_rank(job: subprocess.Popen[str], notes: Path, n_lines: int) -> str:
     while not notes.exists() or notes.read_bytes().count(b"\n") < n_lines:
         assert job.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
-    os.kill(max(pid for pid in descendants(job.pid) if b"--resume" in _command(pid)), signal.SIGKILL)
+    os.kill(max(pid for pid in descendants(job.pid) if b"--resume" in command_of(pid)), signal.SIGKILL)
     return job.communicate(timeout=60)[1]
-
-
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
 
 
 @pytest.mark.parametrize(

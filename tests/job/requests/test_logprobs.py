@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeinfer.cluster.messages.logprobs import LEAST, ScoredToken, scored
-from pipeinfer.job.requests.logprobs import Entries, Entry, chat_form, completion_form
+from pipeinfer.cluster.verdicts import LEAST, ScoredToken, scored
+from pipeinfer.job.requests.answers import Entries, Entry, chat_logprobs, completion_logprobs
 from tests.support.gguf_factory import CHAT_TEMPLATE, Shape, write_model
 from tests.support.jobs import ROOT, finish
 
@@ -33,17 +33,17 @@ def test_they_are_the_log_softmax(n_vocab: int, n_top: int) -> None:
     logits[3] = logits[9]
     before = logits.copy()
     expected = log_softmax(logits)
-    found = scored(logits, 9, n_top)
-    assert found == 9 and found.logprob == pytest.approx(expected[9], abs=1e-6)
+    answer = scored(logits, 9, n_top)
+    assert answer == 9 and answer.logprob == pytest.approx(expected[9], abs=1e-6)
     order = sorted(range(n_vocab), key=lambda id: (-logits[id], id))[:n_top]
-    assert [each.token for each in found.top] == order
-    assert [each.logprob for each in found.top] == pytest.approx(list(expected[order]), abs=1e-6)
+    assert [each.token for each in answer.top] == order
+    assert [each.logprob for each in answer.top] == pytest.approx(list(expected[order]), abs=1e-6)
     assert np.array_equal(logits, before)
 
 
 def test_what_cannot_be_has_a_number_too() -> None:
-    found = scored(np.array([0.0, -np.inf, -1e9], np.float32), 1, 3)
-    assert found.logprob == LEAST and [each.logprob for each in found.top] == [0.0, LEAST, LEAST]
+    answer = scored(np.array([0.0, -np.inf, -1e9], np.float32), 1, 3)
+    assert answer.logprob == LEAST and [each.logprob for each in answer.top] == [0.0, LEAST, LEAST]
 
 
 def scored_token(token: int) -> ScoredToken:
@@ -64,11 +64,11 @@ def test_entries_come_with_the_text_and_not_without_it() -> None:
 def test_tokens_that_are_parts_of_characters_are_spelled_in_bytes() -> None:
     spelled = {1: b"\xe2\x82", 2: b"\xac", 3: b"a", 4: b"a"}.__getitem__
     entries = [Entry(1, -1.0, [(2, -0.5)], 0), Entry(3, -3.0, [(4, -0.25), (3, -3.0)], 1)]  # type: ignore[list-item]
-    assert completion_form(entries, spelled) == {
+    assert completion_logprobs(entries, spelled) == {
         "tokens": ["bytes:\\xe2\\x82", "a"], "token_logprobs": [-1.0, -3.0], "text_offset": [0, 1],
         "top_logprobs": [{"bytes:\\xac": -0.5, "bytes:\\xe2\\x82": -1.0}, {"a": -0.25}],
     }  # fmt: skip
-    first = chat_form(entries, spelled)["content"][0]
+    first = chat_logprobs(entries, spelled)["content"][0]
     assert first == {"token": "bytes:\\xe2\\x82", "logprob": -1.0, "bytes": [0xE2, 0x82],
                      "top_logprobs": [{"token": "bytes:\\xac", "logprob": -0.5, "bytes": [0xAC]}]}  # fmt: skip
 
@@ -132,11 +132,11 @@ def test_real_ranks_give_those_of_plain_llama_under_every_policy(models: list[Pa
     done = subprocess.run([sys.executable, "-c", PLAIN, target], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     tokens, chosen, tops = json.loads(done.stdout.splitlines()[-1])
-    found = alone[0]["logprobs"]
-    assert len(found["tokens"]) == N_PREDICT == len(tokens)
-    assert found["token_logprobs"] == pytest.approx(chosen, abs=1e-5)
-    for of_plain, told in zip(tops, found["top_logprobs"], strict=True):
-        values = list(told.values())  # of tokens that are spelled alike one is missing
+    answer = alone[0]["logprobs"]
+    assert len(answer["tokens"]) == N_PREDICT == len(tokens)
+    assert answer["token_logprobs"] == pytest.approx(chosen, abs=1e-5)
+    for of_plain, reported in zip(tops, answer["top_logprobs"], strict=True):
+        values = list(reported.values())  # of tokens that are spelled alike one is missing
         assert values[0] == pytest.approx(of_plain[0], abs=1e-5) and len(values) > 1
         assert all(min(abs(value - each) for each in of_plain) < 1e-5 for value in values)
 

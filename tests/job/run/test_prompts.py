@@ -12,14 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import Batch
-from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.types import FloatArray
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
-from pipeinfer.models.llama import prefill
+from pipeinfer.models.llama import cell_state
+from pipeinfer.models.llama.decoder import KvCacheFull
 from pipeinfer.models.llama.params import LlamaParams
-from pipeinfer.models.llama.stage import KvCacheFull, LlamaStage
+from pipeinfer.models.llama.stage import LlamaStage
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import plain_tokens, run_json
 
@@ -124,7 +125,7 @@ def test_chunks_splits_threads_and_company_change_no_bit(folder: Path, load: Loa
                 stage.apply([KvOp(OpKind.REMOVE, 3, first=at - 1)])
             at -= 1
         assert np.array_equal(after(chain), expected), (n_chunk, cuts, n_threads)
-        assert not any(stage._prefills for stage in chain)
+        assert not any(stage._prefills.by_seq for stage in chain)
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_K_M", "mixtral", "falcon"])
@@ -147,7 +148,7 @@ def test_blocks_behind_cells_that_are_there(folder: Path, load: Loader, name: st
             pass
         found = after(chain)
         expected = found if expected is None else expected
-        assert np.array_equal(found, expected) and not any(stage._prefills for stage in chain)
+        assert np.array_equal(found, expected) and not any(stage._prefills.by_seq for stage in chain)
 
 
 def share(chain: Sequence[LlamaStage], prompt: Sequence[int]) -> None:
@@ -173,7 +174,7 @@ def test_blocks_behind_those_of_another_request_have_the_same_bits(folder: Path,
         for _ in read(alone, prompt, 256):
             pass
         share(chain, prompt)
-        assert np.array_equal(after(chain), after(alone)) and not any(stage._prefills for stage in chain)
+        assert np.array_equal(after(chain), after(alone)) and not any(stage._prefills.by_seq for stage in chain)
 
 
 def test_cells_that_are_shared_are_packed_once(folder: Path, load: Loader) -> None:
@@ -201,9 +202,9 @@ def test_blocks_behind_others_are_given_up_back_to_where_they_begin(folder: Path
     for chain in ([stage], [other]):
         evaluate(chain, prompt[:30], 0)
     next(read([stage], prompt, 64, start=30))
-    assert list(stage._prefills) == [0] and stage.next_position(0) == 94
+    assert list(stage._prefills.by_seq) == [0] and stage.next_position(0) == 94
     stage.apply([KvOp(OpKind.REMOVE, 0, first=30)])
-    assert not stage._prefills and stage.next_position(0) == 30
+    assert not stage._prefills.by_seq and stage.next_position(0) == 30
     for chain in ([stage], [other]):
         for _ in read(chain, prompt, 64, start=30):
             pass
@@ -251,9 +252,9 @@ def test_given_up_between_chunks_frees_what_was_held(folder: Path, load: Loader)
     (stage,) = load(model(folder, "Q8_0"))
     for end_it in (lambda: stage.apply([KvOp(OpKind.REMOVE, 4)]), stage.clear):
         next(read([stage], tokens_of(1), 64, seq=4))
-        assert list(stage._prefills) == [4] and stage.next_position(4) == 64
+        assert list(stage._prefills.by_seq) == [4] and stage.next_position(4) == 64
         end_it()
-        assert not stage._prefills and stage.next_position(4) == 0
+        assert not stage._prefills.by_seq and stage.next_position(4) == 0
     for _ in read([stage], tokens_of(1), 64, seq=4):
         pass
 
@@ -277,7 +278,7 @@ def test_an_unknown_layout_of_the_cache_is_refused() -> None:
     for words in ([1, 0, 2, 0], [1, 0, 1, 1, *cell, 1, 1], [1, 0, 1, 1, *cell, 0, 1, 30, 2, 0]):
         with pytest.raises(ValueError, match="not understood"):
             state = np.array(words, np.int32).view(np.uint8).copy()
-            prefill.with_values(state, prefill.CacheForm(), prefill.F16, prefill.BF16)
+            cell_state.round_state(state, cell_state.CacheForm(), cell_state.F16, cell_state.BF16)
 
 
 # --- whole jobs -----------------------------------------------------------------------------------------------------
@@ -297,7 +298,7 @@ def test_long_prompts_read_as_in_plain_llama(folder: Path, name: str) -> None:
 
 MEMORY = """
 import sys; import numpy as np
-from pipeinfer.core.kv.blocks import Span
+from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams

@@ -4,6 +4,7 @@
 #SBATCH --chdir=/home/me
 #SBATCH --output='/home/me/jobs/two words-1/text'
 #SBATCH --error='/home/me/jobs/two words-1/log'
+#SBATCH --no-requeue
 #SBATCH --exclusive
 #SBATCH --nodes=4
 #SBATCH --ntasks=8

@@ -4,6 +4,7 @@
 #SBATCH --chdir=/home/me
 #SBATCH --output=/home/me/jobs/pipeinfer-1/text
 #SBATCH --error=/home/me/jobs/pipeinfer-1/log
+#SBATCH --no-requeue
 #SBATCH --ntasks=1
 #SBATCH --cpus-per-task=8
 #SBATCH --mem=32G

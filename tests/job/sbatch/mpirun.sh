@@ -3,6 +3,7 @@
 #SBATCH --chdir=/home/me
 #SBATCH --output=/home/me/jobs/pipeinfer-1/text
 #SBATCH --error=/home/me/jobs/pipeinfer-1/log
+#SBATCH --no-requeue
 #SBATCH --ntasks=3
 
 set -e

@@ -4,6 +4,7 @@
 #SBATCH --output=/home/me/jobs/pipeinfer-1/text
 #SBATCH --error=/home/me/jobs/pipeinfer-1/log
 #SBATCH --no-kill
+#SBATCH --no-requeue
 #SBATCH --nodes=4
 #SBATCH --ntasks=4
 

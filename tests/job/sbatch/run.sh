@@ -5,6 +5,7 @@
 #SBATCH --chdir=/home/me
 #SBATCH --output=/home/me/jobs/pipeinfer-1/text
 #SBATCH --error=/home/me/jobs/pipeinfer-1/log
+#SBATCH --no-requeue
 #SBATCH --nodes=4
 #SBATCH --ntasks=4
 #SBATCH --cpus-per-task=36

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from pipeinfer.job.process.stop import StopFlag, Stopper
-from pipeinfer.job.serve.drain import ONE_PRESS_S, Drain
+from pipeinfer.job.process.stop import ONE_PRESS_S, Drain, StopFlag, Stopper
 
 
 class Clock:

@@ -7,39 +7,37 @@ import random
 import sys
 import time
 import tracemalloc
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from pipeinfer.cluster.head_pipeline import HeadPipeline, HeadWaiter
-from pipeinfer.cluster.messages.verdicts import decode_verdict
-from pipeinfer.cluster.stages.prunings import LocalPrunings
 from pipeinfer.cluster.stages.stage import StageWorker
 from pipeinfer.cluster.transport import Comm
-from pipeinfer.cluster.watch.flow import Flow
+from pipeinfer.cluster.verdicts import decode_verdict
+from pipeinfer.cluster.watch.heartbeats import Flow
 from pipeinfer.core.engine import Engine
-from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
+from pipeinfer.core.requests import Emission
+from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.scheduling.run_cost import RunCost
+from pipeinfer.core.sequences import SequencePool
 from pipeinfer.errors import StopRequested
 from pipeinfer.job.launch.context import Context
-from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.options.options import Speculation
 from pipeinfer.job.placement.capacity import capacity_of, engine_settings
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.process.stop import StopFlag
-from pipeinfer.job.serve import pictures
-from pipeinfer.job.serve.front import Alive, Ask, Came, Drop, Ended, FromFront, FromHead
-from pipeinfer.job.serve.serve import Service
-from pipeinfer.job.serve.serve_prepare import ServeWork
-from pipeinfer.job.session.open_requests import OpenRequests
-from pipeinfer.job.session.session import Session
+from pipeinfer.job.requests.request import GenerationRequest
+from pipeinfer.job.serve import serve as serving
+from pipeinfer.job.serve.channel import Ask, Cancel, Finished, FromFront, FromHead, Heartbeat, TextUpdates
+from pipeinfer.job.serve.serve import ServeWork, Service
+from pipeinfer.job.session.ranks import LoadedRanks
+from pipeinfer.job.session.session import Output, Session
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.observe.ledger import HeadLedger
-from pipeinfer.observe.trace import NO_TRACE
+from pipeinfer.observe.trace import NO_TRACE, HeadLedger
 from pipeinfer.policies import Auto
 from tests.support.toy import N_LAYERS, N_VOCAB, OracleDrafter, Reference, ToyStage
 
@@ -95,17 +93,21 @@ class Clients:
         )  # fmt: skip
         stops = ("ab", "c") if rng.random() < 0.2 else ()
         keep, priority = rng.random() < 0.5, rng.choice((0, 0, 1))
-        return Ask(id, prompt, rng.randint(1, 16), sampling, (), stops, False, None, keep, priority)
+        n_predict = rng.randint(1, 16)
+        request = GenerationRequest(
+            prompt, n_predict, len(prompt) + n_predict, sampling, frozenset(), stops, keep=keep, priority=priority
+        )
+        return Ask(id, "", request)
 
     def tell(self, message: FromHead) -> None:
-        if isinstance(message, Came):
+        if isinstance(message, TextUpdates):
             for id, tokens, *_ in message.parts:
                 self.open[id] -= len(tokens)
                 if self.open[id] < 0:
                     del self.open[id]
-                    self.drops.append(Drop(id))
+                    self.drops.append(Cancel(id))
                     self.n_left += 1
-        elif isinstance(message, Ended) and self.open.pop(message.id, None) is not None:
+        elif isinstance(message, Finished) and self.open.pop(message.id, None) is not None:
             self.n_ended, self.n_runs = self.n_ended + 1, message.n_runs
 
     def lost(self) -> str:
@@ -117,59 +119,83 @@ class Clients:
     def close(self, grace_s: float = 0.0) -> None: ...
 
 
+class ToyRanks(LoadedRanks):
+    """Their engine has a draft that knows the toy model."""
+
+    def make_engine(self, has_work: Callable[[], bool], on_tokens: Callable[[Sequence[Emission]], object]) -> Engine:
+        assert self._pipeline
+        return Engine(
+            Level(self._pipeline, SequencePool(self.plan.capacity.n_seq, N_CELLS)),
+            OracleDrafter(Reference(N_LAYERS), 0.6),
+            HeadWaiter(self.context.flag.check, self._pipeline, has_work), time.monotonic, on_tokens,
+            run_cost=RunCost({1: 1e-5, 8: 2e-5}), n_open=N_OPEN,
+        )  # fmt: skip
+
+
 def toy_service(front: Clients) -> Service:
     """A service on a lone rank that hosts the toy model, as `run` leaves it when the models are loaded."""
-    options = RunOptions(model=Path("toy"), policy=Auto(), parallel=N_OPEN)
     context = Context(cast(Any, None), StopFlag(), NO_TRACE, Flow())
     stages = [SimpleNamespace(rank=0)]
     assignment = SimpleNamespace(stages=stages, computing={0}, drafts={}, n_ranks=1, describe=lambda rank: "all")
-    capacity, engine = capacity_of(options, N_CELLS, rewinds=True), engine_settings(options, rewinds=True)
+    speculation = Speculation(policy=Auto())
+    capacity = capacity_of(speculation, N_OPEN, 128, N_CELLS, rewinds=True)
+    engine = engine_settings(speculation, N_OPEN, rewinds=True)
     model = SimpleNamespace(rewinds=True)
     plan = cast(JobPlan, SimpleNamespace(assignment=assignment, model=model, capacity=capacity, engine=engine))
-    work = ServeWork(cast(Any, front), cast(Any, None), cast(Tokenizer, Words()), options.policy, 1.0, verbose=False)
+    work = ServeWork(
+        cast(Any, front), cast(Any, None), cast(Tokenizer, Words()), speculation.policy, 1.0, verbose=False
+    )
     service = Service(context, plan, work)
-    session = service.session = Session(context, plan, service._has_work)
-    service.pictures = pictures.Pictures(session, plan)
-    worker = StageWorker(ToyStage(0, N_LAYERS, True, N_CELLS), LocalPrunings(), time.monotonic, is_first=True)
-    pipeline = session._pipeline = HeadPipeline(cast(Comm, None), [0], worker, 0, decode_verdict)
-    session._engine = Engine(
-        Level(pipeline, SequencePool(options.n_seq, N_CELLS)), OracleDrafter(Reference(N_LAYERS), 0.6),
-        HeadWaiter(context.flag.check, pipeline, service._has_work), time.monotonic,
-        run_cost=RunCost({1: 1e-5, 8: 2e-5}),
-    )  # fmt: skip
-    service.requests = OpenRequests(context, session, work.tokenizer, service._tell)
+    ranks = ToyRanks(context, plan)
+    worker = StageWorker(ToyStage(0, N_LAYERS, True, N_CELLS), time.monotonic, is_first=True)
+    ranks._pipeline = HeadPipeline(cast(Comm, None), [0], worker, 0, decode_verdict)
+    service.session, service.pictures = (
+        Session(ranks, work.tokenizer, service._has_work),
+        serving.Pictures(ranks),
+    )
     return service
 
 
 def serve(service: Service) -> list[int]:
     """Until the clients have all they want: blocks of Python's memory whenever notes were taken."""
-    blocks, session = list[int](), service.session
+    blocks, ranks = list[int](), service.session.ranks
     with pytest.raises(StopRequested):
         while not service._has_drained():
-            service.requests.step()
-            n_noted = session.n_noted
-            assert n_noted < pictures.N_NOTED + 10
+            service.session.engine.step()
+            n_records = ranks.n_records
+            assert n_records < serving.MAX_RECORDS + 10
             service.pictures.next()
-            if session.n_noted < n_noted:
+            if ranks.n_records < n_records:
                 gc.collect()
                 blocks.append(sys.getallocatedblocks())
     return blocks
 
 
 def test_nothing_is_kept_of_requests_that_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "N_NOTED", 500)
+    monkeypatch.setattr(serving, "MAX_RECORDS", 500)
     front = Clients(n_requests=1000)
     service = toy_service(front)
     blocks = serve(service)
     assert front.n_ended > 700 and front.n_left > 100 and not service._ids and not service._open
-    assert front.n_runs == service.session.n_runs and len(blocks) == front.n_runs // pictures.N_NOTED >= 5
+    assert front.n_runs == service.session.ranks.n_runs and len(blocks) == front.n_runs // serving.MAX_RECORDS >= 5
     assert blocks[-1] < blocks[1] + N_SPREAD
+
+
+def test_a_request_that_a_stop_string_ended_has_no_further_output() -> None:
+    """Two runs of one request may have been heard before its new tokens are handed out."""
+    session = toy_service(Clients(0)).session
+    request = GenerationRequest((1,), 8, 9, SamplingParams(), frozenset(), ("b",))
+    outputs = list[Output]()
+    opened = session.begin(request, outputs.extend)
+    session._hear([Emission(opened.state, [0, 1, 2]), Emission(opened.state, [3])])
+    assert [(each.text, list(each.tokens), each.ended) for each in outputs] == [("a", [0, 1], True)]
+    assert not session.n_open and opened.state.finish
 
 
 def test_notes_take_less_than_a_megabyte() -> None:
     tracemalloc.start()
     ledger, at_s = HeadLedger(), 0.0
-    for run_id in range(1000, 1000 + pictures.N_NOTED // 2):
+    for run_id in range(1000, 1000 + serving.MAX_RECORDS // 2):
         for windows in (ledger.waits, ledger.cancelled):
             windows.append((at_s + run_id, at_s + run_id))
         ledger.submitted_s[run_id] = at_s + run_id
@@ -177,9 +203,9 @@ def test_notes_take_less_than_a_megabyte() -> None:
             moments.append((at_s + run_id, run_id + 1))
     n_bytes, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert ledger.n_notes == pictures.N_NOTED and n_bytes < 1e6
+    assert ledger.n_notes == serving.MAX_RECORDS and n_bytes < 1e6
 
 
 def test_an_idle_service_keeps_no_record_of_its_waits() -> None:
     """Each sign of life of the process that speaks HTTP ends a wait."""
-    assert len(serve(toy_service(Clients(1, [Alive()] * 3 * pictures.N_NOTED)))) >= 2
+    assert len(serve(toy_service(Clients(1, [Heartbeat()] * 3 * serving.MAX_RECORDS)))) >= 2

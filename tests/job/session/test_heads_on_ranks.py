@@ -14,23 +14,21 @@ import pytest
 
 from pipeinfer.cluster.hosts.cores import this_host
 from pipeinfer.errors import UserError
-from pipeinfer.job.inspect.model_report import describe_file
-from pipeinfer.job.options.backends import Backend
-from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deploy import deploy
+from pipeinfer.job.inspect.model_report import describe_file, info_lines
+from pipeinfer.job.options.values import Backend
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.placement.model_files import open_models
+from pipeinfer.job.planning.deploy import deploy
 from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.models.gguf.head import OWN_HEAD
+from pipeinfer.models.drafts.head_files import mtp_head, read_draft
+from pipeinfer.models.gguf.model_info import OWN_HEAD
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
-from pipeinfer.models.heads.header import read_draft
-from pipeinfer.models.heads.own_head import own_head
-from pipeinfer.observe.texts.model_text import info_lines
 from pipeinfer.policies import PipeInfer
 from tests.job.run.test_run import PROMPT
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.heads import write_guessing, write_head
 from tests.support.jobs import finish, plain_tokens, run_json
+from tests.support.planned import options_of
 
 GREEDY = ["-p", PROMPT, "-n", "32", "--temp", "0", "--ignore-eos", "-t", "1"]
 LAYERS = (2, 4, 6)
@@ -77,7 +75,7 @@ def test_the_text_of_a_target_with_a_head_of_its_own(with_own_head: Path) -> Non
 
 def test_the_head_in_a_file_beside_its_target(with_own_head: Path, tmp_path: Path) -> None:
     path = tmp_path / "mtp-model.gguf"
-    with closing(open_slice(own_head(read_model_info(with_own_head)), 0, 1)) as own:
+    with closing(open_slice(mtp_head(read_model_info(with_own_head)), 0, 1)) as own:
         path.write_bytes(own.path.read_bytes())
     words = ["-m", str(with_own_head), *GREEDY, "--policy", "speculative", "-md"]
     beside, inside = (run_json(2, [*words, draft]) for draft in (str(path), "mtp"))
@@ -118,10 +116,10 @@ def test_many_at_once_are_those_of_each_alone(head: Path, tmp_path: Path) -> Non
 
 
 def plan(drafts: tuple[Path, ...], **options: Any) -> JobPlan:
-    given = RunOptions(model=TARGET, drafts=drafts, policy=PipeInfer(), **options)
-    info, tokenizer = open_models(given.model, given.drafts_in_use)
+    chosen = options_of(model=TARGET, drafts=drafts, policy=PipeInfer(), **options)
+    info, tokenizer = open_models(chosen.models.target, chosen.drafts_in_use)
     tokenizer.close()
-    return deploy(given, [this_host("a")] * 3, info, 256, 1)
+    return deploy(chosen, [this_host("a")] * 3, info, 256, 1)
 
 
 def test_a_plan_counts_the_head_and_what_it_reads(head: Path) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.models.drafter import ModelDrafter
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.models.drafts.model_drafter import ModelDrafter
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.policies import Iterative, PipeInfer, Speculative
 from tests.core.test_engine import toy_engine
@@ -57,8 +57,7 @@ def generate(stages: Sequence[LlamaStage], draft: LlamaStage, requests: Sequence
     engine = toy_engine(pipeline, pool, drafter, n_chunk=128, n_rows=32, blocks=True)
     for request in requests:
         engine.add(request, make_policy(request.id))
-    for _ in engine.generate():
-        pass
+    engine.complete()
     audit_engine(engine)
     return n_compactions
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeinfer.job.session.notices import MOST_LINES, PERIOD_S, Notices
+from pipeinfer.job.session.session import MOST_LINES, PERIOD_S, Notices
 from pipeinfer.policies import Auto
 from tests.job.session.test_head_memory import Clients, serve, toy_service
 

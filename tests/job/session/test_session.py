@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.job.session.session import first_error
+from pipeinfer.job.session.ranks import first_error
 from tests.support import jobs
 from tests.support.jobs import finish
 

@@ -19,17 +19,18 @@ from pipeinfer.cluster.hosts.cores import this_host
 from pipeinfer.core.runs import GuessVerdict, Opening, Row, Run
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.deploy import deploy
+from pipeinfer.job.options.values import Pace
+from pipeinfer.job.planning.deploy import deploy
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
-from pipeinfer.observe.results import read_results
+from pipeinfer.observe.table import RESULTS
 from pipeinfer.policies import PipeInfer
-from plots.timeline import draw_timeline
+from plots.timeline import draw_timelines
 from tests.job.run.test_run import PROMPT, pid_of_rank, wait_for_text
 from tests.support.jobs import finish, plain_tokens, run_json, start
+from tests.support.planned import options_of
 from tests.support.toy import ToyDraftPipeline
 
 # the best larger draft is the target itself; the order of the flags says nothing
@@ -177,8 +178,12 @@ def test_a_cut_draft_keeps_the_text_and_has_a_track_for_each_rank(tmp_path: Path
 def test_what_a_cut_draft_cannot_be_part_of_is_said(tmp_path: Path) -> None:
     said = "a profile has each draft on 1 rank, --draft-split is 2; leave that out"
     (tmp_path / "slow.toml").write_text(SLOW_TARGET + LARGER_DRAFT)
-    options = RunOptions(
-        model=TARGET, drafts=(TARGET, DRAFT), policy=PipeInfer(), draft_split=(2,), pace=str(tmp_path / "slow.toml")
+    options = options_of(
+        model=TARGET,
+        drafts=(TARGET, DRAFT),
+        policy=PipeInfer(),
+        draft_split=(2,),
+        pace=Pace.parse(str(tmp_path / "slow.toml")),
     )
     with pytest.raises(UserError, match=said):
         deploy(options, [this_host("a")] * 4, read_model_info(TARGET), 256, 1)
@@ -201,7 +206,7 @@ def test_the_trace_has_a_track_of_each_draft(tmp_path: Path) -> None:
     arrows = [event for event in events if event["name"] == "message" and event["tid"] == 1]
     assert all("question" in event["args"] for event in arrows)
     assert {event["ph"] for event in arrows} == {"s", "f"}, "questions and answers"
-    plt.close(draw_timeline(path, None, None))
+    plt.close(draw_timelines([path], None, None))
 
 
 def test_bench_measures_a_team_beside_a_lone_draft(tmp_path: Path) -> None:
@@ -210,7 +215,7 @@ def test_bench_measures_a_team_beside_a_lone_draft(tmp_path: Path) -> None:
     arguments = ["bench", "-m", str(TARGET), *teams, "-p", "8", "-n", "16", "-r", "1", "-t", "1"]
     done = finish(4, [*arguments, "--policy", "iterative,pipeinfer", "--results", str(table)])
     assert done.returncode == 0, done.stderr
-    rows = read_results(table)
+    rows = RESULTS.read(table)
     found = [
         (row["model_draft"], row["policy"], len(row["layers"]), "draft-split 2" in row["settings"]) for row in rows
     ]

@@ -10,18 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.models.drafter import ModelDrafter
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.models.drafts.model_drafter import ModelDrafter
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.observe.metrics import RequestMetrics
 from tests.core.test_engine import toy_engine
 from tests.job.session.test_many_real import make_policy
 from tests.support.architecture_factory import write_random_model
 from tests.support.architecture_models import MODELS
-from tests.support.audit import audit_engine
+from tests.support.audit import audit_engine, emitted
 from tests.support.jobs import finish
 from tests.support.shipped import N_CELLS, N_SEQ, load
 from tests.support.toy import ToyPipeline
@@ -65,7 +65,7 @@ def generate(
     metrics = [RequestMetrics() for _ in requests]
     for request, observer in zip(requests, metrics, strict=True):
         engine.add(request, make_policy(request.id), observer)
-    for _ in engine.generate():
+    for _ in emitted(engine):
         audit_engine(engine)
     return sum(each.n_kept for each in metrics), ops
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import Batch
-from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.torch.params import TorchParams
@@ -19,9 +19,12 @@ from tests.support.gguf_factory import Shape, write_model
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
 
-from pipeinfer.models.torch.device_queue import DeviceQueue, Past  # noqa: E402
-from pipeinfer.models.torch.device_rows import OwnDeviceRows  # noqa: E402
-from pipeinfer.models.torch.quantised.int4 import GROUP, Int4Rows, multiply_int4, packed  # noqa: E402
+from pipeinfer.models.torch.device import (  # noqa: E402
+    DeviceQueue,
+    Past,
+    TorchRows,
+)
+from pipeinfer.models.torch.matrices import GROUP, Int4Rows, multiply_int4, packed  # noqa: E402
 from pipeinfer.models.torch.stage import TorchStage  # noqa: E402
 
 ELSEWHERE = torch.device("meta")
@@ -60,10 +63,10 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.ops.aten._weight_int4pack_mm", kernel_for_gpus)
 
 
-def rows_of(begun: Any) -> Any:
-    """What is being computed there."""
-    assert begun.found.rows.device == ELSEWHERE and isinstance(begun.done, Past)
-    return begun.found.rows
+def rows_of(future: Any) -> Any:
+    """The rows that are computed there."""
+    assert future.rows.device == ELSEWHERE and isinstance(future.done, Past)
+    return future.rows
 
 
 @pytest.mark.parametrize("exact", [True, False])
@@ -88,7 +91,7 @@ def test_layers_on_a_device_meet_nothing_of_the_hosts(tmp_path: Path, dtype: str
             stage.apply([KvOp(OpKind.REMOVE, 0, first=at)])
         left = rows_of(first.begin_on_device(batch, never, rounded))
         assert left.shape == (n, info.n_embd) and left.dtype == (torch.bfloat16 if rounded else torch.float32)
-        memory = OwnDeviceRows(left, first._queue).memory
+        memory = TorchRows(left, first._queue).memory
         batch.hidden, batch.on_device = None, last.device_rows(memory, n, rounded)
         assert rows_of(last.begin(batch, never)).shape == (batch.wanted.sum(), info.n_vocab)
         at += n

@@ -12,25 +12,23 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.cluster.messages.activations import WireType
-from pipeinfer.cluster.messages.verdicts import encode_verdict
-from pipeinfer.cluster.messages.wire import Transaction
-from pipeinfer.cluster.stages.pending_run import PendingRun
+from pipeinfer.cluster.stages.runs import PendingRun
 from pipeinfer.cluster.stages.stage import room_for
+from pipeinfer.cluster.verdicts import encode_verdict
+from pipeinfer.cluster.wire import Transaction, WireType
 from pipeinfer.core.engine import Engine
-from pipeinfer.core.kv.sequences import SequencePool
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.sequences import SequencePool
 from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.models.drafter import ModelDrafter
+from pipeinfer.models.drafts.model_drafter import ModelDrafter
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.models.torch.params import TorchParams
-from pipeinfer.policies import Iterative
-from pipeinfer.policies.registry import POLICIES, make_policy
+from pipeinfer.policies import POLICIES, Iterative, make_policy
 from tests.core.test_engine import random_policy
 from tests.support.audit import audit_engine
 from tests.support.gguf_factory import Shape, write_model
@@ -148,7 +146,8 @@ class AheadPipeline(ToyPipeline):
         self.queues[index + 1].append(done)
 
     def begin(self, index: int, message: Any) -> PendingRun:
-        return self.workers[index].begin((Transaction if index else room_for)(message, self.n_embd, self.wire_type))
+        transaction = (Transaction if index else room_for)(message, self.n_embd, self.wire_type)
+        return self.workers[index].begin(transaction, self.prunings[index])
 
     def finish(self, index: int, begun: PendingRun) -> Any:
         return self.workers[index].finish(begun)
@@ -190,7 +189,7 @@ class OutOfBandPipeline(AheadPipeline):
             assert isinstance(worker.model, TorchStage)
             transaction.out_of_band = worker.model.device_rows(memory, transaction.n_rows, rounded=False)
             self.rooms[id(transaction)] = memory
-        return worker.begin(transaction)
+        return worker.begin(transaction, self.prunings[index])
 
     def finish(self, index: int, begun: PendingRun) -> Any:
         verdict = self.workers[index].finish(begun)
@@ -248,7 +247,6 @@ def test_every_policy_gives_the_text_of_iterative(draft: LlamaStage, temp: float
         requests = [Request(i, prompt, n, SamplingParams(seed=i, temp=temp), 200) for i, prompt in enumerate(prompts)]
         for request in requests:
             engine.add(request, make_policy(name, {}))
-        for _ in engine.generate():
-            pass
+        engine.complete()
         texts[name] = [request.tokens for request in requests]
     assert all(text == texts["iterative"] for text in texts.values()), texts

@@ -16,7 +16,7 @@ from tests.support.gguf_factory import Shape, write_model
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
 
-from pipeinfer.models.torch.experts import of_experts, runs_without_waiting  # noqa: E402
+from pipeinfer.models.torch.layer import of_experts, runs_without_waiting  # noqa: E402
 from pipeinfer.models.torch.stage import TorchStage  # noqa: E402
 from tests.models.torch.test_torch_device import ELSEWHERE, ShapesOnly, rows_of  # noqa: E402
 from tests.models.torch.test_torch_queue import LateQueue, difference, runs  # noqa: E402

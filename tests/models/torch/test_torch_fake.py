@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import Batch
-from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.torch.params import TorchParams
@@ -25,9 +25,12 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip insta
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from pipeinfer.models.torch import stage as stages  # noqa: E402
-from pipeinfer.models.torch.attention import BlockOfPrompt  # noqa: E402
-from pipeinfer.models.torch.device_queue import DeviceQueue, Past  # noqa: E402
-from pipeinfer.models.torch.device_rows import OwnDeviceRows  # noqa: E402
+from pipeinfer.models.torch.attention import MaskedCells  # noqa: E402
+from pipeinfer.models.torch.device import (  # noqa: E402
+    DeviceQueue,
+    Past,
+    TorchRows,
+)
 from pipeinfer.models.torch.layer import Layer, Matrix  # noqa: E402
 from pipeinfer.models.torch.stage import TorchStage  # noqa: E402
 
@@ -86,7 +89,7 @@ def moved(value: Any) -> Any:
 def fake(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "torch", NoInference())
     monkeypatch.setattr("pipeinfer.models.torch.weights.torch", NoInference())
-    monkeypatch.setattr("pipeinfer.models.torch.device_rows.torch", NoInference())
+    monkeypatch.setattr("pipeinfer.models.torch.device.torch", NoInference())
     monkeypatch.setattr(stages, "rows_together", lambda matrices, n_threads: 4)
 
 
@@ -106,9 +109,9 @@ def move(stage: TorchStage) -> None:
         stage._replays = stages.Replays(stage._compute, 512, stage._queue, records=False)
 
 
-def rows_of(begun: Any) -> Any:
-    assert begun.found.rows.device == GPU
-    return begun.found.rows
+def rows_of(future: Any) -> Any:
+    assert future.rows.device == GPU
+    return future.rows
 
 
 def evaluate_all(first: TorchStage, last: TorchStage, rounded: bool) -> None:
@@ -126,7 +129,7 @@ def evaluate_all(first: TorchStage, last: TorchStage, rounded: bool) -> None:
             stage.apply([KvOp(OpKind.REMOVE, 0, first=at)])
         left = rows_of(first.begin_on_device(batch, never, rounded))
         batch.hidden = None
-        batch.on_device = OwnDeviceRows(left, first._queue).pick(range(n)).spread(range(n), n)
+        batch.on_device = TorchRows(left, first._queue).pick(range(n)).spread(range(n), n)
         assert rows_of(last.begin(batch, never)).shape == (batch.wanted.sum(), last.n_vocab)
         at += n
 
@@ -155,13 +158,14 @@ def test_nothing_of_the_hosts_meets_the_devices(
 @pytest.mark.usefixtures("fake")
 def test_it_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the cells of a block stay on the host."""
-    own = BlockOfPrompt.__init__
+    by_sequence = MaskedCells.by_sequence
 
-    def without(self: BlockOfPrompt, *words: Any) -> None:
-        own(self, *words)
-        self._cells = self._cells.to("cpu")
+    def on_host(*words: Any) -> MaskedCells:
+        cells = by_sequence(*words)
+        cells.parts = [part._replace(cells=part.cells.to("cpu")) for part in cells.parts]  # type: ignore[union-attr]
+        return cells
 
-    monkeypatch.setattr(BlockOfPrompt, "__init__", without)
+    monkeypatch.setattr(MaskedCells, "by_sequence", on_host)
     path = write_model(tmp_path / "model.gguf", SHAPES["llama"], "F32")
     first, last = (open_moved(path, edges, "f32", padded=True, exact=True) for edges in ((0, 1), (1, 2)))
     with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(Exception, match="on the same device"):

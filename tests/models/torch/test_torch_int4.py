@@ -13,17 +13,25 @@ import pytest
 
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import UserError
-from pipeinfer.models.gguf.four_bits import MIDDLE, read_four_bits
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.torch.matrices import MIDDLE, read_four_bits
 from pipeinfer.models.torch.params import TorchParams
 from tests.models.test_llama_stage import make_batch, random_tokens, run
 from tests.support.gguf_factory import Shape, write_model
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
 
-from pipeinfer.models.torch.matrices import Weight, multiply  # noqa: E402
-from pipeinfer.models.torch.quantised.int4 import GROUP, Int4, Int4Rows, check_device, packed, rounded  # noqa: E402
-from pipeinfer.models.torch.quantised.int8 import Int8  # noqa: E402
+from pipeinfer.models.torch.matrices import (  # noqa: E402  # noqa: E402
+    GROUP,
+    Int4,
+    Int4Rows,
+    Int8,
+    Weight,
+    check_device,
+    multiply,
+    packed,
+    rounded,
+)
 from pipeinfer.models.torch.stage import TorchStage  # noqa: E402
 from pipeinfer.models.torch.weights import Weights  # noqa: E402
 
@@ -71,7 +79,7 @@ def test_int4_multiplies_with_the_nearest_of_16_numbers_a_group(
     assert not again[5].any() and (again[6] == 3.0).all()
     sizes = again.norm(dim=1).clamp_min(1e-30)  # so that every row of the matrix counts
     at_once = multiply(rows.float(), packed(kept)) / sizes
-    monkeypatch.setattr("pipeinfer.models.torch.quantised.int4.PIECE", 1)
+    monkeypatch.setattr("pipeinfer.models.torch.matrices.PACKED_PIECE", 1)
     assert torch.equal(multiply(rows.float(), packed(kept)) / sizes, at_once)
     assert difference(at_once.numpy(), (rows.float() @ again.T / sizes).numpy()) < 8e-3
 

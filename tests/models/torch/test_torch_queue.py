@@ -22,8 +22,7 @@ from tests.support.gguf_factory import Shape, write_model
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
 
-from pipeinfer.models.torch.begun import BegunRun  # noqa: E402
-from pipeinfer.models.torch.device_queue import DeviceQueue  # noqa: E402
+from pipeinfer.models.torch.device import DeviceQueue, HostFuture  # noqa: E402
 from pipeinfer.models.torch.stage import TorchStage  # noqa: E402
 
 SMALL = Shape(n_layer=2, n_embd=64, n_ff=96, peaky=8.0)
@@ -99,7 +98,7 @@ def test_a_run_is_prepared_while_the_device_has_not_begun_the_last(
     stages: tuple[TorchStage, TorchStage, LateQueue],
 ) -> None:
     plain, late, queue = stages
-    under_way: list[tuple[BegunRun, FloatArray]] = []
+    under_way: list[tuple[HostFuture, FloatArray]] = []
     for n_begun, (ops, batch) in enumerate(runs()):
         for stage in (plain, late):
             stage.apply(ops)

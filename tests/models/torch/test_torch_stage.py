@@ -11,13 +11,14 @@ import gguf
 import numpy as np
 import pytest
 
+from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import Batch
-from pipeinfer.core.kv.blocks import Span
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import UserError
-from pipeinfer.models.agreement import TEXTS, greedy
+from pipeinfer.job.inspect.pair_report import TEXTS, greedy
 from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.models.gguf.layers import CacheTypes
 from pipeinfer.models.gguf.slice import open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
@@ -37,9 +38,12 @@ from tests.support.gguf_factory import FILE_TYPES, Shape, quantise, write_model
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
 
-from pipeinfer.models.torch.cells import CacheFull  # noqa: E402
-from pipeinfer.models.torch.matrices import multiply  # noqa: E402
-from pipeinfer.models.torch.quantised.int8 import FEW_ROWS, quantised  # noqa: E402
+from pipeinfer.models.torch.attention import CacheFull  # noqa: E402
+from pipeinfer.models.torch.matrices import (  # noqa: E402
+    FEW_ROWS,
+    multiply,
+    quantised,
+)
 from pipeinfer.models.torch.stage import TorchStage, find_device  # noqa: E402
 from pipeinfer.models.torch.weights import Weights  # noqa: E402
 
@@ -54,7 +58,7 @@ FAMILY = {
 MADE = ["BF16", "F16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL"]
 MADE += ["Q2_K", "Q3_K_M", "Q4_K_M", "Q5_K_M", "Q6_K", "IQ3_S", "IQ4_XS"]
 SMALL = Shape(n_layer=2, n_embd=128, n_ff=256, peaky=8.0)
-LLAMA = LlamaParams(n_cells=512, n_seq_max=8, n_batch=64, n_outputs_max=64, exact=False)
+LLAMA = LlamaParams(512, n_seq_max=8, n_batch=64, n_outputs_max=64, exact=False, cache=CacheTypes("f32", "f32"))
 Opener = Callable[..., list[TorchStage]]
 
 
@@ -62,24 +66,16 @@ def torch_params(exact: bool = False, dtype: str = "f32", n_threads: int = 1, n_
     return TorchParams(n_cells, 16, 256, 64, n_threads, "cpu", dtype, exact=exact)
 
 
-class FloatStage(LlamaStage):
-    """libllama with keys and values in float32."""
-
-    def _create_decoding_context(self) -> object:
-        params = self.params
-        n_rows, n_outputs = params.n_batch, params.n_outputs_max
-        return self._create_context(params.n_cells, n_rows, n_rows, params.n_seq_max, n_outputs, (0, 0))
-
-
 @pytest.fixture
-def reference(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], FloatStage]]:
-    """Opens libllama on a whole model, rounding nothing on the way: flash attention would round queries."""
-    monkeypatch.setattr("pipeinfer.models.llama.stage.FLASH_ATTENTION_AUTO", 0)
-    opened: list[FloatStage] = []
+def reference(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Path], LlamaStage]]:
+    """Opens libllama on a whole model, with keys and values in float32 and nothing rounded: flash attention would round
+    queries."""
+    monkeypatch.setattr("pipeinfer.models.llama.decoder.FLASH_ATTENTION_AUTO", 0)
+    opened: list[LlamaStage] = []
 
-    def open_reference(path: Path) -> FloatStage:
+    def open_reference(path: Path) -> LlamaStage:
         info = read_model_info(path)
-        opened.append(FloatStage(open_slice(info, 0, info.n_layer), LLAMA))
+        opened.append(LlamaStage(open_slice(info, 0, info.n_layer), LLAMA))
         return opened[-1]
 
     yield open_reference
@@ -118,7 +114,7 @@ def chunks(tokens: Sequence[int]) -> Iterator[Batch]:
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_logits_are_those_of_libllama(folder: Path, reference: Callable[[Path], FloatStage], name: str) -> None:
+def test_logits_are_those_of_libllama(folder: Path, reference: Callable[[Path], LlamaStage], name: str) -> None:
     path = write_model(folder / f"{name}.gguf", FAMILY[name], "F32")
     whole, chain = reference(path), open_chain(path, (1, 3))
     for batch in chunks(random_tokens(38)):
@@ -127,7 +123,7 @@ def test_logits_are_those_of_libllama(folder: Path, reference: Callable[[Path], 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "qwen3moe"])
 def test_every_tensor_and_key_that_libllama_knows_is_computed(
-    folder: Path, reference: Callable[[Path], FloatStage], name: str
+    folder: Path, reference: Callable[[Path], LlamaStage], name: str
 ) -> None:
     """Biases wherever there may be one, metadata that means nothing; only what classifies texts is not there."""
     known = replace(MODELS[name], without=("cls.output.weight",))
@@ -138,7 +134,7 @@ def test_every_tensor_and_key_that_libllama_knows_is_computed(
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_logits_in_bf16_are_nearly_those_of_libllama(
-    folder: Path, reference: Callable[[Path], FloatStage], name: str
+    folder: Path, reference: Callable[[Path], LlamaStage], name: str
 ) -> None:
     """Of most rows: one whose router is undecided may get another expert."""
     path = write_model(folder / f"{name}-2.gguf", replace(FAMILY[name], n_layer=2), "F32")
@@ -150,7 +146,7 @@ def test_logits_in_bf16_are_nearly_those_of_libllama(
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_logits_in_int8_are_nearly_those_of_libllama(
-    folder: Path, reference: Callable[[Path], FloatStage], name: str
+    folder: Path, reference: Callable[[Path], LlamaStage], name: str
 ) -> None:
     path = write_model(folder / f"{name}-8.gguf", replace(FAMILY[name], n_layer=2), "F32")
     batch = make_batch(random_tokens(33), 0)
@@ -165,7 +161,7 @@ def test_logits_in_int8_are_nearly_those_of_libllama(
 def test_int8_multiplies_with_the_nearest_of_255_numbers_a_row(
     monkeypatch: pytest.MonkeyPatch, n_rows: int, n_in: int
 ) -> None:
-    monkeypatch.setattr("pipeinfer.models.torch.quantised.int8.PIECE", n_in * 10)
+    monkeypatch.setattr("pipeinfer.models.torch.matrices.PIECE", n_in * 10)
     generator = torch.Generator().manual_seed(n_rows)
     matrix = torch.randn((33, n_in), generator=generator) * torch.logspace(-6, 6, 33)[:, None]
     matrix[5] = 0.0
@@ -213,9 +209,9 @@ def mixed(path: Path, kinds: str, llama: type[LlamaStage]) -> list[TorchStage | 
 
 @pytest.mark.parametrize("kinds", ["tl", "lt", "tlt", "ltl", "lttl", "tllt"])
 @pytest.mark.parametrize("name", FAMILY)
-def test_chains_in_float32(folder: Path, reference: Callable[[Path], FloatStage], kinds: str, name: str) -> None:
+def test_chains_in_float32(folder: Path, reference: Callable[[Path], LlamaStage], kinds: str, name: str) -> None:
     path = write_model(folder / f"chain-{name}.gguf", FAMILY[name], "F32")
-    whole, chain = reference(path), mixed(path, kinds, FloatStage)
+    whole, chain = reference(path), mixed(path, kinds, LlamaStage)
     for batch in chunks(random_tokens(36)):
         assert difference(run(chain, batch), run([whole], batch)) < 1e-4
     for stage in chain:
@@ -240,7 +236,7 @@ def test_torch_and_libllama_in_one_chain(folder: Path, kinds: str, type_name: st
 
 
 @pytest.mark.parametrize("shipped", [TARGET, DRAFT], ids=["target", "draft"])
-def test_greedy_text_of_the_shipped_pair(folder: Path, reference: Callable[[Path], FloatStage], shipped: Path) -> None:
+def test_greedy_text_of_the_shipped_pair(folder: Path, reference: Callable[[Path], LlamaStage], shipped: Path) -> None:
     """200 tokens of two texts, of libllama with the weights in float32, and of torch with those that are shipped."""
     plain, tokenizer = folder / "plain.gguf", Tokenizer(shipped)
     quantise(shipped, plain, "F32")

@@ -1,0 +1,125 @@
+"""Options of a job from the keyword arguments of a command. Checks how options go together."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pipeinfer.cli.options.command import is_from_environment, variable_of
+from pipeinfer.cli.options.llama_cpp import ignored_variables
+from pipeinfer.cli.options.setting_options import requests_guesses, select_policy, take, take_policies
+from pipeinfer.cluster.hosts.launch import rank_from_environment
+from pipeinfer.core.sampling import SamplingParams, bias_text
+from pipeinfer.core.settings import settings_of
+from pipeinfer.errors import UserError
+from pipeinfer.job.options.options import JobModels, RunOptions, choose_drafts, unescape
+from pipeinfer.job.options.sections import Models
+from pipeinfer.job.options.text_sections import ChatOptions, GrammarOptions
+from pipeinfer.models.demo import default_models
+from pipeinfer.models.hub import parse_name
+from pipeinfer.models.text.answers import check_stops
+from pipeinfer.policies import Auto
+
+Values = dict[str, Any]
+"""A command's keyword arguments, by the names of its parameters."""
+
+
+def run_options(values: Values, is_chat: bool = False) -> RunOptions:
+    """The options of a job that writes texts. Raises UserError or click.UsageError for options that exclude each
+    other."""
+    values, escape = dict(values), values["escape"]
+    stops = tuple(_unescaped(text, escape, "--stop") or "" for text in values.pop("stops"))
+    check_stops("--stop", stops)
+    return job_options(
+        values,
+        sampling=replace(take(SamplingParams, values), logit_bias=take_biases(values)),
+        prompt=_unescaped(values.pop("prompt", None), escape, "--prompt"),
+        chat=take_chat(values, is_chat, escape),
+        stops=stops,
+        constraints=take_grammar(values),
+    )
+
+
+def job_options(values: Values, **fields: Any) -> RunOptions:
+    """The options of any job. `fields`: further ones of its sections."""
+    model, named = take_models(values)
+    target, its_drafts = (model, ()) if model else default_models(bool(named) or requests_guesses(values))
+    drafts = choose_drafts(named, its_drafts)
+    has_guesses = bool(drafts) or values["lookup"]
+    name = values.pop("policy")
+    (policy,) = take_policies([select_policy(name, has_guesses, values)], values)
+    by_ranks = name is None and not policy.drafts and values["lookup"] is None
+    is_torch = any(backend.is_torch for backend in values["backend"])
+    models = JobModels(
+        target=target, drafts=drafts, finds_head=isinstance(policy, Auto) and not (named or drafts or is_torch)
+    )
+    return RunOptions(models=models).changed(policy=policy, by_ranks=by_ranks, **fields, **values)
+
+
+def take_models(values: Values) -> tuple[Path | None, tuple[Path, ...]]:
+    """Move the target and the drafts out of a command's values. Raises UserError."""
+    models = take(Models, values)
+    repo, file = models.hf_repo, models.hf_file
+    drafts = (*models.drafts, *(name.path for name in models.hf_drafts))
+    if file and not repo:
+        raise UserError(f"--hf-file {file} is a file of no repository; give -hf USER/MODEL too")
+    if repo and models.model:
+        raise UserError(f"--model {models.model} and --hf-repo {repo} both name the target; give one of them")
+    if repo is None:
+        return models.model, drafts
+    return (parse_name(f"{repo.repo}:{file}") if file else repo).path, drafts
+
+
+def take_chat(values: Values, is_chat: bool, escape: bool) -> ChatOptions | None:
+    """None without a chat. Raises click.UsageError for options of chats alone, and for two system messages."""
+    chat = take(ChatOptions, values)
+    if not is_chat:
+        ctx = click.get_current_context(silent=True)
+        for name, default, setting in settings_of(ChatOptions):
+            if getattr(chat, name) != default and not (ctx and is_from_environment(ctx, name)):
+                raise click.UsageError(f"{setting.flag} is for chats; give --chat or -cnv too, or leave it out")
+        return None
+    if chat.system is not None and chat.system_file is not None:
+        raise click.UsageError("-sys and -sysf both give the system's message; give one of them")
+    return replace(chat, system=_unescaped(chat.system, escape, "--system-prompt"))
+
+
+def take_biases(values: Values) -> str:
+    """Raises click.UsageError for too many."""
+    try:
+        return bias_text(values.pop("biases"))
+    except ValueError as error:
+        raise click.UsageError(f"--logit-bias {error}") from None
+
+
+def take_grammar(values: Values) -> GrammarOptions:
+    """Raises click.UsageError for more than one."""
+    options, settings = take(GrammarOptions, values), list(settings_of(GrammarOptions))
+    if sum(getattr(options, name) is not None for name, _, _ in settings) > 1:
+        *flags, last = (setting.flag for _, _, setting in settings)
+        raise click.UsageError(f"{', '.join(flags)} and {last} all say what the text must be; give one of them")
+    return options
+
+
+def check_sequences(sequences: int, parallel: int) -> None:
+    """Raises UserError if open requests would have no sequence."""
+    if sequences and sequences < parallel:
+        limit = f"--sequences {sequences} is less than --parallel {parallel}, and each request needs one"
+        raise UserError(f"{limit}; leave it out, or lower --parallel")
+
+
+def warn_of_variables() -> None:
+    """Print, on one rank, llama.cpp's variables that are read, and those that are set without effect."""
+    ctx = click.get_current_context()
+    if rank_from_environment() == 0:
+        read = [variable_of(param) for param in ctx.command.params if is_from_environment(ctx, str(param.name))]
+        if read:
+            click.echo(f"pipeinfer: options are given by {', '.join(sorted(read))}", err=True)
+        for line in ignored_variables(ctx.command, os.environ):
+            click.echo(f"pipeinfer: {line}", err=True)
+
+
+def _unescaped(text: str | None, escape: bool, option: str) -> str | None:
+    return unescape(text, option) if text and escape else text

@@ -1,0 +1,162 @@
+"""What checks say: faults as texts with the command that mends them, and findings, a line each. Knows no check."""
+
+import shlex
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipeinfer.child import ROOT
+from pipeinfer.job.doctor.host_list import HostList
+from pipeinfer.job.doctor.host_session import HostSession, NoAnswer
+from pipeinfer.job.doctor.pairs import Way
+from pipeinfer.job.doctor.ring import Ring
+from pipeinfer.job.options.options import JobModels, RunOptions
+
+
+class Level(IntEnum):
+    """Also the exit code."""
+
+    OK = 0
+    WARNING = 1
+    ERROR = 2
+
+
+class Problem(NamedTuple):
+    text: str
+    fix: str
+    level: Level
+
+
+COMMANDS = ("at", "copy", "replace", "copy_file", "command")
+"""Fields of a fix that are commands; others are a word each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`text`, `fix`: with {fields}; those of every fault are in `on`."""
+
+    text: str
+    fix: str
+    level: Level = Level.ERROR
+
+    def on(self, host: "HostReport", **fields: object) -> Problem:
+        values = {
+            "host": host.name,
+            "at": "" if host.is_here else f"ssh {host.name} ",
+            "python": sys.executable,
+            "copy": _copy(host.name),
+            "replace": _copy(host.name, is_there=True),
+        } | fields
+        words = {name: value if name in COMMANDS else shlex.quote(_shown(value)) for name, value in values.items()}
+        return Problem(_shown(self.text.format(**values)), _shown(self.fix.format(**words)), self.level)
+
+
+def _copy(host: str, is_there: bool = False) -> str:
+    """How the program gets to a host: as a copy where it is in an environment of its own. `is_there`: files of another
+    one are moved away, as a copy over them would leave those that it lacks."""
+    program = Path(ROOT if Path(sys.prefix).is_relative_to(ROOT) else sys.prefix)
+    if sys.prefix == sys.base_prefix or not Path(ROOT).is_relative_to(program):
+        return f"on {host}: make install, at the same path as here"
+    parent, folder = shlex.quote(str(program.parent)), shlex.quote(program.name)
+    remote = shlex.quote(f"tar -C {parent} -x")
+    old = shlex.quote(f"{program}.old")
+    move = f"ssh {host} mv -T --backup=t {shlex.quote(str(program))} {old}; " if is_there else ""
+    return f"if {program} is not shared: {move}tar -C {parent} -c {folder} | ssh {host} {remote}"
+
+
+def _shown(text: object) -> str:
+    """On one line, without what steers a terminal: it may come from another host."""
+    return "".join(each for each in " ".join(str(text).split()) if each.isprintable())
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`host`: empty where it is of all of them. `fix`: empty where nothing is wrong."""
+
+    check: str
+    host: str
+    level: Level
+    text: str
+    fix: str = ""
+
+
+@dataclass(slots=True)
+class HostReport:
+    """What was found out of a host. `has_address`: its name leads to one here. `failure`: of its session,
+    `facts_failure`: of the program there. `clock_s`: how much its clock is ahead of this machine's, beyond what the
+    answer took. `hashes`: path -> of the whole file, `hashes_failure`: of reading them."""
+
+    name: str
+    is_here: bool
+    address: str = ""
+    has_address: bool = True
+    session: HostSession | None = None
+    failure: NoAnswer | None = None
+    connect_s: float = 0.0
+    clock_s: float = 0.0
+    base: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    facts_failure: NoAnswer | None = None
+    hashes: dict[str, Any] = field(default_factory=dict)
+    hashes_failure: NoAnswer | None = None
+
+
+@dataclass(slots=True)
+class Cluster:
+    """All hosts. `is_timed`: `ways` were, for long enough. `ring`: None where it was not tried. `hashed`: the paths of
+    which whole files were read."""
+
+    hosts: HostList
+    options: RunOptions
+    reports: Mapping[str, HostReport]
+    is_timed: bool = False
+    ways: list[Way] = field(default_factory=list)
+    ring: Ring | None = None
+    hashed: Sequence[str] = ()
+
+    @property
+    def first(self) -> HostReport:
+        """Rank 0's host, or the first one whose program answers."""
+        reports = list(self.reports.values())
+        return next((each for each in reports if "version" in each.facts), reports[0])
+
+
+Result = str | Problem | None
+"""Of a check: what is right, or a problem; None: nothing, where another check tells why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """`faults`: all that `look` may find. `needs`: the fact without which it is not made; "base": those of the system.
+    `of_all`: it is made once."""
+
+    look: Callable[[HostReport, Cluster], Result]
+    meaning: str
+    faults: tuple[Fault, ...]
+    needs: str = ""
+    of_all: bool = False
+
+    @property
+    def name(self) -> str:
+        return self.look.__name__.replace("_", " ")
+
+    def finding(self, report: HostReport, cluster: Cluster) -> Finding | None:
+        if self.needs and not (report.base if self.needs == "base" else self.needs in report.facts):
+            return None
+        host, result = "" if self.of_all else report.name, self.look(report, cluster)
+        if isinstance(result, Problem):
+            return Finding(self.name, host, result.level, result.text, result.fix)
+        return None if result is None else Finding(self.name, host, Level.OK, _shown(result))
+
+
+NO_JOB = RunOptions(models=JobModels(target=Path()))
+"""The options of a Cluster of which no job is known."""
+
+
+def problems(checks: Iterable[Check], looks: Collection[object], report: HostReport, cluster: Cluster) -> list[Finding]:
+    """Warnings and errors of those checks that `look` with one of the functions."""
+    findings = [check.finding(report, cluster) for check in checks if check.look in looks]
+    return [finding for finding in findings if finding and finding.level > Level.OK]

@@ -1,0 +1,121 @@
+"""The hosts that `doctor` looks at, and the launcher's command lines for jobs on them. Connects to nothing."""
+
+import math
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipeinfer.errors import UserError
+from pipeinfer.job.submit import is_open_mpi, own_program
+from pipeinfer.virtual.nodes import HOST, MAX_SLOTS, UNKNOWN_CORES, Node, described_host, read_hosts
+
+LAUNCHERS = ("mpich", "openmpi", "srun")
+NODES = "SLURM_JOB_NODELIST"
+SCONTROL_S = 20
+
+
+@dataclass(frozen=True, slots=True)
+class HostList:
+    """`nodes`: one for each rank, as described by the user. `here`: the hosts that are this machine. `open_mpi`: srun
+    starts ranks of Open MPI."""
+
+    nodes: Sequence[Node]
+    launcher: str
+    here: frozenset[str] = frozenset()
+    open_mpi: bool = False
+    names: Sequence[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", tuple(dict.fromkeys(node.host.name for node in self.nodes)))
+
+    def slots(self, host: str) -> int:
+        return sum(node.host.name == host for node in self.nodes)
+
+    def words(self, hosts: Sequence[str], n_ranks: Mapping[str, int], interface: str = "") -> list[str]:
+        """The launcher's words for so many ranks on each of `hosts`. `interface`: the network that MPI takes, where
+        there are several."""
+        total = str(sum(n_ranks[host] for host in hosts))
+        listed = ",".join(f"{host}:{n_ranks[host]}" for host in hosts)
+        is_alone = self.here.issuperset(self.names)
+        if self.launcher == "srun":
+            mpi = "pmix" if self.open_mpi else "pmi2"
+            return ["srun", f"--mpi={mpi}", "-N", str(len(hosts)), "-n", total, "-w", ",".join(hosts)]
+        if self.launcher == "openmpi":
+            network = ["--mca", "btl_tcp_if_include", interface] if interface else []
+            return ["mpirun", *([] if is_alone else ["--host", listed]), "--bind-to", "none", *network, "-np", total]
+        network = ["-iface", interface, "-genv", "UCX_NET_DEVICES", interface] if interface else []
+        return ["mpirun", *([] if is_alone else ["-hosts", listed]), *network, "-np", total]
+
+
+def read_host_list(text: str | None, launcher: str | None, environ: Mapping[str, str] = os.environ) -> HostList:
+    """`text`: a hosts file or names with commas; None: the nodes of a Slurm allocation, or this machine alone. Raises
+    UserError."""
+    in_slurm = NODES in environ and text is None
+    launcher = launcher or ("srun" if in_slurm else "openmpi" if is_open_mpi() else "mpich")
+    if launcher == "srun" and not (NODES in environ and shutil.which("srun")):
+        raise UserError("--launcher srun works within an allocation: salloc -N 2 pipeinfer doctor")
+    if text is None:
+        names = _slurm_nodes(environ[NODES]) if in_slurm else [socket.gethostname()]
+        nodes = [_node(name) for name in names]
+    else:
+        nodes = read_hosts(Path(text)) if os.path.isfile(text) else _listed(text)
+    here = frozenset({node.host.name for node in nodes if launcher != "srun" and is_this_machine(node.host.name)})
+    return HostList(nodes, launcher, here, launcher == "openmpi" or (launcher == "srun" and is_open_mpi()))
+
+
+def full_words(words: Sequence[str]) -> list[str]:
+    """With the path of this program's mpirun, unless the shell finds that one."""
+    found, own = shutil.which("mpirun"), own_program("mpirun")
+    is_other = words[0] == "mpirun" and not (found and os.path.exists(own) and os.path.samefile(found, own))
+    return [own if is_other else words[0], *words[1:]]
+
+
+def program_words() -> str:
+    """How the program is named for a launcher, which may search other folders than this shell."""
+    installed = Path(sys.executable).with_name("pipeinfer")
+    return str(installed) if installed.exists() else f"{sys.executable} -m pipeinfer"
+
+
+def is_this_machine(name: str) -> bool:
+    """Whether an address of that name belongs to this machine."""
+    if name.partition(".")[0] == socket.gethostname().partition(".")[0]:
+        return True
+    try:
+        address = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(address[0]) as probe:
+            probe.bind(address[4])
+            return True
+    except OSError:
+        return False
+
+
+def _listed(text: str) -> list[Node]:
+    nodes = []
+    for item in text.split(","):
+        match = re.fullmatch(rf"({HOST.pattern})(?::([1-9][0-9]{{0,3}}))?", item.strip())
+        if not match or int(match[2] or 1) > MAX_SLOTS:
+            raise UserError(
+                f"--hosts {text}: {item!r} is neither a file nor a host; give a hosts file, or names as in "
+                "node1,node2:2"
+            )
+        nodes += [_node(match[1])] * int(match[2] or 1)
+    return nodes
+
+
+def _node(name: str) -> Node:
+    return Node(described_host(name, UNKNOWN_CORES, math.inf))
+
+
+def _slurm_nodes(listed: str) -> list[str]:
+    words = ["scontrol", "show", "hostnames", listed]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=SCONTROL_S, check=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise UserError(f"{' '.join(words)} does not answer ({error}); give --hosts node1,node2") from None
+    return done.stdout.split()

@@ -1,0 +1,161 @@
+"""A session with the agent on one host, opened as the launcher would open it. Knows no check."""
+
+import contextlib
+import fcntl
+import json
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeinfer.job.doctor.agent import MARK
+
+CONNECT_S = 5
+"""Time for a host to answer ssh."""
+
+CLOSE_S = 1.0
+PIPE_BYTES = 1 << 18
+"""More than is sent to a host before it answers: writing to one that hangs does not wait. A user's pipes together may
+be refused more than 64 MiB."""
+
+LINE_BYTES, ERROR_BYTES = 1 << 20, 4000
+"""The longest line of an answer, and what is kept of errors."""
+
+BOOT = "import sys,json;exec(json.loads(sys.stdin.readline()))"
+FIND_PYTHON = (
+    f'for p in "$@"; do command -v "$p" >/dev/null 2>&1 && "$p" -S -u -c "{BOOT}" && exit; done; '
+    f'echo "{MARK.strip()} {{}}"'
+)
+"""The shell's part. An answer before any request: there is no Python."""
+
+OTHER_PYTHONS = ("python3", "/usr/bin/python3", "/usr/local/bin/python3", "python")
+OPTIONS = ("BatchMode=yes", f"ConnectTimeout={CONNECT_S}", "ServerAliveInterval=5", "ServerAliveCountMax=3")
+AGENT_VARIABLES = {"mpich": "HYDRA_LAUNCHER_EXEC", "openmpi": "OMPI_MCA_plm_rsh_agent"}
+"""Launcher -> the variable that names its ssh."""
+
+
+class NoAnswer(Exception):
+    """The session has no answer. `code`: of the program that carries it; None: the time is over. `errors`: what it
+    wrote."""
+
+    def __init__(self, code: int | None, errors: str) -> None:
+        super().__init__(errors)
+        self.code, self.errors = code, errors
+
+
+def remote_words(launcher: str, host: str, is_here: bool, environ: Mapping[str, str] = os.environ) -> list[str]:
+    """The command line that starts the agent on `host`."""
+    words = ["sh", "-c", FIND_PYTHON, "sh", sys.executable, *OTHER_PYTHONS]
+    if launcher == "srun":
+        return ["srun", "--overlap", "--unbuffered", "-N1", "-n1", "-w", host, *words]
+    if is_here:
+        return words
+    agent = environ.get(AGENT_VARIABLES[launcher], "")
+    ssh = shlex.split(agent.partition(":")[0] if launcher == "openmpi" else agent) or [
+        "ssh"
+    ]  # the first of its choices
+    options = OPTIONS if os.path.basename(ssh[0]) == "ssh" else ()
+    return [*ssh, "-x", *(word for option in options for word in ("-o", option)), host, shlex.join(words)]
+
+
+class HostSession:
+    """One request at a time. A thread reads the answers, so that no host holds up another."""
+
+    def __init__(self, words: Sequence[str]) -> None:
+        """Raises NoAnswer where the first word is no program."""
+        try:
+            self._process = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            )
+        except OSError as error:
+            raise NoAnswer(127, f"{words[0]}: {error.strerror}") from None
+        assert self._process.stdin
+        with contextlib.suppress(OSError, AttributeError):  # another system has none, or it is too much
+            fcntl.fcntl(self._process.stdin, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        self._lines = queue.SimpleQueue[bytes]()
+        self._errors = b""
+        self._threads = [threading.Thread(target=each, daemon=True) for each in (self._read, self._read_errors)]
+        for thread in self._threads:
+            thread.start()
+        self._send(Path(__file__).with_name("agent.py").read_text())
+
+    def ask(
+        self, action: str, timeout_s: float, on_line: Callable[[str], object] = lambda line: None, **values: Any
+    ) -> dict[str, Any]:
+        """The agent's answer; `on_line`: takes the lines of a program that it runs. Raises NoAnswer, also after
+        `timeout_s` without a line."""
+        self._send({"do": action, **values})
+        end_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                line = self._lines.get(timeout=max(0.0, end_s - time.monotonic()))
+            except queue.Empty:
+                raise NoAnswer(None, self.errors) from None
+            if not line:
+                self._lines.put(b"")  # for the next request
+                code = self._end()
+                self._threads[1].join(1)
+                raise NoAnswer(code, self.errors)
+            answer = _answer(line)
+            if answer is None:
+                continue
+            if "line" in answer:
+                end_s = time.monotonic() + timeout_s
+                on_line(answer["line"])
+            elif "error" in answer:
+                raise NoAnswer(1, str(answer["error"]))
+            else:
+                return answer
+
+    @property
+    def errors(self) -> str:
+        return self._errors.decode("utf-8", "replace").strip()
+
+    def close(self) -> None:
+        """The agent ends with its input; what does not is killed, on this host."""
+        assert self._process.stdin
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        self._end()
+
+    def _end(self) -> int:
+        """Its exit code."""
+        for _ in range(2):
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                return self._process.wait(CLOSE_S)
+            self._process.kill()
+        return -signal.SIGKILL
+
+    def _send(self, value: Any) -> None:
+        assert self._process.stdin
+        with contextlib.suppress(OSError):  # it has ended, which the reader finds out
+            self._process.stdin.write(json.dumps(value).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _read(self) -> None:
+        assert self._process.stdout
+        while line := self._process.stdout.readline(LINE_BYTES):
+            self._lines.put(line)
+        self._lines.put(b"")
+
+    def _read_errors(self) -> None:
+        assert self._process.stderr
+        while line := self._process.stderr.readline(ERROR_BYTES):
+            self._errors = (self._errors + line)[-ERROR_BYTES:]
+
+
+def _answer(line: bytes) -> dict[str, Any] | None:
+    """None: a line of a login script, or one that was cut."""
+    if not line.startswith(MARK.encode()):
+        return None
+    with contextlib.suppress(ValueError):
+        answer = json.loads(line[len(MARK) :])
+        return answer if isinstance(answer, dict) else None
+    return None

@@ -1,0 +1,96 @@
+"""Connections between every two hosts, both ways, and how fast they are. Knows sessions, and no check."""
+
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from pipeinfer.job.doctor.host_session import HostSession, NoAnswer
+
+CONNECT_S = 3.0
+BRIEF_S, FULL_S = 0.02, 1.0
+"""Seconds of data each way: as a rule, and with --bandwidth."""
+
+ANSWER_S = 15.0
+OPEN, SILENT, REFUSED = "open", "silent", "refused"
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+@dataclass(slots=True)
+class Way:
+    """From one host to another. `state`: OPEN, SILENT, REFUSED or an error; `resolved`: the other's address, as the
+    first finds it by its name; `interface`: of the first, which was taken. 0: not measured; port 0: the first takes no
+    connections itself."""
+
+    start: str
+    to: str
+    port: int
+    state: str
+    resolved: str = ""
+    interface: str = ""
+    latency_s: float = 0.0
+    bytes_per_s: float = 0.0
+
+
+def at_once(act: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """In a thread each."""
+    items = list(items)
+    with ThreadPoolExecutor(max(1, len(items))) as pool:
+        return list(pool.map(act, items))
+
+
+def connect_all(sessions: Mapping[str, HostSession], addresses: Mapping[str, str]) -> list[Way]:
+    """A connection from every host to every other, at ports that the system chooses, as those of MPI and the watch.
+    `addresses`: of hosts whose names do not resolve there."""
+    if len(sessions) < 2:
+        return []
+    token = secrets.token_hex(8)
+    answers = at_once(lambda session: _ask(session, "listen", token=token), sessions.values())
+    lost = {host: str(each.get("error")) for host, each in zip(sessions, answers, strict=True) if not each.get("port")}
+    ports = {host: int(each["port"]) for host, each in zip(sessions, answers, strict=True) if host not in lost}
+
+    def connect(host: str) -> list[Way]:
+        if host in lost:
+            return [Way(host, to, 0, lost[host]) for to in sessions if to != host]
+        targets = [(to, addresses[to], port) for to, port in ports.items() if to != host]
+        answer = _ask(sessions[host], "connect", targets=targets, token=token, limit_s=CONNECT_S)
+        if "links" not in answer:
+            return [Way(host, to, port, str(answer.get("error"))) for to, _, port in targets]
+        return [Way(host, port=ports[link["to"]], **link) for link in answer["links"]]
+
+    return [way for ways in at_once(connect, sessions) for way in ways]
+
+
+def measure_all(sessions: Mapping[str, HostSession], ways: Sequence[Way], seconds: float) -> None:
+    """Latency and bandwidth of every open way. Pairs without a common host at the same time."""
+    by_ends = {(way.start, way.to): way for way in ways if way.state == OPEN}
+
+    def measure(pair: tuple[str, str]) -> None:
+        for start, to in (pair, pair[::-1]):
+            if way := by_ends.get((start, to)):
+                answer = _ask(sessions[start], "measure", host=to, seconds=seconds)
+                way.latency_s = answer.get("latency_s", 0.0)
+                way.bytes_per_s = answer.get("bytes_per_s", 0.0)
+
+    for pairs in rounds(list(sessions)):
+        at_once(measure, pairs)
+
+
+def rounds(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """Every pair once, in rounds in which no host is twice (the circle method)."""
+    circle: list[str | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
+    result = []
+    for _ in range(len(circle) - 1):
+        ends = zip(circle[: len(circle) // 2], reversed(circle[len(circle) // 2 :]), strict=True)
+        result.append([(a, b) for a, b in ends if a is not None and b is not None])
+        circle.insert(1, circle.pop())
+    return result
+
+
+def _ask(session: HostSession, action: str, **values: Any) -> dict[str, Any]:
+    try:
+        return session.ask(action, ANSWER_S, **values)
+    except NoAnswer as error:
+        return {"error": str(error) or "no answer"}

@@ -1,0 +1,48 @@
+"""`pipeinfer models verify`: hashes of whole files on all hosts, and whether they are the same."""
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeinfer.errors import UserError
+from pipeinfer.job.doctor.findings import Cluster, Level
+from pipeinfer.job.doctor.host_checks import HOST_CHECKS
+from pipeinfer.job.doctor.host_list import read_host_list
+from pipeinfer.job.doctor.inquiry import close_sessions, open_sessions, read_hashes
+from pipeinfer.job.options.options import JobModels, RunOptions
+from pipeinfer.models.gguf.model_info import part_paths
+
+
+def verify_files(files: Sequence[Path], hosts: str | None) -> dict[str, Any]:
+    """Of every host and file, all parts of a split one, the SHA-256. Raises UserError for a host without an answer."""
+    host_list = read_host_list(hosts, None)
+    paths = [Path(os.path.abspath(part)) for file in files for part in part_paths(file)]
+    reports, options = open_sessions(host_list, Path("/")), RunOptions(models=JobModels(target=paths[0]))
+    try:
+        for report in reports.values():
+            for check in HOST_CHECKS[:3]:
+                problem = check.finding(report, Cluster(host_list, options, reports))
+                if problem and problem.level is Level.ERROR:
+                    raise UserError(f"{report.name}: {problem.text} -> {problem.fix}")
+        read_hashes(reports.values(), paths, sum(path.stat().st_size for path in paths if path.exists()))
+    finally:
+        close_sessions(reports.values())
+    for report in reports.values():
+        if report.hashes_failure or any(str(path) not in report.hashes for path in paths):
+            why = report.hashes_failure or "the program there ended"
+            raise UserError(f"{report.name}: no hashes come from there: {why}; see pipeinfer doctor")
+    result = [
+        {"host": name, "path": str(path)} | report.hashes[str(path)]
+        for path in paths
+        for name, report in reports.items()
+    ]
+    alike = all(len({each["sha256"] for each in result if each["path"] == str(path)}) == 1 for path in paths)
+    return {"files": result, "alike": alike and not any(each["error"] for each in result)}
+
+
+def verify_lines(result: dict[str, Any]) -> Iterator[str]:
+    for each in result["files"]:
+        yield f"{each['host']}: {each['path']}: {each['error'] or each['sha256']}"
+    if not result["alike"]:
+        yield "they differ: copy the file again from the host whose hash is that of the model's source"

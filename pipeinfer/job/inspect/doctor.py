@@ -1,0 +1,191 @@
+"""`pipeinfer doctor`: look at all hosts at once, tell what is right and wrong, and the plan for the first job.
+
+Starts no MPI in this process.
+"""
+
+import os
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from pipeinfer.cluster.hosts.cores import UNLIMITED, FreeMemory
+from pipeinfer.core.settings import setting
+from pipeinfer.errors import UserError
+from pipeinfer.job.doctor.checks import LAST_CHECKS, NETWORK_CHECKS, VIRTUAL
+from pipeinfer.job.doctor.facts import host_of
+from pipeinfer.job.doctor.findings import Check, Cluster, Finding, Level
+from pipeinfer.job.doctor.host_checks import HOST_CHECKS
+from pipeinfer.job.doctor.host_list import LAUNCHERS, full_words, program_words, read_host_list
+from pipeinfer.job.doctor.inquiry import close_sessions, open_sessions, read_facts, read_hashes
+from pipeinfer.job.doctor.pairs import BRIEF_S, FULL_S, connect_all, measure_all
+from pipeinfer.job.doctor.ring import run_ring
+from pipeinfer.job.inspect.plan import plan_lines, plan_report
+from pipeinfer.job.options.options import JobModels, RunOptions
+from pipeinfer.job.options.values import TextType
+from pipeinfer.job.placement.model_files import fetch_models
+from pipeinfer.job.planning.planner import ETHERNET
+from pipeinfer.models.gguf.model_info import part_paths
+from pipeinfer.models.hub import name_of
+from pipeinfer.text import count_text, json_text
+from pipeinfer.virtual.costs import LinkCost
+from pipeinfer.virtual.nodes import Node
+
+LEVELS = {Level.OK: "ok", Level.WARNING: "warning", Level.ERROR: "ERROR"}
+SLICES = Path("~/.cache")
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorRequest:
+    """What is looked at, besides the options of `run`."""
+
+    heading = "Hosts"
+    hosts: str | None = setting(
+        None,
+        "--hosts",
+        type=TextType(),
+        first=True,
+        help="A hosts file, as `plan` takes it, or names: node1,node2:2. [default: the nodes of a Slurm allocation, "
+        "else this machine]",
+    )
+    launcher: str | None = setting(
+        None, "--launcher", choices=LAUNCHERS, help="What starts ranks. [default: srun in Slurm, else what mpirun is]"
+    )
+    verify: bool = setting(
+        False, "--verify", help="Compare whole models by SHA-256; hashes are kept for the next time."
+    )
+    bandwidth: bool = setting(
+        False, "--bandwidth", help="Time the links for a second each way between every two hosts."
+    )
+
+
+def doctor(options: RunOptions, request: DoctorRequest) -> int:
+    """Returns the exit code: 0, 1 with warnings, 2 with errors. Raises UserError for bad input."""
+    hosts = read_host_list(request.hosts, request.launcher)
+    models = replace(_with_files(options.models), hf_token=None)  # options are words of commands from here on
+    options = replace(options, models=models)
+    report = _Report(options.output.json)
+    reports = open_sessions(hosts, options.models.slice_cache or SLICES)
+    try:
+        cluster = Cluster(hosts, options, reports, request.bandwidth)
+        read_facts(reports.values(), options)
+        sessions = {name: each.session for name, each in reports.items() if each.session}
+        cluster.ways = connect_all(sessions, {name: each.address for name, each in reports.items()})
+        measure_all(sessions, cluster.ways, FULL_S if request.bandwidth else BRIEF_S)
+        report.add(cluster, *HOST_CHECKS, *NETWORK_CHECKS)
+        if report.level < Level.ERROR:
+            cluster.ring = run_ring(hosts, hosts.names)
+        if request.verify:
+            paths = [part for path in options.models.files for part in part_paths(path)]
+            sizes = [part.stat().st_size for part in paths if part.exists()]
+            read_hashes(reports.values(), paths, sum(sizes))
+            cluster.hashed = [os.path.abspath(path) for path in paths]
+        report.add(cluster, *LAST_CHECKS)
+    finally:
+        close_sessions(reports.values())
+    return report.end(cluster)
+
+
+def _with_files(models: JobModels) -> JobModels:
+    """With files in place of names; a file that is missing is the checks' to tell."""
+    try:
+        return fetch_models(models)
+    except UserError:
+        if name_of(models.target) or models.target.exists():
+            raise
+        return models
+
+
+class _Report:
+    """Findings, told as they come; with `as_json` all at the end."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self.findings: list[Finding] = []
+
+    @property
+    def level(self) -> Level:
+        return max((finding.level for finding in self.findings), default=Level.OK)
+
+    def add(self, cluster: Cluster, *checks: Check) -> None:
+        """Those of each host together; then those of all."""
+        for report in cluster.reports.values():
+            self._tell(check.finding(report, cluster) for check in checks if not check.of_all)
+        self._tell(check.finding(cluster.first, cluster) for check in checks if check.of_all)
+
+    def _tell(self, findings: Iterator[Finding | None]) -> None:
+        for finding in filter(None, findings):
+            self.findings.append(finding)
+            self._print(_line(finding))
+
+    def _print(self, text: str) -> None:
+        if not self._as_json:
+            print(text, flush=True)
+
+    def end(self, cluster: Cluster) -> int:
+        """The plan and the command, or how much is wrong. Returns the exit code."""
+        plan, command = None, ""
+        if self.level < Level.ERROR:
+            try:
+                plan = _plan(cluster)
+                self._print("\n" + "\n".join(plan_lines(plan)))
+                if not plan["fits"]:
+                    raise UserError(plan["shortage"])
+                command = _command(cluster)
+            except UserError as error:
+                self._tell(iter([Finding("plan", "", Level.ERROR, str(error))]))
+        if self._as_json:
+            result: dict[str, Any] = {"level": self.level.name.lower(), "plan": plan, "command": command}
+            result["findings"] = [asdict(each) | {"level": each.level.name.lower()} for each in self.findings]
+            result["hosts"] = {name: report.base | report.facts for name, report in cluster.reports.items()}
+            result["links"] = [asdict(way) for way in cluster.ways]
+            print(json_text(result), flush=True)
+        problems = [finding for finding in self.findings if finding.level > Level.OK]
+        n_errors = sum(finding.level == Level.ERROR for finding in problems)
+        summary = f"{count_text(n_errors, 'error')}, {count_text(len(problems) - n_errors, 'warning')}"
+        self._print("\n" + "\n".join([*map(_line, problems), summary]))
+        if self.level < Level.ERROR:
+            self._print(f"\n{command}")
+        return int(self.level)
+
+
+def _line(finding: Finding) -> str:
+    fix = f" -> {finding.fix}" if finding.fix else ""
+    return f"{LEVELS[finding.level]:<8}{finding.host or 'all':<12} {finding.check}: {finding.text}{fix}"
+
+
+def _plan(cluster: Cluster) -> dict[str, Any]:
+    """What `run` would do on these hosts, as `plan --hosts` tells it. Raises UserError."""
+    nodes = [_node(node, cluster) for node in cluster.hosts.nodes]
+    return plan_report(cluster.options, nodes, _link(cluster))
+
+
+def _node(node: Node, cluster: Cluster) -> Node:
+    """As it is, but with the memory and the speed that the user says."""
+    facts = cluster.reports[node.host.name].facts
+    if "host" not in facts:
+        raise UserError(f"{node.host.name}: the program there does not say what its host is; try pipeinfer info there")
+    host = host_of(facts["host"], node.host.name)
+    if node.host.memory.host < UNLIMITED:
+        host = replace(host, memory=FreeMemory(min(host.memory.host, node.host.memory.host), host.memory.process))
+    return Node(host, node.machine, node.source, node.gpu or ", ".join(facts["gpus"]))
+
+
+def _link(cluster: Cluster) -> LinkCost:
+    """As the median pair was timed."""
+    ways = [way for way in cluster.ways if way.bytes_per_s]
+    if not ways:
+        return ETHERNET
+    return LinkCost(median(way.latency_s for way in ways), median(way.bytes_per_s for way in ways))
+
+
+def _command(cluster: Cluster) -> str:
+    hosts, files = cluster.hosts, cluster.options.models
+    interfaces = {way.interface for way in cluster.ways if way.interface}
+    has_others = any(VIRTUAL.match(name) for each in cluster.reports.values() for name in each.base["addresses"])
+    interface = min(interfaces) if has_others and len(interfaces) == 1 else ""
+    words = hosts.words(hosts.names, {name: hosts.slots(name) for name in hosts.names}, interface)
+    models = ["-m", str(files.target), *(word for path in files.drafts for word in ("-md", str(path)))]
+    return f"{shlex.join(full_words(words))} {program_words()} run {shlex.join(models)} -p 'Once upon a time'"

@@ -1,0 +1,90 @@
+"""What the program says of itself, its build, its host and the models there: run on each host by `doctor`, by the
+functions with which `run` checks its ranks. Each fact is a JSON line, so that a crash costs only those behind it."""
+
+import json
+import platform
+import socket
+import sys
+from base64 import b64decode
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from pickle import loads
+from typing import TYPE_CHECKING, Any
+
+from pipeinfer.cluster.hosts.cores import this_host
+from pipeinfer.cluster.hosts.mpi_library import describe_mpi
+from pipeinfer.cluster.hosts.roster import version_text
+from pipeinfer.cluster.watch.rendezvous import own_location
+from pipeinfer.errors import UserError
+from pipeinfer.models.llama.ggml import describe_build
+
+if TYPE_CHECKING:
+    from pipeinfer.job.options.options import RunOptions
+
+PACKAGES = ("numpy", "mpi4py")
+Fact = tuple[str, Any]
+
+
+def main() -> None:
+    for name, value in _facts(*sys.argv[1:]):
+        print(json.dumps([name, value]), flush=True)
+
+
+def _facts(our_version: str, options_text: str) -> Iterator[Fact]:
+    location = own_location()
+    yield "version", version_text()
+    yield "place", [location.host, location.where]
+    yield "python", platform.python_version()
+    yield "packages", {name: _version(name) for name in PACKAGES}
+    yield "mpi", describe_mpi()
+    yield "build", describe_build()
+    from pipeinfer.models.llama.ggml import amx_works, load_library  # what follows may end this process
+
+    yield "features", load_library().llama_print_system_info().decode("utf-8", "replace")
+    yield "amx_works", amx_works()
+    if version_text() == our_version:
+        yield from _facts_of_job(loads(b64decode(options_text)))
+
+
+def _facts_of_job(options: "RunOptions") -> Iterator[Fact]:
+    from pipeinfer.job.planning.prepare import describe_host
+    from pipeinfer.job.profiling.hosts import gpu_names
+
+    yield "gpus", gpu_names()
+    try:
+        host = describe_host(options, [this_host(socket.gethostname())], 0)
+        yield "host", asdict(host) | {"cores": sorted(host.cores), "lacks": sorted(host.lacks)}
+    except UserError as error:
+        yield "host_error", str(error)
+    yield "models", model_facts(options)
+
+
+def model_facts(options: "RunOptions") -> dict[str, dict[str, Any]]:
+    """Path -> facts of the model's file on this host."""
+    return {str(path): _model(path, options.models.target) for path in options.models.files}
+
+
+def _model(path: Path, target: Path) -> dict[str, Any]:
+    """`n_bytes`: of all parts; None: a part is missing. `fingerprint`: of samples of every tensor."""
+    from pipeinfer.models.drafts.head_files import draft_of
+    from pipeinfer.models.gguf.model_info import part_paths, read_model_info
+
+    parts = part_paths(path)
+    if not all(part.exists() for part in parts):
+        return {"n_bytes": None, "fingerprint": "", "error": ""}
+    n_bytes = sum(part.stat().st_size for part in parts)
+    try:
+        is_draft = path != target and target.exists()
+        info = draft_of(path, read_model_info(target)) if is_draft else read_model_info(path)
+        return {"n_bytes": n_bytes, "fingerprint": info.fingerprint, "error": ""}
+    except UserError as error:
+        return {"n_bytes": n_bytes, "fingerprint": "", "error": str(error)}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,140 @@
+"""Whether models, devices and numerics go together. Loads nothing."""
+
+from collections.abc import Mapping, Sequence
+
+from pipeinfer.cluster.assignment import Assignment
+from pipeinfer.errors import UserError
+from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS
+from pipeinfer.job.options.sections import Numerics
+from pipeinfer.job.placement.devices import RankDevices
+from pipeinfer.job.placement.job_plan import JobPlan
+from pipeinfer.models.gguf.layers import F16_CACHE, block_length
+from pipeinfer.models.gguf.model_info import ModelInfo
+
+F16_WAY_OUT = "leave them out, or give f16"
+
+
+def head_of(drafts: Sequence[ModelInfo]) -> ModelInfo | None:
+    """The draft that reads the target's features (EAGLE-3)."""
+    return next((draft for draft in drafts if draft.head), None)
+
+
+def check_head(draft_rank: int | None, drafts: Sequence[ModelInfo]) -> None:
+    """`draft_rank`: the option. Raises UserError for several heads, or one elsewhere than on rank 0."""
+    head = head_of(drafts)
+    if n_others := sum(draft.head is not None for draft in drafts[1:]):
+        raise UserError(f"{drafts[0].path} is a head, and so are {n_others} of the other drafts; give one head")
+    if head and draft_rank:
+        raise UserError(
+            f"--draft-rank {draft_rank}: {head.path} is a head, which drafts on rank 0, where features come; "
+            "leave --draft-rank out"
+        )
+
+
+def check_features(assignment: Assignment, devices: Sequence[RankDevices], drafts: Sequence[ModelInfo]) -> None:
+    """Raises UserError where torch computes layers that a head reads."""
+    draft = head_of(drafts)
+    if draft is None or draft.head is None:
+        return
+    layers = draft.head.layers_read
+    for stage in assignment.stages:
+        backend = devices[stage.rank].target.backend
+        if backend.is_torch and any(stage.first <= layer < stage.last for layer in layers):
+            raise UserError(
+                f"--backend {backend} gives no features: {draft.path} reads the outputs of layers "
+                f"{', '.join(map(str, layers))}, some of which rank {stage.rank} computes; give --backend llama, "
+                "another draft, or -md none"
+            )
+
+
+def check_cache_types(
+    options: Numerics, devices: Sequence[RankDevices], info: ModelInfo, drafts: Sequence[ModelInfo]
+) -> None:
+    """Raises UserError for types that the numerics, a backend or a model does not allow."""
+    target, draft = options.cache, options.draft_cache
+    if options.numerics == "exact" and target != F16_CACHE and not any(rank.target.uses_gpus for rank in devices):
+        raise UserError(
+            f"--cache-type-k {target.k} --cache-type-v {target.v}: --numerics exact needs types of its "
+            f"own, 16 bits a number; give --numerics fast, or {F16_WAY_OUT}"
+        )
+    if (target, draft) != (F16_CACHE, F16_CACHE):
+        for rank, device in enumerate(rank.target for rank in devices):
+            if device.is_torch:
+                raise UserError(
+                    f"--cache-type-k and -v are for layers that libllama computes, and rank {rank} has --backend "
+                    f"{device.backend}, whose caches are as its weights; {F16_WAY_OUT}"
+                )
+    for model, types, end in ((info, target, ""), *((model, draft, "-draft") for model in drafts)):
+        for letter, name, lengths in (
+            ("k", types.k, {shape.key for shape in model.kv_shapes}),
+            ("v", types.v, {shape.value for shape in model.kv_shapes}),
+        ):
+            if wrong := sorted(length for length in lengths if length % block_length(name)):
+                raise UserError(
+                    f"--cache-type-{letter}{end} {name} takes {block_length(name)} numbers together, and a head of "
+                    f"{model.path.name} has {wrong[0]}; give f16, bf16 or f32"
+                )
+
+
+def check_draft_gpu_layers(n_gpu_layers: int, devices: Sequence[RankDevices], ranks: Sequence[int]) -> None:
+    """`n_gpu_layers`: -ngld; `ranks`: those with drafts. Raises UserError where torch computes such a draft."""
+    if n_gpu_layers in (ALL_LAYERS, AUTO_LAYERS, 0):
+        return
+    for rank in ranks:
+        if (backend := devices[rank].target.backend).is_torch:
+            raise UserError(
+                f"-ngld {n_gpu_layers} is for a draft that libllama computes, and rank {rank} has --backend "
+                f"{backend}; give all, 0 (by libllama on the CPU), or a --backend for each rank"
+            )
+
+
+def check_one_backend(devices: Sequence[RankDevices], ranks: Sequence[int]) -> None:
+    """Raises UserError if these ranks compute the target's layers with different backends or types: exact numerics
+    cannot hold then."""
+    by_kernels: dict[str, list[int]] = {}
+    for rank in ranks:
+        by_kernels.setdefault(str(devices[rank].target.kernels), []).append(rank)
+    if len(by_kernels) > 1:
+        shown = ", ".join(
+            f"rank{'s' * (len(same) > 1)} {' '.join(map(str, same))} {kernels}"
+            for kernels, same in sorted(by_kernels.items())
+        )
+        raise UserError(
+            f"--numerics exact needs one --backend for all layers of the target, else the text depends on where it is "
+            f"cut; here they have: {shown}; give one, or --numerics fast"
+        )
+
+
+def inexact_line(plan: JobPlan, gpus: Mapping[int, str]) -> str:
+    """A warning if `--numerics exact` cannot be guaranteed on the target's ranks; else empty. `gpus`: of each of these
+    ranks, see `gpu_of`."""
+    if not plan.numerics.exact or plan.numerics.at_once:
+        return ""
+    by_torch = {rank: gpu for rank, gpu in gpus.items() if plan.ranks[rank].target.is_torch}
+    inexact = [rank for rank, gpu in gpus.items() if gpu and rank not in by_torch]
+    if inexact:
+        return (
+            f"--numerics exact does not hold for the layers of {_ranks(inexact)}, on GPUs of llama.cpp's: "
+            f"{_why_inexact(plan)}, so that tokens that are all but tied may differ between policies and splits; "
+            "-ngl 0 and --backend torch are exact"
+        )
+    by_kind = {gpu: [rank for rank in by_torch if by_torch[rank] == gpu] for gpu in by_torch.values()}
+    if len(by_kind) > 1:
+        shown = ", ".join(f"{_ranks(ranks)} on {gpu or 'a CPU'}" for gpu, ranks in by_kind.items())
+        return (
+            f"--numerics exact wants devices of one kind for all layers of the target, here torch computes {shown}: "
+            "tokens that are all but tied may differ between splits"
+        )
+    return ""
+
+
+def _why_inexact(plan: JobPlan) -> str:
+    """Of layers on GPUs."""
+    differ = [rank for rank, host in enumerate(plan.hosts) if any(n_rows == 0 for n_rows, _ in host.exact_rows)]
+    if differ or not any(host.exact_rows for host in plan.hosts):
+        return f"rows have other bits beside others{f' on {_ranks(differ)}' if differ else ''}"
+    return "devices of several kinds have other bits"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,294 @@
+"""From options, hosts and headers of models to the plan of a job: layers, devices, numerics, memory, and whether
+they fit. Loads nothing."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+
+from pipeinfer.cluster.assignment import Assignment, Sizes, assign, draft_widths, parse_split
+from pipeinfer.cluster.hosts.cores import Host, distinct_speeds, spare_cores, threads_of_ranks
+from pipeinfer.core.blocks import rows_in_blocks
+from pipeinfer.errors import UserError
+from pipeinfer.job.options.limits import ON
+from pipeinfer.job.options.options import RunOptions, check_draft_rank, check_wire_type, without_effect
+from pipeinfer.job.options.sections import PlacementOptions
+from pipeinfer.job.options.values import Pace
+from pipeinfer.job.placement.capacity import capacity_of, engine_settings, planned_capacity
+from pipeinfer.job.placement.checks import (
+    check_cache_types,
+    check_draft_gpu_layers,
+    check_features,
+    check_head,
+    check_one_backend,
+    head_of,
+)
+from pipeinfer.job.placement.devices import RankDevices, plan_devices
+from pipeinfer.job.placement.job_plan import JobPlan, ModelFile, RankPlan, check_memory, sizes_of
+from pipeinfer.job.placement.memory import MemoryNeeds
+from pipeinfer.job.placement.model_files import draft_translation, read_drafts
+from pipeinfer.job.placement.numerics import named, unnamed_numerics
+from pipeinfer.job.profiling.layer_times import Schedule, make_schedule
+from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.torch.params import check_known
+from pipeinfer.virtual.costs import Profile
+from pipeinfer.virtual.profile import load_profile
+
+CLEAR_GAIN = 1.1
+"""A draft is on another rank than 0 if the slowest stage is so many times faster: rank 0 has the engine besides."""
+
+DRAFT_SHARE = 0.5
+"""A step of the draft there takes at most so much of the slowest stage's time, or no more than on rank 0."""
+
+NOT_REPACKED = (
+    "there is no memory to repack the weights, so that numerics are not {} but {}: tokens that are all but tied may "
+    "differ from those of ranks where there is; with --no-repack they are the same"
+)
+OTHER_NUMERICS = (
+    "what goes on was begun with numerics {}, and goes on with {}: the text may be another one from here on"
+)
+
+
+class DoesNotFit(UserError):
+    """A plan takes more memory than there is; the message has the numbers."""
+
+    def __init__(self, message: str, plan: JobPlan) -> None:
+        super().__init__(message)
+        self.plan = plan
+
+
+@dataclass(frozen=True, slots=True)
+class PlanInputs:
+    """The inputs of a plan. `drafts`: headers of those in use, the smallest first; `n_ctx`: tokens of all requests
+    that are open at a time; `n_prompt`: tokens of the longest prompt."""
+
+    options: RunOptions
+    hosts: Sequence[Host]
+    info: ModelInfo
+    drafts: Sequence[ModelInfo]
+    n_ctx: int
+    n_prompt: int
+
+
+def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: int, n_prompt: int) -> JobPlan:
+    """The plan for contexts of `n_ctx` tokens. Raises UserError for a wrong option, DoesNotFit for too little
+    memory."""
+    inputs = PlanInputs(options, hosts, info, read_drafts(options.drafts_in_use, info), n_ctx, n_prompt)
+    if planned := options.placement.planned:
+        planned.check({"model": info.fingerprint, "drafts": [draft.fingerprint for draft in inputs.drafts]})
+    resumed, allows_others = options.numerics.resumed, options.numerics.allow_other_numerics
+    plan = choose_numerics(inputs)
+    if (name := options.required_numerics) and plan.numerics.name != name:
+        both = lay_out(inputs), lay_out(_without_repacking(inputs))
+        same = next((each for each in both if each.numerics.name == name), None)
+        plan = same if same and (not allows_others or same.fits) else plan
+    if planned:
+        planned.check(plan.decisions)
+    try:
+        check_memory(plan, _way_out(plan.assignment, options.placement))
+    except UserError as error:
+        began = f"; what is to go on was begun with numerics {resumed}, --allow-other-numerics goes on with others"
+        raise DoesNotFit(f"{error}{began if resumed and not allows_others else ''}", plan) from None
+    if resumed and plan.numerics.name != resumed:
+        if not allows_others:
+            raise UserError(
+                f"what is to go on was begun with numerics {resumed}, and here they are {plan.numerics.name}: the text "
+                "may be another one from here on; start anew, or go on all the same with --allow-other-numerics"
+            )
+        plan = replace(plan, notes=(*plan.notes, OTHER_NUMERICS.format(resumed, plan.numerics.name)))
+    translations = [None if draft.head else draft_translation(info.path, draft.path) for draft in plan.drafts]
+    return replace(plan, translations=tuple(translations), resumed_numerics=resumed)
+
+
+def choose_numerics(inputs: PlanInputs) -> JobPlan:
+    """With weights repacked where that is faster and fits, else as in the file, which needs less memory."""
+    plan = lay_out(inputs)
+    if not plan.numerics.repacked or plan.fits:
+        return plan
+    mapped = lay_out(_without_repacking(inputs))
+    return replace(mapped, notes=(*mapped.notes, NOT_REPACKED.format(plan.numerics.name, mapped.numerics.name)))
+
+
+def _without_repacking(inputs: PlanInputs) -> PlanInputs:
+    return replace(inputs, hosts=[replace(host, repacked=(), grouped=()) for host in inputs.hosts])
+
+
+def _way_out(assignment: Assignment, placement: PlacementOptions) -> str:
+    """Where memory is short."""
+    is_cut = len(assignment.stages) > 1
+    first = "no split was found that fits; " if is_cut else ""
+    if placement.plan or placement.layer_split is not None:
+        first = f"leave {'--plan' if placement.plan else '--layer-split'} out, "
+    return f"{first}use a smaller context (-c), more ranks on further hosts, or a smaller quantisation"
+
+
+def lay_out(inputs: PlanInputs) -> JobPlan:
+    """The plan of one choice of numerics, whether it fits or not. Raises UserError for wrong options."""
+    options, hosts, info, drafts = inputs.options, inputs.hosts, inputs.info, inputs.drafts
+    ranks, speculation, n_requests = options.placement, options.speculation, options.traffic.parallel
+    devices = plan_devices(ranks, hosts)
+    _check(inputs, devices)
+    numerics = unnamed_numerics(
+        options.numerics, hosts, info, [devices[rank].target for rank in options.target_ranks(len(hosts))],
+        options.traffic.n_expected, options.required_numerics,
+    )  # fmt: skip
+    rewinds = info.layers.rewinds
+    capacity = capacity_of(speculation, n_requests, options.context.batch_size, inputs.n_ctx, rewinds)
+    if ranks.planned:
+        capacity = planned_capacity(ranks.planned, capacity)
+    needs = MemoryNeeds(
+        info, drafts, capacity, numerics, devices, rows_in_blocks(inputs.n_prompt) if numerics.blocks else 0,
+        tuple(host.lacks for host in hosts), options.models.slice_cache is not None,
+        ranks.may_have_samplers(n_requests),
+    )  # fmt: skip
+    assignment = _assign(inputs, needs)
+    target = [devices[stage.rank].target for stage in assignment.stages]
+    _check_computable(inputs, assignment, devices)
+    threads = threads_of_ranks(ranks.threads, assignment.computing, hosts)
+    last = assignment.stages[-1].rank
+    is_spare = target[-1].n_gpu_layers != 0 or spare_cores(hosts, assignment.computing, threads, last) > 0
+    samplers = {last: ranks.n_samplers(n_requests, last, is_spare)}
+    pace = options.experiments.pace
+    by_rank = zip(hosts, devices, threads, needs.of_ranks(assignment), needs.on_gpus(assignment), strict=True)
+    plan = JobPlan(
+        model=ModelFile.of(info),
+        drafts=tuple(map(ModelFile.of, drafts)),
+        assignment=assignment,
+        ranks=tuple(
+            RankPlan(host, *of_rank, n_threads, memory, on_gpu, samplers.get(rank, 0))
+            for rank, (host, of_rank, n_threads, memory, on_gpu) in enumerate(by_rank)
+        ),
+        capacity=capacity,
+        numerics=named(numerics, target, hosts[assignment.stages[0].rank]),
+        engine=engine_settings(speculation, n_requests, rewinds),
+        max_delay_s=options.traffic.max_delay_s,
+        looks_up=speculation.lookup,
+        couple=speculation.couple,
+        pace=pace_profile(pace, len(hosts), len(drafts), assignment.draft_split) if pace else None,
+        dilation=pace.dilation if pace else 1.0,
+        slice_cache=options.models.slice_cache,
+        send_layers=options.models.send_layers,
+        prepare_ahead=options.experiments.prepare_ahead,
+        post_ahead=options.experiments.post_ahead,
+        notes=tuple(_notes(inputs)),
+    )
+    return replace(plan, unused=tuple(_unused(inputs, plan)))
+
+
+def pace_profile(pace: Pace, n_ranks: int, n_drafts: int, draft_split: Sequence[int] = ()) -> Profile:
+    """The profile that `--pace` gives `n_ranks` ranks. Raises UserError when none fits."""
+    if max(draft_split, default=1) > 1:
+        shown = ",".join(map(str, draft_split))
+        raise UserError(f"--pace {pace}: a profile has each draft on 1 rank, --draft-split is {shown}; leave that out")
+    profile = load_profile(pace.profile).lay_out(n_ranks, pace.pair, n_drafts > 0)
+    if len(profile.drafts) != n_drafts:
+        raise UserError(f"--pace {pace} has {len(profile.drafts)} drafts, here are {n_drafts}; give -md as often")
+    return profile
+
+
+def schedule_of(options: RunOptions, hosts: Sequence[Host]) -> Schedule | None:
+    """The ranks whose layers are timed before there is a plan: where they are not alike and the split is free. None
+    also where options are wrong, which planning reports."""
+    if options.placement.layer_split or options.experiments.pace:
+        return None
+    try:
+        check_draft_rank(options, len(hosts))
+        target_ranks = options.target_ranks(len(hosts))
+        return make_schedule(options.placement, hosts, target_ranks, options.may_choose_draft_rank and len(hosts) > 1)
+    except UserError:
+        return None
+
+
+# -- layers of each rank
+
+
+def _assign(inputs: PlanInputs, needs: MemoryNeeds) -> Assignment:
+    hosts, info, ranks = inputs.hosts, inputs.info, inputs.options.placement
+    sizes, target = [sizes_of(draft) for draft in inputs.drafts], sizes_of(info)
+    assign_with = partial(
+        assign, len(hosts), sizes, target, parse_split(ranks.layer_split) if ranks.layer_split else None,
+        partial(needs.room, hosts), ranks.draft_split if sizes else (), [host.speed for host in hosts],
+    )  # fmt: skip
+    if not sizes or len(hosts) == 1 or head_of(inputs.drafts):
+        return assign_with(0)
+    if inputs.options.may_choose_draft_rank:
+        return assign_with(choose_draft_rank(hosts, target, sizes[0], assign_with))
+    return assign_with(ranks.draft_rank or 0)
+
+
+def choose_draft_rank(
+    hosts: Sequence[Host], target: Sizes, draft: Sizes, assign_with: Callable[[int], Assignment]
+) -> int:
+    """The rank whose loss slows the pipeline least; 0 where no gain is clear, or ranks were not timed. `assign_with`:
+    the assignment if a rank drafts."""
+    speeds = distinct_speeds([host.speed for host in hosts])
+    if not speeds:
+        return 0
+
+    def draft_s(rank: int) -> float:
+        return sum(speeds[rank].seconds(draft.layer_bytes, draft.output_bytes))
+
+    def slowest_s(rank: int) -> float:
+        times = [speed.seconds(target.layer_bytes, target.output_bytes) for speed in speeds]
+        return max(sum(times[stage.rank][stage.first : stage.last]) for stage in assign_with(rank).stages)
+
+    by_rank_s = {rank: slowest_s(rank) for rank in range(len(hosts))}
+    limits_s = {rank: max(draft_s(0), DRAFT_SHARE * stage_s) for rank, stage_s in by_rank_s.items()}
+    fast_enough = [rank for rank in by_rank_s if draft_s(rank) <= limits_s[rank]]
+    best = min(fast_enough, key=lambda rank: (by_rank_s[rank], rank))
+    return best if by_rank_s[best] * CLEAR_GAIN <= by_rank_s[0] else 0
+
+
+# -- checks and notes
+
+
+def _check(inputs: PlanInputs, devices: Sequence[RankDevices]) -> None:
+    """Raises UserError for options that are wrong under every assignment."""
+    options, ranks = inputs.options, inputs.options.placement
+    draft_widths(len(options.models.drafts), ranks.draft_split)  # also under a policy that needs no draft
+    check_wire_type(options.numerics)
+    check_cache_types(options.numerics, devices, inputs.info, inputs.drafts)
+    check_draft_rank(options, len(inputs.hosts))
+    check_head(ranks.draft_rank, inputs.drafts)
+
+
+def _check_computable(inputs: PlanInputs, assignment: Assignment, devices: Sequence[RankDevices]) -> None:
+    """Raises UserError where a backend cannot compute its layers, or not exactly."""
+    options, ranks = inputs.options, [stage.rank for stage in assignment.stages]
+    if options.numerics.numerics == "exact":
+        check_one_backend(devices, ranks)
+    check_features(assignment, devices, inputs.drafts)
+    if inputs.drafts:
+        drafting = [stage.rank for stages in assignment.drafts for stage in stages]
+        check_draft_gpu_layers(options.placement.n_gpu_layers_draft, devices, drafting)
+    if any(devices[rank].target.is_torch for rank in ranks):
+        check_known(inputs.info)
+    for model, stages in zip(inputs.drafts, assignment.drafts, strict=True):
+        if any(devices[stage.rank].draft.is_torch for stage in stages):
+            check_known(model)
+
+
+def _unused(inputs: PlanInputs, plan: JobPlan) -> Iterator[str]:
+    """Options without effect, a line each."""
+    options, assignment = inputs.options, plan.assignment
+    yield from without_effect(options, max(map(len, (assignment.stages, *assignment.drafts))))
+    hops = pairwise(stage.rank for stage in assignment.stages)
+    if options.numerics.gpu_aware == ON and not any(plan.hop_is_out_of_band(*hop) for hop in hops):
+        why = "messages are paced" if plan.pace else "no two stages that torch computes follow each other"
+        yield f"--gpu-aware {ON} is without effect: {why}"
+
+
+def _notes(inputs: PlanInputs) -> Iterator[str]:
+    """Warnings for texts that are not exact, or too long for the model."""
+    options, info, selected = inputs.options, inputs.info, inputs.info.layers.n_selected
+    if options.numerics.numerics == "exact" and 0 < selected < inputs.n_ctx:
+        yield (
+            f"the layers of {info.path.name} see only the {selected} earlier tokens with the highest scores; where "
+            "scores are equal libllama chooses by where their cells are, so that a longer text may be another one "
+            f"beside other texts or guesses; texts of up to {selected} tokens are exact"
+        )
+    if (ctx_size := options.context.ctx_size) > info.n_ctx_train and options.traffic.parallel == 1:
+        yield (
+            f"-c {ctx_size} is more than the {info.n_ctx_train} tokens that the model was trained for; what comes "
+            "behind these may be of no use"
+        )

@@ -1,0 +1,228 @@
+"""The answer to a request: its text, log-probabilities, OpenAI's message, and whether it fits its schema.
+
+Knows no engine and no HTTP.
+"""
+
+import secrets
+import sys
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+from pipeinfer.cluster.verdicts import Likely, ScoredToken
+from pipeinfer.job.process.stop import StopFlag
+from pipeinfer.job.process.streams import exit_code, lost
+from pipeinfer.job.process.supervised import own_attempt
+from pipeinfer.job.requests.body import Body
+from pipeinfer.job.requests.request import GenerationRequest
+from pipeinfer.models.text.answers import AnswerPart, AnswerReader, StopStrings
+from pipeinfer.models.text.json_schema import as_schema, mismatch, relaxations
+from pipeinfer.models.text.tokenizer import TextStream, Tokenizer
+
+Spell = Callable[[int], bytes]
+"""A token's bytes, control tokens spelled too."""
+
+CONTENT = ""
+"""The key of the content's schema, beside those of functions by their names."""
+
+# -- text
+
+
+class Printer:
+    """Prints the text of tokens on standard output, unless `silent`, and stops the job when nobody reads it. `text`:
+    all up to a stop string."""
+
+    def __init__(self, flag: StopFlag, tokenizer: Tokenizer, request: GenerationRequest, silent: bool) -> None:
+        self.flag, self.silent = flag, silent
+        self.text = ""
+        self.n_decoded = 0  # characters, including those held back or cut off
+        self._ends = request.end_tokens
+        self._stream, self._stops = TextStream(tokenizer, request.markers), StopStrings(request.stops)
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether a stop string has ended the text."""
+        return self._stops.hit
+
+    @property
+    def stop(self) -> str:
+        """The stop string that has ended the text; empty if none has."""
+        return self._stops.stop
+
+    def push(self, tokens: Sequence[int]) -> bool:
+        """Add tokens. Returns whether a stop string ends the text."""
+        text = "".join(self._stream.push(token) for token in tokens if token not in self._ends)
+        self.n_decoded += len(text)
+        self._print(self._stops.push(text))
+        return self._stops.hit
+
+    def finish(self) -> None:
+        """Print what was held back, unless a later job of a supervisor may continue the text."""
+        if self.flag.reason and own_attempt():
+            return
+        self._print(self._stops.push(self._stream.flush()) + self._stops.flush())
+
+    def _print(self, text: str) -> None:
+        self.text += text
+        if self.silent:
+            return
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        if error := lost(sys.stdout):
+            self.flag.set("standard output is lost", exit_code(error))  # the next wait ends the request
+
+
+# -- log-probabilities
+
+
+class Entry(NamedTuple):
+    """A token of a text. `offset`: characters of the text before it, or before the character that it is a part of."""
+
+    token: int
+    logprob: float
+    top: Sequence[Likely]
+    offset: int
+
+
+class Entries:
+    """Holds entries back until the text of their tokens is certain: those cut off by a stop string are dropped, and so
+    is a token of `ends`."""
+
+    def __init__(self, ends: Collection[int]) -> None:
+        self._ends = ends
+        self._waiting = deque[Entry]()
+
+    def add(self, token: int, offset: int) -> None:
+        if isinstance(token, ScoredToken) and token not in self._ends:
+            self._waiting.append(Entry(int(token), token.logprob, token.top, offset))
+
+    def take(self, n_characters: int) -> list[Entry]:
+        """Remove and return those that begin within `n_characters`, the certain text."""
+        entries = []
+        while self._waiting and self._waiting[0].offset < n_characters:
+            entries.append(self._waiting.popleft())
+        return entries
+
+    def rest(self) -> list[Entry]:
+        """Remove and return all others: the text has ended, uncut."""
+        entries = list(self._waiting)
+        self._waiting.clear()
+        return entries
+
+
+def speller(tokenizer: Tokenizer) -> Spell:
+    return cache(partial(tokenizer.decode_piece, special=True))
+
+
+def completion_logprobs(entries: Sequence[Entry], spell: Spell) -> dict[str, Any]:
+    """The `logprobs` of /v1/completions. `top_logprobs` include the chosen token; of two tokens with one spelling the
+    likelier one is there."""
+    return {
+        "tokens": [_text(spell(entry.token)) for entry in entries],
+        "token_logprobs": [entry.logprob for entry in entries],
+        "top_logprobs": [_by_text(entry, spell) for entry in entries],
+        "text_offset": [entry.offset for entry in entries],
+    }
+
+
+def _by_text(entry: Entry, spell: Spell) -> dict[str, float]:
+    logprobs: dict[str, float] = {}
+    for token, logprob in (*entry.top, (entry.token, entry.logprob)):
+        logprobs.setdefault(_text(spell(token)), logprob)
+    return logprobs
+
+
+def chat_logprobs(entries: Sequence[Entry], spell: Spell) -> dict[str, Any]:
+    """The `logprobs` of /v1/chat/completions."""
+    content = [
+        {**spelled(entry.token, entry.logprob, spell), "top_logprobs": [spelled(*each, spell) for each in entry.top]}
+        for entry in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def spelled(token: int, logprob: float, spell: Spell) -> dict[str, Any]:
+    """A token, its bytes and its log-probability."""
+    data = spell(token)
+    return {"token": _text(data), "logprob": logprob, "bytes": list(data)}
+
+
+def _text(data: bytes) -> str:
+    """The text of a token; of a part of a character its bytes, as OpenAI writes them."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+# -- messages
+
+
+def reader_of(body: Body, thought: str) -> AnswerReader:
+    """`thought`: the text that ends the reasoning that the prompt begins."""
+    return AnswerReader(
+        body.tools.schemas if body.tools else None, thought if body.splits else None, bool(body.forced_schemas)
+    )
+
+
+def message_of(parts: Iterable[AnswerPart]) -> dict[str, Any]:
+    """OpenAI's message of an assistant."""
+    texts, calls = {"content": "", "reasoning": ""}, list[dict[str, Any]]()
+    for kind, text in parts:
+        if kind == "call":
+            calls.append(call_of(text))
+        elif kind == "arguments":
+            calls[-1]["function"]["arguments"] += text
+        else:
+            texts[kind] += text
+    message: dict[str, Any] = {"role": "assistant", "content": texts["content"] or (None if calls else "")}
+    if texts["reasoning"]:
+        message["reasoning_content"] = texts["reasoning"]
+    return message | ({"tool_calls": calls} if calls else {})
+
+
+def call_of(name: str) -> dict[str, Any]:
+    """A call without arguments. Its id has nine characters, as Mistral's templates require."""
+    return {"id": secrets.token_hex(5)[:9], "type": "function", "function": {"name": name, "arguments": ""}}
+
+
+def finish_of(finish: str, reader: AnswerReader) -> str:
+    """OpenAI's finish reason: `tool_calls` where the answer ended behind a whole call."""
+    return "tool_calls" if finish == "stop" and reader.n_calls and not reader.is_in_call else finish
+
+
+# -- schemas
+
+
+def schemas_to_check(body: Body) -> dict[str, Any]:
+    """The schemas of content and calls of which the grammar leaves something out, by `CONTENT` and function names."""
+    schemas = {CONTENT: as_schema(body.sampling.grammar), **body.forced_schemas}
+    return {name: schema for name, schema in schemas.items() if schema is not None and relaxations(schema)}
+
+
+class AnswerCheck:
+    """Collects the parts of an answer, and compares them with such schemas."""
+
+    def __init__(self, schemas: Mapping[str, Any]) -> None:
+        self._schemas = schemas
+        self._texts: list[tuple[str, str]] = []  # (name of a schema, text)
+
+    def push(self, parts: Iterable[AnswerPart]) -> None:
+        for kind, text in parts:
+            if kind == "call":
+                self._texts.append((text, ""))
+            elif kind in ("arguments", "content"):
+                name = self._texts[-1][0] if kind == "arguments" else CONTENT
+                if not self._texts or self._texts[-1][0] != name:
+                    self._texts.append((name, ""))
+                self._texts[-1] = name, self._texts[-1][1] + text
+
+    def mismatches(self) -> list[str]:
+        """What does not fit, a line each. Takes up to a second for each text."""
+        lines = []
+        for name, text in self._texts:
+            if name in self._schemas and (reason := mismatch(self._schemas[name], text)):
+                subject = f"the arguments of {name} do" if name else "the answer does"
+                lines.append(f"{subject} not fit the schema: {reason}")
+        return lines

@@ -1,0 +1,164 @@
+"""Rank 0's part of `pipeinfer run`: stream the text of one generation, report."""
+
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.core.requests import Finish
+from pipeinfer.errors import UserError
+from pipeinfer.job.launch.context import CLOCK, Context
+from pipeinfer.job.options.options import JobOutput, RunOptions
+from pipeinfer.job.placement.job_plan import JobPlan
+from pipeinfer.job.planning.plan_table import show_start
+from pipeinfer.job.planning.prepare import prepare
+from pipeinfer.job.process.streams import complain, lost
+from pipeinfer.job.requests.journal import Journal, model_id, open_journal
+from pipeinfer.job.requests.request import GenerationRequest, complain_of_mismatch
+from pipeinfer.job.session.result import ExperimentSettings, experiment_columns, generation_result
+from pipeinfer.job.session.session import Generation, open_session
+from pipeinfer.models.text.grammar import TOO_MUCH
+from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.observe.columns import digest
+from pipeinfer.observe.figures import Result
+from pipeinfer.observe.report import ProgressBar, show_outcome, show_ranks, show_statistics, show_table, stderr_console
+from pipeinfer.observe.table import RESULTS
+from pipeinfer.text import json_text
+
+if TYPE_CHECKING:  # imports what most runs do not need
+    from pipeinfer.job.planning.machines import TimedMachine
+
+
+@dataclass(frozen=True, slots=True)
+class RunWork:
+    """What rank 0 does beside its part of the plan. `key`: names the request in the notes. `has_draft`: a draft is
+    given; `is_split`: so is the split of layers."""
+
+    request: GenerationRequest
+    tokenizer: Tokenizer
+    key: str
+    journal: Journal
+    settings: ExperimentSettings
+    output: JobOutput
+    has_draft: bool
+    is_split: bool
+
+
+def prepare_run(options: RunOptions, hosts: Sequence[Host]) -> tuple[JobPlan, RunWork]:
+    """Raises UserError for whatever is wrong with options and files."""
+    plan, (request, tokenizer) = prepare(options, hosts)
+    noted = replace(request, sampling=replace(request.sampling, seed=options.sampling.seed))
+    model, placement = model_id(plan), options.placement
+    return plan, RunWork(
+        request, tokenizer, digest((noted, model[0], options.numerics.rounding)),
+        open_journal(options.output.resume, model), ExperimentSettings.of(options), options.output,
+        has_draft=bool(options.models.drafts), is_split=placement.layer_split is not None and not placement.plan,
+    )  # fmt: skip
+
+
+class Head:
+    """Rank 0's part of one job."""
+
+    def __init__(self, context: Context, plan: JobPlan, work: RunWork) -> None:
+        self.context, self.plan, self.work = context, plan, work
+        self.console = stderr_console()
+        self.request = work.journal.begin(work.key, work.request)
+
+    def run(self) -> int:
+        """Returns the exit code."""
+        flag, verbose = self.context.flag, self.work.output.verbose
+        brief = f"context {self.request.n_ctx}, seed {self.request.sampling.seed}"
+        show_start(self.console, self.plan, brief, self._headline(), verbose)
+        with (
+            closing(self.work.journal),
+            open_session(self.context, self.plan, self.work.tokenizer, verbose=verbose) as session,
+        ):
+            progress = ProgressBar(self.console, CLOCK, "prompt", len(self.request.prompt) - 1, "tokens")
+            generation = session.generate(self.request, self._note, progress.update, self.work.output.json)
+            progress.close()
+            if generation.request.finish is not Finish.STOPPED:
+                self.work.journal.ended(self.work.key)
+            machine = self._time_machine()
+        code = self._report(generation)
+        if machine and generation.request.n_generated > 1:
+            self._show_machines(machine, generation)
+        if generation.request.finish is Finish.END:
+            complain_of_mismatch(self.request.sampling, generation.text)
+        if generation.request.finish is Finish.FAILED:
+            complain(TOO_MUCH)
+            code = 2
+        if flag.reason and not lost(sys.stdout):
+            complain(f"{flag.reason}; the text up to here is complete")
+        return flag.exit_code or code
+
+    def _note(self, tokens: Sequence[int]) -> None:
+        self.work.journal.came(self.work.key, tokens)
+
+    def _headline(self) -> str:
+        request, policy = self.request, self.request.policy.name
+        noted = f", {len(request.begun)} tokens of it are noted" if request.begun else ""
+        n_predict = f"up to {request.n_predict} tokens" if request.n_predict else "no tokens"
+        return (
+            f"policy {policy}, {len(request.prompt)} prompt tokens, {n_predict}, context {request.n_ctx}, "
+            f"seed {request.sampling.seed}{noted}"
+        )
+
+    def _time_machine(self) -> "TimedMachine | None":
+        """For --machines, while the other ranks are idle."""
+        if not self.work.output.machines or self.context.flag.reason:
+            return None
+        from pipeinfer.job.planning.machines import time_machine  # its imports take long
+
+        try:
+            return time_machine(self.plan)
+        except UserError as error:
+            complain(f"--machines: {error}")
+            return None
+
+    # -- reporting
+
+    def _report(self, generation: Generation) -> int:
+        """Returns the exit code: 2 when a file could not be written."""
+        work = self.work
+        columns = experiment_columns(self.plan, self.request, work.settings)
+        result = generation_result(generation, self.plan, columns, generation.text)
+        if work.output.json:
+            print(json_text(result.data), flush=True)
+        if not generation.text.endswith("\n"):
+            self.console.print()  # on a terminal the statistics begin on a line of their own
+        for notice in generation.metrics.notices:
+            complain(notice)
+        if work.output.verbose:
+            show_statistics(self.console, result.data)
+            show_ranks(self.console, result.data["ranks"])
+        else:
+            show_outcome(self.console, result.data, work.has_draft, work.is_split)
+        return self._write_files(result)
+
+    def _show_machines(self, machine: "TimedMachine", generation: Generation) -> None:
+        from pipeinfer.job.planning.machines import COLUMNS, TITLE, machine_speeds, speed_rows, summary
+
+        tokens, counts = generation.request.tokens[len(self.request.prompt) :], self.work.output.machines
+        speeds = machine_speeds(machine, self.request.prompt, tokens, counts)
+        self.console.print(f"\n{TITLE}", markup=False, highlight=False)
+        show_table(self.console, COLUMNS, speed_rows(speeds))
+        self.console.print(summary(speeds), markup=False, highlight=False)
+
+    def _write_files(self, result: Result) -> int:
+        """Write the files that were requested, each whether or not the others could be written."""
+        results, trace = self.work.output.results, self.work.output.trace
+        writing: list[Callable[[], None]] = []
+        if results:
+            writing.append(lambda: RESULTS.append(results, result.columns()))
+        if trace:
+            writing.append(lambda: result.write_trace(trace))
+        code = 0
+        for write in writing:
+            try:
+                write()
+            except UserError as error:
+                complain(str(error))
+                code = 2
+        return code

@@ -1,0 +1,240 @@
+"""The columns of results.csv that describe an experiment before it runs, the result of a real generation, and how the
+ranks spend the time of many requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from pipeinfer.cluster.assignment import Assignment
+from pipeinfer.core.batch_planner import ONE_CHUNK
+from pipeinfer.core.policy import Policy
+from pipeinfer.core.settings import Setting
+from pipeinfer.job.options.options import RunOptions, Speculation
+from pipeinfer.job.options.values import Delay
+from pipeinfer.job.placement.devices import device_text
+from pipeinfer.job.placement.job_plan import JobPlan, ModelFile
+from pipeinfer.job.requests.request import GenerationRequest
+from pipeinfer.observe.columns import (
+    HASH_DIGITS,
+    SAMPLING,
+    Record,
+    digest,
+    model_columns,
+    settings_text,
+    variant_text,
+)
+from pipeinfer.observe.figures import Result, make_result, missed_pace
+from pipeinfer.observe.trace import HeadLedger, StageRun, TimeUse, TraceSpan, Track, time_use
+
+if TYPE_CHECKING:  # these import MPI
+    from pipeinfer.job.session.ranks import Figures
+    from pipeinfer.job.session.session import Generation
+
+
+@dataclass(frozen=True, slots=True)
+class ExperimentSettings:
+    """A job's options in results.csv. `options`: those without a column of their own that are not defaults, such as
+    `ctx-size 512`."""
+
+    speculation: Speculation
+    options: str
+    numerics: str
+    pace: str
+
+    @classmethod
+    def of(cls, options: RunOptions) -> ExperimentSettings:
+        values = ((setting, value) for _, value, default, setting in options.settings() if value != default)
+        shown = [_shown(setting, value) for setting, value in values if setting.column]
+        shown += ["slice-cache"] if options.models.slice_cache else []
+        pace = str(options.experiments.pace or "")
+        return cls(options.speculation, ", ".join(shown), options.numerics.numerics, pace)
+
+    @property
+    def policy(self) -> Policy:
+        return self.speculation.policy
+
+    @property
+    def variant(self) -> str:
+        return variant_text(self.policy, self.speculation.cancel, self.speculation.partitions)
+
+    def text(self, assignment: Assignment) -> str:
+        """The settings of the policy and of drafting that are not defaults."""
+        split = assignment.draft_split
+        cut = [f"draft-split {','.join(map(str, split))}"] if max(split, default=1) > 1 else []
+        moved = [f"draft-rank {stages[0].rank}" for number, stages in assignment.remote_drafts.items() if not number]
+        looks_up = self.speculation.lookup
+        lookup = [] if looks_up is None else ["lookup" if looks_up else "no-lookup"]
+        return settings_text(self.policy, self.speculation.couple, cut + moved + lookup)
+
+
+def experiment_columns(
+    plan: JobPlan, request: GenerationRequest, settings: ExperimentSettings, prompt: str = "", prompt_hash: str = "",
+    repetition: int = 0,
+) -> Record:  # fmt: skip
+    """The columns that are known before the text is. `prompt`: its name; `prompt_hash`: by default of its tokens."""
+    return {
+        "policy": settings.policy.name,
+        "variant": settings.variant,
+        "settings": settings.text(plan.assignment),
+        "options": settings.options,
+        **model_columns(describe_model(plan.model), describe_drafts(plan.drafts) if plan.drafts else None),
+        "ranks": plan.assignment.n_ranks,
+        "layers": [stage.last - stage.first for stage in plan.assignment.stages],
+        "threads": list(plan.threads),
+        "prompt": prompt,
+        "prompt_hash": prompt_hash or digest(request.prompt),
+        "prompt_n": len(request.prompt),
+        "predicted_n": request.n_predict,
+        **{name: getattr(request.sampling, name) for name in SAMPLING},
+        "grammar": digest(request.sampling.grammar) if request.sampling.grammar else "",
+        "numerics": settings.numerics,
+        "numerics_name": plan.numerics.name,
+        "plan_hash": plan.hash,
+        "pace": settings.pace,
+        "pace_hash": digest(plan.pace) if plan.pace else "",
+        "repetition": repetition,
+    }
+
+
+def _shown(setting: Setting, value: object) -> str:
+    if isinstance(value, bool):
+        return setting.given_as(value).removeprefix("--")
+    name = setting.flag.removeprefix("--")
+    return f"{name} {'chunk' if isinstance(setting.type, Delay) and value == ONE_CHUNK else _listed(value)}"
+
+
+def _listed(value: object) -> str:
+    if not isinstance(value, tuple):
+        return str(value)
+    return ",".join(device_text(each) if isinstance(each, tuple) else str(each) for each in value)
+
+
+def describe_model(model: ModelFile) -> dict[str, Any]:
+    return {
+        "name": model.path.name,
+        "bytes": model.n_bytes,
+        "hash": model.fingerprint[:HASH_DIGITS],
+        "n_params": model.n_params,
+        "n_layer": model.n_layer,
+        "quantisation": model.quantisation,
+    }
+
+
+def describe_drafts(drafts: Sequence[ModelFile]) -> dict[str, Any]:
+    """One draft, or several as one: names and the like joined, sizes added up, layers of the largest."""
+    models = [describe_model(draft) for draft in drafts]
+    joined = {key: "+".join(model[key] for model in models) for key in ("name", "hash", "quantisation")}
+    summed = {key: sum(model[key] for model in models) for key in ("bytes", "n_params")}
+    return {**models[-1], **joined, **summed}
+
+
+SHOWN = ("policy", "variant", "settings", "options", *SAMPLING, "numerics", "numerics_name", "plan_hash", "pace")
+"""Columns of the experiment in --json."""
+
+OTHER_FIGURES = ("spans", "n_messages", "n_bytes", "n_out_of_band", "runs")
+"""Figures of a rank that are not in its row."""
+
+NO_TIME = TimeUse(0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def generation_result(generation: Generation, plan: JobPlan, experiment: Record, text: str = "") -> Result:
+    """`experiment`: the columns of `experiment_columns`."""
+    figures, ranks = generation.figures, [0, *(stage.rank for stage in plan.assignment.stages if stage.rank)]
+    hops = [
+        {
+            "from": rank,
+            "to": following,
+            "messages": figures[rank]["n_messages"],
+            "bytes": figures[rank]["n_bytes"],
+            "from_device": figures[rank]["n_out_of_band"],
+        }
+        for rank, following in pairwise(ranks)
+    ]
+    return make_result(
+        generation.request, generation.metrics, experiment, SHOWN, tracks_of(generation, plan), hops,
+        generation.ledger.n_cancel_messages, text,
+        model=describe_model(plan.model),
+        model_draft=describe_drafts(plan.drafts) if plan.drafts else None,
+        stage_row_s=[generation.row_s[stage.rank] for stage in plan.assignment.stages],
+    )  # fmt: skip
+
+
+def tracks_of(figures: Figures, plan: JobPlan) -> list[Track]:
+    """A track for each rank."""
+    tracks = []
+    for rank, report in sorted(figures.figures.items()):
+        unit = "question" if rank in figures.refiners else "run"
+        spans = [TraceSpan(**span) for span in report["spans"]]
+        tracks.append(Track(_row(rank, report, plan), *_records(rank, figures), spans, unit))
+    return tracks
+
+
+def _records(rank: int, figures: Figures) -> tuple[HeadLedger, Sequence[StageRun] | None]:
+    """The ledger of the rank's pipeline and its runs; those of the head are None."""
+    if rank == 0:
+        return figures.ledger, None
+    return figures.refiners.get(rank, figures.ledger), figures.figures[rank]["runs"]
+
+
+def _row(rank: int, report: dict[str, Any], plan: JobPlan) -> dict[str, Any]:
+    stage = next((stage for stage in plan.assignment.stages if stage.rank == rank), None)
+    memory, device = plan.memory[rank], plan.device(rank)
+    return {
+        "rank": rank,
+        "host": plan.hosts[rank].name,
+        "role": plan.assignment.describe(rank),
+        "layers": [stage.first, stage.last] if stage else None,
+        "weight_bytes": memory.weights + memory.mapped,
+        "kv_bytes": memory.kv,
+        "memory_bytes": memory.total,
+        "threads": plan.threads[rank],
+        "backend": str(device.backend),
+        "device": plan.device_names(rank) or None,
+        **{name: value for name, value in report.items() if name not in OTHER_FIGURES},
+    }
+
+
+class RankUses:
+    """How each rank spends its time from `start_s` on, summed over the reports of the ranks."""
+
+    def __init__(self, plan: JobPlan, start_s: float) -> None:
+        self.plan, self.start_s, self.noted_s = plan, start_s, start_s
+        self.uses = [NO_TIME] * plan.assignment.n_ranks
+        self._peaks = [0] * plan.assignment.n_ranks
+        self._late_s = dict.fromkeys(range(plan.assignment.n_ranks), 0.0)
+        self._sent_s: dict[int, float] = {}  # runs that may have been in flight at the last reports
+
+    def note(self, figures: Figures, now_s: float) -> dict[int, TimeUse]:
+        """Add each rank's time since the last call, and return it."""
+        sent_s = figures.ledger.submitted_s
+        figures = replace(figures, ledger=replace(figures.ledger, submitted_s={**self._sent_s, **sent_s}))
+        window = self.noted_s, now_s
+        uses = {rank: time_use(*_records(rank, figures), window) for rank in sorted(figures.figures)}
+        for rank, use in uses.items():
+            self.uses[rank] = TimeUse(*map(sum, zip(astuple(self.uses[rank]), astuple(use), strict=True)))
+            self._peaks[rank] = max(self._peaks[rank], figures.figures[rank]["peak_rss_bytes"])
+            self._late_s[rank] += figures.figures[rank]["late_s"]
+        self._sent_s, self.noted_s = sent_s, now_s
+        return uses
+
+    @property
+    def missed_pace(self) -> str:
+        """A warning for ranks that were late; else empty."""
+        return missed_pace(self._late_s, self.noted_s - self.start_s)
+
+    def ranks(self) -> list[dict[str, Any]]:
+        """Each rank's row in --json and in the statistics."""
+        plan = self.plan
+        return [
+            {
+                "rank": rank,
+                "host": plan.hosts[rank].name,
+                "role": plan.assignment.describe(rank),
+                **asdict(use),
+                "peak_rss_bytes": self._peaks[rank],
+            }
+            for rank, use in enumerate(self.uses)
+        ]

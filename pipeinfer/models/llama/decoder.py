@@ -1,0 +1,290 @@
+"""A slice loaded into libllama, its contexts, and llama_decode on them: batches, logits, and which of libggml's tiled
+kernels are used. Knows no sequences.
+
+From 8 rows on tiled kernels multiply by weights of TILED_TYPES in the file's layout, and add up in another order. They
+skip tensors whose field `extra` is set, which nothing else reads for weights in a CPU's plain memory.
+"""
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pipeinfer.core.interfaces import Batch
+from pipeinfer.core.types import FloatArray
+from pipeinfer.errors import UserError
+from pipeinfer.models.gguf.model_info import ModelInfo, layer_of
+from pipeinfer.models.gguf.slice import SliceFile
+from pipeinfer.models.llama import ggml
+from pipeinfer.models.llama.eval_callback import EvalCallback
+from pipeinfer.models.llama.ggml import device_list
+from pipeinfer.models.llama.params import GROUP_CELLS, TILED_TYPES, LlamaParams
+from pipeinfer.models.llama.rows import Flags
+from pipeinfer.models.llama.threads import ThreadShare
+
+
+class LlamaBatch:
+    """A llama_batch over arrays that are allocated once: filling it costs some microseconds."""
+
+    def __init__(self, library: ModuleType, n_rows_max: int, n_seq_max: int) -> None:
+        """Room for n_rows_max rows, in n_seq_max sequences each at most."""
+        self._tokens = np.zeros(n_rows_max, np.int32)
+        self._positions = np.zeros(n_rows_max, np.int32)
+        self._n_seqs = np.ones(n_rows_max, np.int32)
+        self._flags = np.zeros(n_rows_max, np.int8)
+        self._ids = np.zeros((n_rows_max, n_seq_max), np.int32)
+        self._id_pointers = self._ids.ctypes.data + np.arange(n_rows_max, dtype=np.uint64) * self._ids.strides[0]
+        self._call = call = library.llama_batch()
+        self._token_pointer = _pointer(self._tokens, ctypes.c_int32)
+        self._hidden = np.empty(0, np.float32)
+        call.pos = _pointer(self._positions, ctypes.c_int32)
+        call.n_seq_id = _pointer(self._n_seqs, ctypes.c_int32)
+        call.seq_id = _pointer(self._id_pointers, ctypes.POINTER(ctypes.c_int32))
+        call.logits = _pointer(self._flags, ctypes.c_int8)
+
+    def fill(
+        self, batch: Batch, hidden: FloatArray | None, wanted: npt.NDArray[np.bool_] | None, both: bool = False
+    ) -> Any:
+        """The llama_batch of these rows, valid until the next call. The input is `hidden`, or the tokens if that is
+        None, or `both`. `wanted`: rows that come out of the last layer; None: all."""
+        n_rows = len(batch.positions)
+        call = self._call
+        call.n_tokens = n_rows
+        self._positions[:n_rows] = batch.positions
+        self._flags[:n_rows] = 1 if wanted is None else wanted
+        for row, seqs in enumerate(batch.seqs):
+            self._n_seqs[row] = len(seqs)
+            self._ids[row, : len(seqs)] = seqs
+        call.token = call.embd = None
+        if hidden is not None:
+            self._hidden = np.ascontiguousarray(hidden, np.float32)  # held while libllama reads it
+            call.embd = _pointer(self._hidden, ctypes.c_float)
+        if hidden is None or both:
+            self._tokens[:n_rows] = batch.tokens
+            call.token = self._token_pointer
+        return call
+
+
+class Logits:
+    """The logits of a context's last batch, for batches in which up to `n_rows_max` rows want some."""
+
+    def __init__(self, library: ModuleType, context: object, n_rows_max: int, n_vocab: int) -> None:
+        self._lib, self._context, self._n_rows_max, self._n_vocab = library, context, n_rows_max, n_vocab
+        self._address, self._all = 0, np.empty((0, n_vocab), np.float32)
+
+    def of(self, wanted: npt.NDArray[np.bool_]) -> FloatArray:
+        """(n_wanted, n_vocab), a view of libllama's buffer, rows in the order of the batch."""
+        n_wanted = int(np.count_nonzero(wanted))
+        if n_wanted == 0:
+            return np.empty((0, self._n_vocab), np.float32)
+        address = ctypes.addressof(self._lib.llama_get_logits(self._context).contents)
+        if address != self._address:  # libllama moves the buffer when it grows
+            buffer = (ctypes.c_float * (self._n_rows_max * self._n_vocab)).from_address(address)
+            self._address, self._all = address, np.ctypeslib.as_array(buffer).reshape(-1, self._n_vocab)
+        return self._all[:n_wanted]
+
+
+def _pointer(array: npt.NDArray[Any], item: Any) -> Any:
+    return ctypes.cast(array.ctypes.data, ctypes.POINTER(item))
+
+
+NAME_BYTES = 64
+"""A tensor's field follows its name, of so many bytes."""
+
+FIND = "_ZNK11llama_model10get_tensorEPKc"
+"""libllama's `llama_model::get_tensor`."""
+
+_MARK = ctypes.create_string_buffer(1)
+
+
+def can_find() -> bool:
+    """Whether this build exports the address of a model's tensors."""
+    return hasattr(ggml.ggml(), FIND)
+
+
+def exclude(tensor: int) -> None:
+    """Switch tiled kernels off for the tensor at this address."""
+    _extra(tensor).value = ctypes.addressof(_MARK)
+
+
+def names_of(info: ModelInfo, first: int, last: int) -> Iterator[str]:
+    """The matrices of these kernels' types, by their names in a slice of layers [first, last)."""
+    for tensor in info.tensors:
+        layer = layer_of(tensor.name)
+        if tensor.type in TILED_TYPES and (layer is None or first <= layer < last):
+            yield tensor.name if layer is None else f"blk.{layer - first}.{tensor.name.split('.', 2)[2]}"
+
+
+class Tiles:
+    """The tensors of these names, as far as a loaded model has them. Valid as long as it is loaded."""
+
+    def __init__(self, model: object, names: Iterable[str]) -> None:
+        find = getattr(ggml.ggml(), FIND)
+        find.restype, find.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_char_p]
+        tensors = filter(None, (find(model, name.encode()) for name in names))
+        self._fields = [field for field in map(_extra, tensors) if not field.value]  # that of repacked weights is set
+        self._are_used = True
+
+    def use(self, are_used: bool) -> None:
+        """Switch tiled kernels on or off for these tensors."""
+        if are_used != self._are_used:
+            for field in self._fields:
+                field.value = None if are_used else ctypes.addressof(_MARK)
+            self._are_used = are_used
+
+
+def _extra(tensor: int) -> ctypes.c_void_p:
+    return ctypes.c_void_p.from_address(ggml.ggml().ggml_get_name(tensor) + NAME_BYTES)
+
+
+LOAD_BY_READING, LOAD_BY_MAPPING = 0, 1
+FLASH_ATTENTION_AUTO, FLASH_ATTENTION_ON = -1, 1
+MTP = 1
+"""libllama's type of a context that evaluates a model's own head."""
+
+NO_SLOT, INVALID_BATCH = 1, -1
+
+
+class BatchRefused(RuntimeError):
+    """libllama did not begin a batch. The cache is as it was before."""
+
+
+class KvCacheFull(BatchRefused):
+    """A batch needs more cells than are free."""
+
+
+class EvaluationStopped(Exception):
+    """`stop` ended an evaluation."""
+
+
+class ContextSize(NamedTuple):
+    """Rows of a batch, rows at once, sequences, rows that come out, and the types of K and V. `are_blocks`: of a
+    prompt."""
+
+    n_cells: int
+    n_batch: int
+    n_ubatch: int
+    n_seq_max: int
+    n_outputs: int
+    cache_types: tuple[int, int]
+    are_blocks: bool = False
+
+
+class LlamaContext(NamedTuple):
+    handle: object
+    size: ContextSize
+
+
+class Decoder:
+    """Layers [first, last) of a model.
+
+    out      (n_batch, n_embd), the residual stream after the slice; no rows on the last slice
+    tapped   (n_taps, n_batch, n_embd), the same after the tapped layers
+    """
+
+    def __init__(self, slice_file: SliceFile, params: LlamaParams, closing: ExitStack) -> None:
+        """`closing` frees the model. Raises UserError if the build cannot load it, or libllama refuses it."""
+        info, self.params, self.lib = slice_file.info, params, ggml.load_library()
+        architecture, first, last = info.layers.architecture, slice_file.first, slice_file.last
+        self.is_last, self.where = slice_file.is_last, f"layers {first}-{last - 1} of {info.path}"
+        # untouched pages of this array cost no memory: a stage that only sees small batches stays small
+        self.out = np.empty((0 if self.is_last else params.n_batch, info.n_embd), np.float32)
+        self.tapped = np.empty((len(params.taps), params.n_batch, info.n_embd), np.float32)
+        self._has_output = self.is_last and last - first - 1 in params.taps
+        # a slice that is not whole gets no tokens; where libllama takes no embeddings they replace those of any tokens
+        self._by_tokens = architecture.by_tokens and not (slice_file.is_first and self.is_last)
+        self.callback = EvalCallback(
+            self.lib, last - first, self.out, architecture, self._by_tokens or not slice_file.is_first,
+            params.n_gpu_layers == 0, params.stop_interval_s, params.taps, self.tapped,
+        )  # fmt: skip
+        self.threads = ThreadShare(params.n_threads)
+        self.batch = LlamaBatch(self.lib, params.n_batch, params.n_seq_max)
+        self.is_head = info.head is not None  # whose rows are a token and features
+        self._is_mtp = info.head is not None and info.head.own
+        self.model = self._load(slice_file)
+        closing.callback(self.lib.llama_model_free, self.model)
+        self._tiles = Tiles(self.model, names_of(info, first, last)) if params.in_groups else None
+
+    def _load(self, slice_file: SliceFile) -> object:
+        params, options = self.params, self.lib.llama_model_default_params()
+        if params.n_gpu_layers and not ggml.has_gpu():
+            shown = "all" if params.n_gpu_layers < 0 else params.n_gpu_layers
+            raise UserError(f"libllama has no GPU here: -ngl {shown} (of drafts -ngld) needs 0, --rpc, or a GPU and "
+                            "a build with CMAKE_ARGS=-DGGML_CUDA=on")  # fmt: skip
+        n_layer = slice_file.last - slice_file.first
+        options.n_gpu_layers = n_layer + 1 if params.n_gpu_layers < 0 else params.n_gpu_layers
+        devices = None if params.devices is None else device_list(params.devices)  # held while it loads
+        options.devices = devices and ctypes.addressof(devices)
+        options.use_extra_bufts = params.repack and (not params.exact or bool(params.repacked)) and ggml.amx_works()
+        options.load_mtp = self._is_mtp
+        # repacking copies the weights: mapped, they would be in memory twice
+        options.load_mode = LOAD_BY_READING if options.use_extra_bufts else LOAD_BY_MAPPING
+        ggml.hear_errors()
+        model = self.lib.llama_model_load_from_file(str(slice_file.path).encode(), options)
+        if not model:
+            raise UserError(f"{self.where} cannot be loaded: {ggml.last_errors() or 'libllama gives no reason'}")
+        return model
+
+    def create_context(self, size: ContextSize) -> LlamaContext:
+        """A context that the caller frees. Raises UserError if there is no memory for it."""
+        params, options = self.params, self.lib.llama_context_default_params()
+        options.n_ctx, options.n_batch, options.n_ubatch, options.n_seq_max = size[:4]
+        # libllama holds logits for one row a sequence at least, and ends the process where fewer are allowed
+        options.n_outputs_max = max(size.n_outputs, size.n_seq_max)
+        options.n_threads = options.n_threads_batch = params.n_threads
+        options.kv_unified = options.swa_full = options.no_perf = True
+        options.op_offload = False
+        options.flash_attn_type = FLASH_ATTENTION_ON if params.flash else FLASH_ATTENTION_AUTO
+        options.type_k, options.type_v = size.cache_types
+        if self.callback.is_needed:
+            options.cb_eval, options.cb_eval_user_data = self.callback.function, ctypes.addressof(self.callback.state)
+        options.ctx_type = MTP if self._is_mtp else 0
+        handle = self.lib.llama_init_from_model(self.model, options)
+        if not handle:
+            raise UserError(f"no KV cache of {size.n_cells} cells for {self.where}: {ggml.last_errors()}; "
+                            "use a smaller context (-c) or more ranks")  # fmt: skip
+        if self._has_output:  # else some architectures drop rows without logits before
+            ggml.load_extension().llama_set_embeddings_nextn(handle, True, False)
+        return LlamaContext(handle, size)
+
+    def decode(
+        self, context: LlamaContext, batch: Batch, hidden: FloatArray | None, wanted: Flags | None, at: int = 0
+    ) -> None:
+        """Evaluate rows from their tokens, or from `hidden`; the residual stream goes to `out` from row `at` on.
+
+        Raises EvaluationStopped, what `stop` raised, KvCacheFull and BatchRefused, RuntimeError for other failures.
+        """
+        self.callback.expect(len(batch.positions), context.size.n_ubatch, at, hidden)
+        if self._tiles:
+            self._tiles.use(context.size.are_blocks)
+        if self._by_tokens:
+            batch, hidden = replace(batch, tokens=np.zeros_like(batch.tokens)), None
+        n_threads = self.threads.begin()
+        self.lib.llama_set_n_threads(context.handle, n_threads, n_threads)
+        try:
+            call = self.batch.fill(batch, hidden, wanted, both=self.is_head)
+            code = int(self.lib.llama_decode(context.handle, call))
+        finally:
+            self.threads.end()
+        if self.callback.fault is not None:
+            raise self.callback.fault
+        if self.callback.stopped:
+            raise EvaluationStopped
+        if code == NO_SLOT:
+            raise self.cache_full(context, len(batch.positions))
+        if code:
+            kind = BatchRefused if code == INVALID_BATCH else RuntimeError
+            raise kind(f"llama_decode of {len(batch.positions)} rows in {self.where} failed with {code}: "
+                       f"{ggml.last_errors()}")  # fmt: skip
+
+    def n_cells(self, context: LlamaContext) -> int:
+        """Without those for rows that fill groups up."""
+        return int(self.lib.llama_n_ctx(context.handle)) - GROUP_CELLS * self.params.in_groups
+
+    def cache_full(self, context: LlamaContext, n_rows: int) -> KvCacheFull:
+        return KvCacheFull(f"no room for {n_rows} rows in the KV cache of {self.n_cells(context)} cells")

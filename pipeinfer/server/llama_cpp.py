@@ -1,0 +1,132 @@
+"""llama-server's own endpoints: completions in its form, fill-in-the-middle, its properties."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from pipeinfer.job.requests.answers import spelled
+from pipeinfer.job.requests.fields import CHAT, COMPLETION, PassedOver, is_list_of, refuse, shown
+from pipeinfer.job.serve.channel import Setup
+from pipeinfer.models.text.answers import AnswerPart
+from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.server.choices import Choice
+from pipeinfer.server.errors import Refusal
+from pipeinfer.server.forms import ChoiceOutput, OpenAIForm, event
+
+INFILL = "/infill"
+HOLE = ("input_prefix", "input_suffix", "input_extra")
+STOPS = {"length": "limit", "stop": "eos"}
+
+MISSING = object()
+
+
+class CompletionForm(OpenAIForm):
+    """The form of `/completion` and `/infill`: of several texts a list, in streams with their indices."""
+
+    def whole(self) -> Any:
+        objects = [self._object(output, "".join(part.text for part in output.parts())) for output in self.outputs]
+        return objects[0] if len(objects) == 1 else objects
+
+    def progressed(self, output: ChoiceOutput, progress: dict[str, Any]) -> bytes:
+        return event({"index": output.index, "content": "", "tokens": [], "stop": False, **progress})
+
+    def part(self, output: ChoiceOutput, part: AnswerPart) -> bytes:
+        choice = output.choice
+        return event({
+            "index": output.index, "content": part.text, "tokens": [], "stop": False,
+            "tokens_predicted": choice.n_tokens, "tokens_evaluated": choice.n_prompt, **self._probabilities(choice),
+        })  # fmt: skip
+
+    def rest(self, output: ChoiceOutput) -> bytes:
+        return self.part(output, AnswerPart("content", ""))
+
+    def end(self, output: ChoiceOutput) -> bytes:
+        return event(self._object(output, "")) if output.choice.finish in STOPS else b""
+
+    def last(self) -> bytes:
+        return b""
+
+    def failed(self, refusal: Refusal) -> bytes:
+        return event(refusal.body)
+
+    def _probabilities(self, choice: Choice) -> dict[str, Any]:
+        if not choice.has_logprobs:
+            return {}
+        return {"completion_probabilities": [
+            {"id": entry.token, **spelled(entry.token, entry.logprob, self.spell), "top_logprobs": [
+                {"id": token, **spelled(token, logprob, self.spell)} for token, logprob in entry.top]}
+            for entry in choice.take_entries()
+        ]}  # fmt: skip
+
+    def _object(self, output: ChoiceOutput, content: str) -> dict[str, Any]:
+        """The last object of a text."""
+        choice, request = output.choice, output.choice.request
+        members = {
+            "index": output.index, "content": content, "tokens": [], "id_slot": -1, "stop": True,
+            "model": self.common["model"], "tokens_predicted": choice.n_tokens, "tokens_evaluated": choice.n_prompt,
+            "truncated": False, "stop_type": "word" if choice.stop else STOPS[choice.finish or "stop"],
+            "stopping_word": choice.stop, "tokens_cached": choice.timings.get("cache_n", 0), "timings": choice.timings,
+            **self._probabilities(choice),
+            "generation_settings": asdict(request.sampling) | {"n_predict": request.n_predict, "stop": request.stops},
+        }  # fmt: skip
+        return _named(members, self.parsed.fields) if self.parsed.fields else members
+
+
+def _named(members: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The members of these names, if any: `timings/prompt_n` is the `prompt_n` of `timings`."""
+    named = dict[str, Any]()
+    for name in names:
+        value: Any = members
+        for part in name.split("/"):
+            value = value.get(part, MISSING) if isinstance(value, Mapping) else MISSING
+        if value is not MISSING:
+            named[name] = value
+    return named
+
+
+def infill_of(body: Mapping[str, Any], tokenizer: Tokenizer, passed: PassedOver) -> dict[str, Any]:
+    """The body of a completion between a prefix and a suffix. Raises UserError."""
+    marks = tokenizer.fill_in
+    if not all(name in marks for name in ("pre", "suf", "mid")):
+        refuse("this model's vocabulary has no tokens for a text with a hole in it (FIM); a coder's model has them")
+    for name in ("input_prefix", "input_suffix", "prompt"):
+        if not isinstance(body.get(name, ""), str):
+            refuse(f"{name} is {shown(body[name])}; give a text")
+
+    def tokens(text: str) -> list[int]:
+        return tokenizer.encode(text, add_special=False)
+
+    before = [tokenizer.bos] if tokenizer.adds_bos else []
+    extra = body.get("input_extra", [])
+    if not is_list_of(dict, extra):
+        refuse(f"input_extra is {shown(extra)}; give a list of objects with filename and text")
+    for each in extra if "sep" in marks else ():
+        before += [marks["sep"], *tokens(f"{each.get('filename', 'tmp')}\n{each.get('text', '')}")]
+    prefix, suffix = body.get("input_prefix", "") + body.get("prompt", ""), body.get("input_suffix", "")
+    prompt = [*before, marks["pre"], *tokens(prefix), marks["suf"], *tokens(suffix), marks["mid"]]
+    return {**{name: value for name, value in body.items() if name not in HOLE}, "prompt": prompt}
+
+
+def with_suffix(body: Mapping[str, Any], tokenizer: Tokenizer, passed: PassedOver) -> dict[str, Any]:
+    """The body of a completion that may have a suffix. Raises UserError."""
+    if not body.get("suffix"):
+        return dict(body)
+    fields = {name: value for name, value in body.items() if name not in ("suffix", "prompt")}
+    return infill_of({**fields, "input_prefix": body.get("prompt"), "input_suffix": body["suffix"]}, tokenizer, passed)
+
+
+def props(setup: Setup, model: str, template: str, tokenizer: Tokenizer) -> dict[str, Any]:
+    """llama-server's properties of itself."""
+    defaults = setup.defaults
+    params = asdict(defaults.sampling) | {"n_predict": defaults.n_predict, "stop": list(defaults.stops)}
+    return {
+        "default_generation_settings": {"n_ctx": setup.limit, "params": params}, "total_slots": setup.parallel,
+        "model_alias": model, "model_path": setup.model.name, "modalities": {"vision": False, "audio": False},
+        "chat_template": template, "bos_token": _spelled(tokenizer, tokenizer.bos),
+        "eos_token": _spelled(tokenizer, tokenizer.eos), "build_info": setup.version,
+        "endpoints": [CHAT, COMPLETION, "/completion", INFILL],
+    }  # fmt: skip
+
+
+def _spelled(tokenizer: Tokenizer, token: int) -> str:
+    return tokenizer.text_of(token).decode("utf-8", "replace") if token >= 0 else ""

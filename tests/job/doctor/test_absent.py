@@ -1,0 +1,123 @@
+"""Starts of jobs on hosts with a fault each (namespaces of this machine): what is said, and how soon."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.job.doctor.test_doctor_hosts import FIREWALL, NFT
+from tests.support.jobs import BY_MPICH, COMMAND, MPIRUN, ROOT, environment
+from tests.support.ssh_hosts import SshHosts, missing, ssh_hosts
+
+WHY = missing()
+pytestmark = pytest.mark.skipif(bool(WHY), reason=f"no hosts can be made here: {WHY}")
+RUN = ["run", "-p", "x", "-n", "4", "-t", "1", "--ignore-eos"]
+SLOW = '#!/bin/sh\n[ "${PMI_RANK:-$OMPI_COMM_WORLD_RANK}" = 0 ] || %s\nexec %s "$@"\n'
+LIMIT = {"PIPEINFER_JOIN_TIMEOUT": "20"}
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[SshHosts]:
+    with ssh_hosts(2, tmp_path) as made:
+        yield made
+
+
+def start(hosts: SshHosts, *words: str, program: list[str] | None = None) -> subprocess.Popen[str]:
+    """A job with a rank on each, started on node1."""
+    hosts_words = ["-hosts", "node1:1,node2:1", "-iface", "eth0"]
+    if not BY_MPICH:
+        hosts_words = ["--host", "node1:1,node2:1", "--bind-to", "none", "-x", "PYTHONPATH"]
+    command = " ".join([str(MPIRUN), *hosts_words, "-np", "2", *(program or COMMAND), *(words or RUN)])
+    environ = environment() | LIMIT | {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}
+    return subprocess.Popen(
+        hosts.inside("node1", f"exec {command}"), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE, text=True, env=environ,
+    )  # fmt: skip
+
+
+def errors(hosts: SshHosts, job: subprocess.Popen[str], timeout_s: float = 60) -> list[str]:
+    """The lines of this program."""
+    try:
+        text = job.communicate(timeout=timeout_s)[1]
+    finally:
+        job.kill()
+        hosts.made.end_all()
+    assert "Traceback" not in text, text
+    return [line.removeprefix("pipeinfer: ") for line in text.splitlines() if line.startswith("pipeinfer: ")]
+
+
+def test_a_slow_rank_is_named_and_its_host_is_no_suspect(two: SshHosts, tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text(SLOW % ("sleep 5", " ".join(COMMAND)))
+    slow.chmod(0o755)
+    job = start(two, program=[str(slow)])
+    lines = errors(two, job)
+    assert job.returncode == 0, lines
+    assert lines[0] == "waiting for rank 1 (host node2), 20 s at most (PIPEINFER_JOIN_TIMEOUT)"
+    assert not any("node2:" in line for line in lines), lines
+
+
+def test_a_rank_that_hangs_is_told_from_one_that_is_not_there(two: SshHosts, tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text(SLOW % ("exec sleep 60", " ".join(COMMAND)))
+    slow.chmod(0o755)
+    lines = errors(two, start(two, program=[str(slow)]))
+    assert lines[1] == "node2: no fault was found; rank 1 runs there"
+    assert lines[2].startswith("rank 1 (host node2) did not join within 20 s") and lines[1] in lines[2]
+    assert len(lines) == 3
+
+
+@pytest.mark.skipif(NFT is None, reason="there is no nft (nftables)")
+@pytest.mark.skipif(not BY_MPICH, reason="Open MPI connects from node2 to node1, which is open")
+def test_a_firewall_is_named_within_seconds(two: SshHosts) -> None:
+    """It lets only ssh in: the launcher's helper gets out."""
+    words = ["ip", "netns", "exec", two.made.prefix + "node2", str(NFT), "-f", "-"]
+    subprocess.run(words, input=FIREWALL.format(verdict="drop"), text=True, check=True)
+    start_s, job = time.monotonic(), start(two)
+    assert job.stderr
+    while not (line := job.stderr.readline()).startswith("pipeinfer: node1: ports: "):
+        assert line, "nothing of it is said"
+    passed_s = time.monotonic() - start_s
+    errors(two, job)
+    assert "node2 cannot be reached from it on TCP port" in line and " -> open TCP" in line
+    assert passed_s < 15 * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)), "what else is at work here slows it"
+
+
+def test_a_shared_memory_that_cannot_be_written_is_one_line(two: SshHosts) -> None:
+    two.start("node2", "mount -t tmpfs -o ro none /dev/shm")
+    two.await_all()
+    start_s, job = time.monotonic(), start(two)
+    (line,) = errors(two, job)
+    assert job.returncode and time.monotonic() - start_s < 15
+    assert line.startswith("rank 1 (host node2): shared memory: /dev/shm cannot be written: Read-only") and "->" in line
+
+
+def test_a_single_rank_ends_with_the_same_line(two: SshHosts) -> None:
+    script = f"mount -t tmpfs -o ro none /dev/shm && exec {' '.join([*COMMAND, *RUN])}"
+    words = two.inside("node1", script)
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=60)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("pipeinfer: shared memory: /dev/shm cannot be written: Read-only") and "-> sudo" in line
+
+
+def test_a_script_without_its_python_ends_the_job(two: SshHosts, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (script := tmp_path / "bin" / "pipeinfer").write_text((ROOT / "scripts" / "pipeinfer").read_text())
+    script.chmod(0o755)
+    (there := tmp_path / "there").mkdir()
+    (there / "python3.99").write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    (there / "python3.99").chmod(0o755)
+    (python := tmp_path / "bin" / "python3").symlink_to(there / "python3.99")
+    two.start("node2", f"mount -t tmpfs none {there}")
+    two.await_all()
+    start_s, job = time.monotonic(), start(two, program=[str(script)])
+    lines = errors(two, job)
+    assert job.returncode and time.monotonic() - start_s < 15, lines
+    assert lines[0].startswith(f"host node2: {python} is a link to {there}/python3.99, which cannot"), lines
