@@ -182,9 +182,4 @@ def _ablation_row(name: str, policy: PipeInfer, pair: str) -> list[str]:
     others = [run(setting, policy, cancel=False).speed]
     variants = (serial, replace(serial, microbatch=8), replace(policy, asynchronous=False))
     others += [run(setting, variant).speed for variant in variants]
-    return [
-        name,
-        pair,
-        f"{whole:.2f}",
-        *(f"{speed:.2f} ({100 * (speed / whole - 1):+.0f}%)" for speed in others),
-    ]
+    return [name, pair, f"{whole:.2f}", *(f"{speed:.2f} ({100 * (speed / whole - 1):+.0f}%)" for speed in others)]

@@ -79,8 +79,7 @@ def test_a_link_stays_one_and_a_device_stays_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
-    [("none/out", "there is no folder"), ("folder", "Is a directory"), ("", "Is a directory")],
+    ("name", "words"), [("none/out", "there is no folder"), ("folder", "Is a directory"), ("", "Is a directory")]
 )
 def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, name: str, words: str) -> None:
     (tmp_path / "folder").mkdir()

@@ -22,10 +22,7 @@ N_ROW = 16
 """Clients whose output is written in a row: most of its cost is waking who reads, and an awake reader need not be
 woken for the next one. More would delay the first."""
 
-RETRY = {
-    "loading": ("the models are being loaded", LOADING_S),
-    "draining": ("the server is shutting down", DRAINING_S),
-}
+RETRY = {"loading": ("the models are being loaded", LOADING_S), "draining": ("the server is shutting down", DRAINING_S)}
 
 
 class HeadState(Enum):

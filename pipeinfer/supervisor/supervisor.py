@@ -59,6 +59,7 @@ class Supervisor:
         self._links = Links(not launcher.hosts, self._output)
         self._keys: RawTerminal | None = None
         self._job: Job | None = None
+        self._is_begun = False  # whether rank 0 of the last attempt has connected
         self._stopped_by, self._stopped_s = 0, math.inf  # the first signal's time, the last one's number
         self._kill_s = math.inf  # when a job that got two signals is killed
         self._kept_s = -math.inf  # when an interrupt ended no chat
@@ -101,7 +102,8 @@ class Supervisor:
             complain(f"standard input cannot be kept in {tempfile.gettempdir()}: {stdin.error}; set TMPDIR to a folder "
                      "with more room")  # fmt: skip
             return 2
-        return 128 + self._stopped_by if self._stopped_by and (loss or code not in IN_ORDER) else code
+        is_cut = loss or code not in IN_ORDER or not self._is_begun  # a launcher that starts no rank may end with 0
+        return 128 + self._stopped_by if self._stopped_by and is_cut else code
 
     def _take_terminal(self, files: contextlib.ExitStack) -> RawTerminal | None:
         """The terminal of a chat's user: rank 0, which may be on another host, edits the lines. None without one."""
@@ -126,6 +128,7 @@ class Supervisor:
         except OSError as error:
             raise UserError(f"{words[0]}: {error.strerror}; check PATH, or give its path") from None
         code = self._job.wait(lambda: self._must_end(stdin))
+        self._is_begun = self._links.is_connected
         self._links.end()
         return code, self._job.loss
 

@@ -9,16 +9,7 @@ from pathlib import Path
 
 from pipeinfer.cluster.spread import StageRoom, spread_layers
 from pipeinfer.errors import UserError
-from pipeinfer.virtual.costs import (
-    NOTHING,
-    HeadCost,
-    HostWork,
-    LinkCost,
-    ModelCost,
-    Profile,
-    Work,
-    roofline,
-)
+from pipeinfer.virtual.costs import NOTHING, HeadCost, HostWork, LinkCost, ModelCost, Profile, Work, roofline
 from pipeinfer.virtual.toml_text import TomlTable
 
 if sys.version_info >= (3, 11):

@@ -19,14 +19,7 @@ from pipeinfer.cluster.stages.serve import Pipe, StageLoop
 from pipeinfer.cluster.stages.stage import StageWorker, room_for
 from pipeinfer.cluster.transport import Comm, Inbox, Tag
 from pipeinfer.cluster.verdicts import decode_verdict
-from pipeinfer.cluster.wire import (
-    Kind,
-    Transaction,
-    encode,
-    encode_last_prunings,
-    encode_order,
-    encode_prunings,
-)
+from pipeinfer.cluster.wire import Kind, Transaction, encode, encode_last_prunings, encode_order, encode_prunings
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp, Opening, Row, Run
 from pipeinfer.core.sampling import SamplingParams

@@ -118,10 +118,7 @@ def test_fast_slices_equal_the_fast_whole_model(
 
 
 def check_chains(
-    path: Path,
-    all_cuts: Sequence[Sequence[int]],
-    loaded: Callable[..., list[LlamaStage]],
-    params: LlamaParams = PARAMS,
+    path: Path, all_cuts: Sequence[Sequence[int]], loaded: Callable[..., list[LlamaStage]], params: LlamaParams = PARAMS
 ) -> None:
     """Prefill in two chunks, then greedy decoding, on the whole model and on chains of slices."""
     chains = [loaded(path, cuts, params=params) for cuts in all_cuts]

@@ -116,12 +116,7 @@ def test_a_root_waits_for_its_first_guess_while_that_is_worth_the_stages_time() 
     assert auto.send(view) == Send([tree.root]), "the draft has yet to read the prompt"  # type: ignore[arg-type]
     auto.keep(Node(1, 6), [])
     assert auto.send(view) == AwaitDraft(tree.root)  # type: ignore[arg-type]
-    for name, value in {
-        "step_s": 0.2,
-        "n_cheap_rows": 1,
-        "is_alone": False,
-        "may_branch": lambda node: False,
-    }.items():
+    for name, value in {"step_s": 0.2, "n_cheap_rows": 1, "is_alone": False, "may_branch": lambda node: False}.items():
         other = View()
         setattr(other, name, value)
         assert auto.send(other) == Send([tree.root]), name  # type: ignore[arg-type]

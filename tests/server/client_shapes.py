@@ -86,9 +86,7 @@ CLAUDE_SYSTEM = [
     {"type": "text", "text": "You are a coding agent in a terminal.", "cache_control": HOUR},
     {"type": "text", "text": "Be brief. The folder is /home/me/app.", "cache_control": HOUR | {"scope": "global"}},
 ]
-CLAUDE_USER = {
-    "user_id": '{"device_id":"0f0f","account_uuid":"","session_id":"123e4567-e89b-12d3-a456-426614174000"}',
-}
+CLAUDE_USER = {"user_id": '{"device_id":"0f0f","account_uuid":"","session_id":"123e4567-e89b-12d3-a456-426614174000"}'}
 BASH = tool(
     "Bash",
     {
@@ -268,12 +266,7 @@ CLAUDE_CODE = (
             {
                 "type": "tool_result",
                 "tool_use_id": "toolu_02",
-                "content": [
-                    {
-                        "type": "image",
-                        "source": {"type": "base64", "media_type": "image/png", "data": PNG},
-                    }
-                ],
+                "content": [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}],
             },
         ),
         MEMORY,
@@ -285,10 +278,7 @@ CLAUDE_CODE = (
         MESSAGES,
         claude_read(
             *CLAUDE_RESULTS,
-            {
-                "type": "document",
-                "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0xLjQK"},
-            },
+            {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0xLjQK"}},
         ),
         MEMORY,
         MESSAGED,
@@ -302,12 +292,7 @@ CLAUDE_CODE = (
             "messages": [{"role": "user", "content": [{"type": "text", "text": "Search the web for: rust news"}]}],
             "system": [CLAUDE_SYSTEM[0], {"type": "text", "text": "You search the web."}],
             "tools": [
-                {
-                    "type": "web_search_20250305",
-                    "name": "web_search",
-                    "allowed_domains": ["example.com"],
-                    "max_uses": 8,
-                }
+                {"type": "web_search_20250305", "name": "web_search", "allowed_domains": ["example.com"], "max_uses": 8}
             ],
             "tool_choice": {"type": "tool", "name": "web_search"},
             "metadata": CLAUDE_USER,
@@ -357,12 +342,7 @@ CLAUDE_CODE = (
         "Claude Code",
         "a try of the quota",
         MESSAGES,
-        {
-            "model": "claude-haiku-4-5-20251001",
-            "max_tokens": 1,
-            "messages": [user("quota")],
-            "metadata": CLAUDE_USER,
-        },
+        {"model": "claude-haiku-4-5-20251001", "max_tokens": 1, "messages": [user("quota")], "metadata": CLAUDE_USER},
         MEMORY,
         MESSAGED,
     ),
@@ -425,9 +405,7 @@ CODEX_SAID = [
     {
         "type": "message",
         "role": "user",
-        "content": [
-            {"type": "input_text", "text": "<environment_context>\n  <cwd>/app</cwd>\n</environment_context>"},
-        ],
+        "content": [{"type": "input_text", "text": "<environment_context>\n  <cwd>/app</cwd>\n</environment_context>"}],
     },
     {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "Which files are here?"}]},
 ]
@@ -777,11 +755,7 @@ OPENCODE_AND_CLINE = (
                         {"type": "text", "text": "<environment_details>\n# Mode\nACT\n</environment_details>"},
                     ],
                 },
-                {
-                    "role": "assistant",
-                    "content": None,
-                    "tool_calls": [call("read_file", '{"path":"a.py"}')],
-                },
+                {"role": "assistant", "content": None, "tool_calls": [call("read_file", '{"path":"a.py"}')]},
                 {"role": "tool", "tool_call_id": "call_1", "content": "x = 1"},
             ],
             "tools": CLINE_TOOLS,
@@ -1745,10 +1719,7 @@ OTHERS = (
             "max_tokens": 4096,
             "user": "me",
             "messages": [
-                {
-                    "role": "system",
-                    "content": [{"type": "text", "text": "Be brief.", "cache_control": EPHEMERAL}],
-                },
+                {"role": "system", "content": [{"type": "text", "text": "Be brief.", "cache_control": EPHEMERAL}]},
                 user("Hi"),
                 {
                     "role": "assistant",

@@ -27,16 +27,7 @@ ORIGIN = "https://chat.example"
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     template = Path(tmp_path_factory.mktemp("template")) / "tools.jinja"
     template.write_text(TEMPLATE)
-    words = [
-        "--chat-template-file",
-        str(template),
-        "-c",
-        "4096",
-        "--parallel",
-        "4",
-        "--log-format",
-        "json",
-    ]
+    words = ["--chat-template-file", str(template), "-c", "4096", "--parallel", "4", "--log-format", "json"]
     with Served(2, [*words, "--allow-origin", ORIGIN, "--seed", "5"]) as server:
         yield server
 

@@ -158,24 +158,14 @@ DELTA: Metadata = {
 }
 NO_HEADS: Metadata = {"attention.head_count": 0, "attention.head_count_kv": None, "feed_forward_length": 0}
 HALF: Metadata = {"attention.head_count_kv": [0, 2] * 4}
-KDA: Metadata = {
-    **LATENT,
-    "ssm.conv_kernel": 4,
-    "kda.head_dim": 16,
-    "attention.head_count_kv": [0, 1] * 4,
-}
+KDA: Metadata = {**LATENT, "ssm.conv_kernel": 4, "kda.head_dim": 16, "attention.head_count_kv": [0, 1] * 4}
 THIRDS: Metadata = {"attention.head_count_kv": [0, 2, 0] * 3, "feed_forward_length": [0, 0, 96] * 3}
 
 STATES = [
     RandomModel(
         "bailingmoe3",
         8,
-        {
-            **KDA,
-            "kda.gate_lower_bound": -5.0,
-            "swiglu_clamp_exp": [0.0, 4.0] * 4,
-            "swiglu_clamp_shexp": [0.0, 5.0] * 4,
-        },
+        {**KDA, "kda.gate_lower_bound": -5.0, "swiglu_clamp_exp": [0.0, 4.0] * 4, "swiglu_clamp_shexp": [0.0, 5.0] * 4},
     ),
     RandomModel("falcon-h1", 4, GROUPS),
     RandomModel("granitehybrid", 8, {**GROUPS, **HALF, **SCALED}),

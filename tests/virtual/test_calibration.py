@@ -2,13 +2,7 @@
 
 import pytest
 
-from experiments.calibration import (
-    chain_rate,
-    rate_after_miss,
-    rate_at_depth,
-    recorded_chain_rate,
-    top1_of_chain,
-)
+from experiments.calibration import chain_rate, rate_after_miss, rate_at_depth, recorded_chain_rate, top1_of_chain
 from experiments.cells import Setting, run
 from pipeinfer.policies import Speculative
 from pipeinfer.virtual.choices import RecordedChoices

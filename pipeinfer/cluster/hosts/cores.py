@@ -79,10 +79,7 @@ def measure_speed(n_threads: int) -> Speed:
     with ThreadPoolExecutor(n_threads) as threads:
         read_s = _best_s(threads, lambda block: block.dot(block), blocks)
         multiply_s = _best_s(threads, lambda square: square @ square, squares)
-    return Speed(
-        OF_READING * n_threads * N_BYTES / read_s,
-        OF_MULTIPLYING * n_threads * 2 * N_SIDE**3 / multiply_s,
-    )
+    return Speed(OF_READING * n_threads * N_BYTES / read_s, OF_MULTIPLYING * n_threads * 2 * N_SIDE**3 / multiply_s)
 
 
 def _best_s(threads: ThreadPoolExecutor, work: Callable[[FloatArray], object], parts: Sequence[FloatArray]) -> float:

@@ -140,9 +140,7 @@ def ring(report: HostReport, cluster: Cluster) -> Result:
 
 
 LACKS_MODEL = Fault(
-    "{path} is not there: this host gets its layers from rank 0 at each start",
-    "{copy_file}; or --slice-cache",
-    WARNING,
+    "{path} is not there: this host gets its layers from rank 0 at each start", "{copy_file}; or --slice-cache", WARNING
 )
 NO_MODEL = Fault("{path} is not there, and rank 0 has to read it", "copy the model to {host}, or give -m another path")
 BAD_MODEL = Fault("{path} cannot be used: {error}", "{copy_file}")

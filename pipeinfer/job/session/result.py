@@ -17,15 +17,7 @@ from pipeinfer.job.options.values import Delay
 from pipeinfer.job.placement.devices import device_text
 from pipeinfer.job.placement.job_plan import JobPlan, ModelFile
 from pipeinfer.job.requests.request import GenerationRequest
-from pipeinfer.observe.columns import (
-    HASH_DIGITS,
-    SAMPLING,
-    Record,
-    digest,
-    model_columns,
-    settings_text,
-    variant_text,
-)
+from pipeinfer.observe.columns import HASH_DIGITS, SAMPLING, Record, digest, model_columns, settings_text, variant_text
 from pipeinfer.observe.figures import Result, make_result, missed_pace
 from pipeinfer.observe.trace import HeadLedger, StageRun, TimeUse, TraceSpan, Track, time_use
 

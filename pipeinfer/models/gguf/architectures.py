@@ -188,12 +188,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "gemma": Architecture(heads=FREE, input_node="inp_scaled"),
     "gemma4": Architecture(
-        heads=FREE,
-        windows=Windows(),
-        least=2,
-        scaled=True,
-        refusals=(GEMMA4,),
-        of_full=("rope_freqs.weight",),
+        heads=FREE, windows=Windows(), least=2, scaled=True, refusals=(GEMMA4,), of_full=("rope_freqs.weight",)
     ),
     "olmo2": Architecture(windows=Windows(4, always=False), own_output=True),
     "mellum": Architecture(windows=Windows(4, always=False), own_output=True),

@@ -189,10 +189,7 @@ class ChatTemplate:
         return result
 
     def render_all(
-        self,
-        conversations: Sequence[Conversation],
-        tokenizer: Tokenizer,
-        variables: Sequence[Mapping[str, Any]] = (),
+        self, conversations: Sequence[Conversation], tokenizer: Tokenizer, variables: Sequence[Mapping[str, Any]] = ()
     ) -> Sequence[Rendered | TemplateFault]:
         """The text, or the fault, of each of several conversations, in about the time of one. `variables`: further
         ones of each conversation."""

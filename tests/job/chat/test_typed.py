@@ -20,11 +20,7 @@ from tests.support.typist import Typist
 CHAT = [*COMMAND, "chat", "-md", "none", "-t", "1", "--temp", "0.8", "-s", "3", "--ignore-eos"]
 LONG, SHORT = ["-c", "1000"], ["-c", "1000", "-n", "20"]
 ANSWERED = "prompt tokens read"
-WAYS = {
-    "alone": [],
-    "mpirun": launcher(2),
-    "supervised": [*COMMAND, "supervise", *launcher(2)],
-}
+WAYS = {"alone": [], "mpirun": launcher(2), "supervised": [*COMMAND, "supervise", *launcher(2)]}
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -141,7 +141,7 @@ def test_a_program_that_is_missing_or_another_one(hosts: SshHosts, model: Path, 
     hosts.await_all()
     done = doctor(hosts, model)
     assert "rank 1 (host node2) runs pipeinfer" in (line := problem(done, "node2", "program")) and COPY in line
-    assert "does not start" in problem(done, "node3", "program") and is_fine(done, "node4"), done.stdout
+    assert "No module named 'pipeinfer." in problem(done, "node3", "program") and is_fine(done, "node4"), done.stdout
 
 
 def test_the_way_out_leaves_nothing_of_another_program(

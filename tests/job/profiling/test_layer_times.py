@@ -18,12 +18,7 @@ from pipeinfer.cluster.timed_runs import time_layers
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.types import FloatArray
 from pipeinfer.job.options.values import Backend, Pace
-from pipeinfer.job.profiling.layer_times import (
-    TIMED_BYTES,
-    evened,
-    is_doubtful,
-    timed_span,
-)
+from pipeinfer.job.profiling.layer_times import TIMED_BYTES, evened, is_doubtful, timed_span
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.slice import open_blank, open_slice

@@ -149,10 +149,7 @@ def toy_service(front: Clients) -> Service:
     ranks = ToyRanks(context, plan)
     worker = StageWorker(ToyStage(0, N_LAYERS, True, N_CELLS), time.monotonic, is_first=True)
     ranks._pipeline = HeadPipeline(cast(Comm, None), [0], worker, 0, decode_verdict)
-    service.session, service.pictures = (
-        Session(ranks, work.tokenizer, service._has_work),
-        serving.Pictures(ranks),
-    )
+    service.session, service.pictures = (Session(ranks, work.tokenizer, service._has_work), serving.Pictures(ranks))
     return service
 
 
