@@ -29,8 +29,13 @@ UNDATED: dict[str, dict[str, str | None]] = {"svg": {"Date": None}, "pdf": {"Cre
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("results", nargs="*", type=Path, default=[Path("results.csv")],
-                        help="A table, or traces. [default: results.csv]")  # fmt: skip
+    parser.add_argument(
+        "results",
+        nargs="*",
+        type=Path,
+        default=[Path("results.csv")],
+        help="A table, or traces. [default: results.csv]",
+    )
     parser.add_argument("-o", "--output", type=Path, help="Folder for the pictures. [default: beside the table]")
     parser.add_argument("--from", dest="from_ms", type=float, help="Of a trace: begin here (ms).")
     parser.add_argument("--for", dest="for_ms", type=float, help="Of a trace: draw this long (ms).")

@@ -74,16 +74,25 @@ def main(
         for kind, how in product(numerics.split(","), ("alone", *guesses.split(","))):
             name = f"{kind}, {how if how == 'alone' else f'batch, {how}'}"
             trials[name] = partial(ask, Path(folder), target, prompts, tokens, ranks, n_threads, kind, how)
-        print(f"target of {target.stat().st_size / 1e6:.0f} MB, {ranks} ranks of {n_threads} threads, {requests} "
-              f"requests of {tokens} tokens", flush=True)  # fmt: skip
+        print(
+            f"target of {target.stat().st_size / 1e6:.0f} MB, {ranks} ranks of {n_threads} threads, {requests} "
+            f"requests of {tokens} tokens",
+            flush=True,
+        )
         found = in_turns(trials, rounds)
     sys.exit(judge(found, numerics.split(",")))
 
 
 def ask(
-    folder: Path, target: Path, prompts: Sequence[str], n_predict: int, n_ranks: int, n_threads: int, numerics: str,
+    folder: Path,
+    target: Path,
+    prompts: Sequence[str],
+    n_predict: int,
+    n_ranks: int,
+    n_threads: int,
+    numerics: str,
     how: str,
-) -> Answer:  # fmt: skip
+) -> Answer:
     """`how`: alone, none or draft."""
     words = ["-m", str(target), "-t", str(n_threads), "--numerics", numerics]
     words += ["-md", str(DRAFT) if how == "draft" else "none"]
@@ -117,8 +126,10 @@ def judge(found: dict[str, list[Answer]], numerics: Sequence[str]) -> int:
         for name in (name for name in speeds if name.startswith(f"{kind}, batch")):
             n_same = min(sum(map(str.__eq__, texts, answer.texts)) for answer in found[name])
             of_alone, of_plain = speeds[name] / alone, speeds[name] / plain
-            print(f"{name}: {speeds[name]:.1f} tokens/s, {of_alone:.2f} of alone, {of_plain:.2f} of plain; {n_same} of "
-                  f"{len(texts)} texts as alone")  # fmt: skip
+            print(
+                f"{name}: {speeds[name]:.1f} tokens/s, {of_alone:.2f} of alone, {of_plain:.2f} of plain; {n_same} of "
+                f"{len(texts)} texts as alone"
+            )
             best_of_alone, best_of_plain = max(best_of_alone, of_alone), max(best_of_plain, of_plain)
             if kind == "exact" and n_same < len(texts):
                 code = 2

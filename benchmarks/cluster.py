@@ -181,9 +181,20 @@ class Bench:
 )
 @click.option("-o", "output", type=click.Path(path_type=Path), required=True, help="The page.")
 def main(
-    target: Path, draft: Path, profile: str, pair: str, counts: str, questions: Path, of_each_set: int, tokens: int,
-    rounds: int, dilation: float, only: str, kept: Path | None, output: Path,
-) -> None:  # fmt: skip
+    target: Path,
+    draft: Path,
+    profile: str,
+    pair: str,
+    counts: str,
+    questions: Path,
+    of_each_set: int,
+    tokens: int,
+    rounds: int,
+    dilation: float,
+    only: str,
+    kept: Path | None,
+    output: Path,
+) -> None:
     if why := missing():
         raise click.ClickException(f"no hosts can be made here: {why}")
     settings = [each for each in SETTINGS if not only or any(part in each.title for part in only.split(","))]
@@ -243,17 +254,23 @@ def measured(
         for number, answer in enumerate(answers):
             texts[number].add(str(answer["text"]))
         shown = " ".join(f"{speed:.1f}" for speed in speeds[setting.title][-1])
-        print(f"  {len(on.names)} hosts, round {turn + 1} of {rounds}: {setting.title}, K {factors[setting.title]:g}, "
-              f"{shown} tokens/s {line}", file=sys.stderr, flush=True)  # fmt: skip
+        print(
+            f"  {len(on.names)} hosts, round {turn + 1} of {rounds}: {setting.title}, K {factors[setting.title]:g}, "
+            f"{shown} tokens/s {line}",
+            file=sys.stderr,
+            flush=True,
+        )
     return [
         Measured(
-            len(on.names), setting.title,
+            len(on.names),
+            setting.title,
             [statistics.median(each) for each in zip(*speeds[setting.title], strict=True)],
             bench.foretold(setting, len(on.names)) if setting.simulated else [],
-            factors[setting.title], late[setting.title],
+            factors[setting.title],
+            late[setting.title],
         )
         for setting in settings
-    ]  # fmt: skip
+    ]
 
 
 def row(bench: Bench, found: Measured, base: Sequence[float]) -> tuple[str, ...]:
@@ -263,24 +280,34 @@ def row(bench: Bench, found: Measured, base: Sequence[float]) -> tuple[str, ...]
     on_code = [ratio for ratio, (name, _) in zip(over, bench.prompts, strict=False) if name == CODE]
     shares = [told / one for told, one in zip(found.foretold, speeds, strict=False)]
     return (
-        str(found.n_hosts), found.title, f"{statistics.fmean(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f})",
+        str(found.n_hosts),
+        found.title,
+        f"{statistics.fmean(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f})",
         *(f"{statistics.geometric_mean(each):.2f}" if each else "-" for each in (over, on_code, shares)),
-        f"{found.dilation:g}", found.late.partition("says: ")[2].partition(";")[0] or "-",
-    )  # fmt: skip
+        f"{found.dilation:g}",
+        found.late.partition("says: ")[2].partition(";")[0] or "-",
+    )
 
 
 def page(bench: Bench, rounds: int, found: Sequence[Measured], same: bool, stem: str) -> str:
     base = {each.n_hosts: each.speeds for each in found if each.title == "iterative"}
     rows = [row(bench, each, base.get(each.n_hosts, ())) for each in found]
     return PAGE.format(
-        target=bench.target.stem, draft=bench.draft.stem, profile=bench.profile, pair=bench.pair,
-        n_hosts=" and ".join(map(str, sorted({each.n_hosts for each in found}))), machine=processor_name(),
-        n_tokens=bench.n_tokens, n_sets=len({name for name, _ in bench.prompts}), n_texts=len(bench.prompts),
+        target=bench.target.stem,
+        draft=bench.draft.stem,
+        profile=bench.profile,
+        pair=bench.pair,
+        n_hosts=" and ".join(map(str, sorted({each.n_hosts for each in found}))),
+        machine=processor_name(),
+        n_tokens=bench.n_tokens,
+        n_sets=len({name for name, _ in bench.prompts}),
+        n_texts=len(bench.prompts),
         rounds="one round" if rounds == 1 else f"medians of {rounds} rounds",
         same="All texts are those of one rank, character by character." if same else "**Texts differ.**",
-        table="\n".join(markdown_table(COLUMNS, rows, COLUMNS[3:6])), most=found[-1].n_hosts,
+        table="\n".join(markdown_table(COLUMNS, rows, COLUMNS[3:6])),
+        most=found[-1].n_hosts,
         stem=stem,
-    )  # fmt: skip
+    )
 
 
 def picture(found: Sequence[Measured]) -> Any:
@@ -290,8 +317,10 @@ def picture(found: Sequence[Measured]) -> Any:
     for axes, n_hosts in zip(panels[0], counts, strict=True):
         shown = [each for each in found if each.n_hosts == n_hosts][::-1]
         means = [statistics.fmean(each.speeds) for each in shown]
-        spread = [[mean - min(each.speeds) for mean, each in zip(means, shown, strict=True)],
-                  [max(each.speeds) - mean for mean, each in zip(means, shown, strict=True)]]  # fmt: skip
+        spread = [
+            [mean - min(each.speeds) for mean, each in zip(means, shown, strict=True)],
+            [max(each.speeds) - mean for mean, each in zip(means, shown, strict=True)],
+        ]
         axes.barh([each.title for each in shown], means, color="#0072B2", xerr=spread, error_kw={"elinewidth": 0.8})
         told = [(at, statistics.fmean(each.foretold)) for at, each in enumerate(shown) if each.foretold]
         axes.plot([speed for _, speed in told], [at for at, _ in told], "d", color="white", markeredgecolor="black")

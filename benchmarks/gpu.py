@@ -70,9 +70,19 @@ JOB_S = 240.0
 @click.option("--folder", type=click.Path(path_type=Path), help="Keep models, traces and pictures here.")
 @click.option("--output", type=click.Path(path_type=Path), help="Append figures to this file, a line of JSON each.")
 def main(
-    parts: str, device: str, rpc: str, sizes: str, ranks: str, backends: str, tokens: int, requests: int, compiler: str,
-    quick: bool, folder: Path | None, output: Path | None,
-) -> None:  # fmt: skip
+    parts: str,
+    device: str,
+    rpc: str,
+    sizes: str,
+    ranks: str,
+    backends: str,
+    tokens: int,
+    requests: int,
+    compiler: str,
+    quick: bool,
+    folder: Path | None,
+    output: Path | None,
+) -> None:
     wrong, wanted, servers = 0, set(parts.split(",")), rpc.split(",") if rpc else []
     is_torch = device.partition(":")[0] in ("cuda", "cpu")
     if quick:
@@ -97,8 +107,10 @@ def main(
                 figures = list[Iterator[dict[str, Any]]]()
                 if "speed" in wanted:
                     at = [n for n in map(int, ranks.split(",")) if not servers or n <= len(servers)]
-                    figures = [speeds(model, draft, each, device, servers, at, tokens, requests, kept)
-                               for each in backends.split(",")]  # fmt: skip
+                    figures = [
+                        speeds(model, draft, each, device, servers, at, tokens, requests, kept)
+                        for each in backends.split(",")
+                    ]
                 if "others" in wanted:
                     figures.append(others(model, draft, device, tokens, compiler))
                 for found in chain.from_iterable(map(kept_going, figures)):
@@ -144,9 +156,16 @@ def models_of(folder: Path, name: str, size: Size) -> tuple[Path, Path]:
 
 
 def speeds(
-    model: Path, draft: Path, backend: str, device: str, servers: Sequence[str], ranks: Sequence[int], tokens: int,
-    requests: int, folder: Path,
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+    model: Path,
+    draft: Path,
+    backend: str,
+    device: str,
+    servers: Sequence[str],
+    ranks: Sequence[int],
+    tokens: int,
+    requests: int,
+    folder: Path,
+) -> Iterator[dict[str, Any]]:
     """One text on each number of ranks, many texts, and one with guesses. `servers`: of RPC, one a rank."""
     where = place(backend, device)
     if where is None:
@@ -173,8 +192,9 @@ def speeds(
         }
     trace = folder / f"{model.stem}-{backend.replace(':', '-')}.json"
     guessed = run(2, ["run", *common, *one, "-md", str(draft), "--policy", "auto", "--trace", str(trace)])
-    subprocess.run([sys.executable, str(ROOT / "plot.py"), str(trace)], check=False,
-                   env=environment(), stdout=subprocess.DEVNULL)  # fmt: skip
+    subprocess.run(
+        [sys.executable, str(ROOT / "plot.py"), str(trace)], check=False, env=environment(), stdout=subprocess.DEVNULL
+    )
     rates = {name: guessed["speculation"][name] for name in ("acceptance_rate", "hit_rate")}
     found = figure("auto with a draft", backend, 2, guessed)
     yield found | rates | {"over_one_text": plain[0]["tpot_s"] / found["tpot_s"], "timeline": str(trace)}
@@ -187,8 +207,9 @@ def row_alone(model: Path, device: str, backend: str) -> Iterator[dict[str, Any]
     from pipeinfer.models.torch.stage import TorchStage
 
     info = read_model_info(model)
-    params = TorchParams(N_CELLS, 2, N_CONTEXT, 1, len(os.sched_getaffinity(0)), device, type_of(backend, device),
-                         padded=True)  # fmt: skip
+    params = TorchParams(
+        N_CELLS, 2, N_CONTEXT, 1, len(os.sched_getaffinity(0)), device, type_of(backend, device), padded=True
+    )
     for exact in (False, True):
         stage = TorchStage(open_slice(info, 0, info.n_layer), replace(params, exact=exact))
         for recorded in (True, False)[: 1 if exact else 2]:
@@ -236,8 +257,10 @@ def others(model: Path, draft: Path, device: str, tokens: int, compiler: str) ->
 
     torch = load_torch()
     waits = partial(wait, torch, device)
-    for what, figures in (("torch.compile", compiled(model, device, tokens, waits, compiler)),
-                          ("transformers", transformers_figures(model, draft, device, tokens, waits))):  # fmt: skip
+    for what, figures in (
+        ("torch.compile", compiled(model, device, tokens, waits, compiler)),
+        ("transformers", transformers_figures(model, draft, device, tokens, waits)),
+    ):
         try:
             for found, text in figures:
                 yield {**found, "distinct": len(set(text))}
@@ -271,9 +294,13 @@ def run_job(n_ranks: int, words: Sequence[str]) -> dict[str, Any]:
 def figure(what: str, backend: str, n_ranks: int, found: dict[str, Any]) -> dict[str, Any]:
     timings = found["timings"]
     return {
-        "what": what, "backend": backend, "ranks": n_ranks, "tpot_s": timings["tpot_s"], "ttft_s": timings["ttft_s"],
+        "what": what,
+        "backend": backend,
+        "ranks": n_ranks,
+        "tpot_s": timings["tpot_s"],
+        "ttft_s": timings["ttft_s"],
         "tokens_per_s": timings["predicted_per_second"],
-    }  # fmt: skip
+    }
 
 
 def batch(

@@ -139,8 +139,23 @@ def fetch(wanted: Sequence[Distribution], version: str, folder: Path) -> Iterato
         return
     names = [f"{each.metadata['Name']}=={each.version}" for each in wanted]
     words = [word for name in PLATFORMS for word in ("--platform", f"{name}_{os.uname().machine}")]
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:",
-               "--python-version", version, "--implementation", "cp", *words, "-d", str(folder), *names]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--python-version",
+        version,
+        "--implementation",
+        "cp",
+        *words,
+        "-d",
+        str(folder),
+        *names,
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         why = done.stderr.strip()

@@ -83,11 +83,14 @@ def check_llama(folder: Path, device: str, servers: Sequence[str], quick: bool) 
         found.append(finding(f"{name} {type_name}, libllama on {device} and on the CPU", "libllama", there, here))
         for types in (F16_CACHE, CacheTypes("bf16", "f16")) if device.startswith("RPC") else (F16_CACHE,):
             params = LlamaParams(0, cache=types)
-            proofs = [prove(read_model_info(path), replace(params, n_gpu_layers=n, devices=where))
-                      for n, where in ((-1, (device,)), (0, ()))]  # fmt: skip
+            proofs = [
+                prove(read_model_info(path), replace(params, n_gpu_layers=n, devices=where))
+                for n, where in ((-1, (device,)), (0, ()))
+            ]
             what = f"{name} {type_name}, keys {types.k}, values {types.v}, exact on {device}"
-            found.append({"what": what, "rows_at_once": proofs[0].n_rows,
-                          "same_as_cpu": proofs[0].digest == proofs[1].digest})  # fmt: skip
+            found.append(
+                {"what": what, "rows_at_once": proofs[0].n_rows, "same_as_cpu": proofs[0].digest == proofs[1].digest}
+            )
     return found
 
 
@@ -106,8 +109,13 @@ def waiting_finding(what: str, path: Path, exact: bool) -> dict[str, Any]:
     stage.clear()  # type: ignore[attr-defined]
     why, at = "", 0
     for n in (N_PROMPT, 1, 1, 5):
-        batch = Batch(np.arange(n, dtype=np.int32) + 5, np.arange(at, at + n, dtype=np.int32), [(0,)] * n, None,
-                      np.ones(n, np.bool_))  # fmt: skip
+        batch = Batch(
+            np.arange(n, dtype=np.int32) + 5,
+            np.arange(at, at + n, dtype=np.int32),
+            [(0,)] * n,
+            None,
+            np.ones(n, np.bool_),
+        )
         torch.cuda.set_sync_debug_mode("error")
         try:
             begun = stage.begin(batch, lambda: False)  # type: ignore[attr-defined]
@@ -119,8 +127,13 @@ def waiting_finding(what: str, path: Path, exact: bool) -> dict[str, Any]:
             break
         begun.result()
         at += n
-    return {"what": what, "frames": len(frames), "recorded": n_recorded, "why": why,
-            "right": 0 < n_recorded == len(frames) and not why}  # fmt: skip
+    return {
+        "what": what,
+        "frames": len(frames),
+        "recorded": n_recorded,
+        "why": why,
+        "right": 0 < n_recorded == len(frames) and not why,
+    }
 
 
 def exact_finding(what: str, path: Path, device: str, dtype: str) -> dict[str, Any]:
@@ -195,18 +208,31 @@ def transformers_logits(path: Path, tokens: Sequence[int]) -> FloatArray:
     info = read_model_info(path)
     numbers = {key.partition(".")[2]: value.value for key, value in info.metadata.items() if key.startswith("qwen2.")}
     config = Qwen2Config(
-        vocab_size=info.n_vocab, hidden_size=info.n_embd, intermediate_size=numbers["feed_forward_length"],
-        num_hidden_layers=info.n_layer, num_attention_heads=numbers["attention.head_count"],
-        num_key_value_heads=numbers["attention.head_count_kv"], rms_norm_eps=1e-5, rope_theta=10000.0,
+        vocab_size=info.n_vocab,
+        hidden_size=info.n_embd,
+        intermediate_size=numbers["feed_forward_length"],
+        num_hidden_layers=info.n_layer,
+        num_attention_heads=numbers["attention.head_count"],
+        num_key_value_heads=numbers["attention.head_count_kv"],
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
         tie_word_embeddings=False,
-    )  # fmt: skip
+    )
     model = Qwen2ForCausalLM(config).eval()
     names = {
-        "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
-        "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-        "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-    }  # fmt: skip
+        "token_embd": "model.embed_tokens",
+        "output_norm": "model.norm",
+        "output": "lm_head",
+        "attn_q": "self_attn.q_proj",
+        "attn_k": "self_attn.k_proj",
+        "attn_v": "self_attn.v_proj",
+        "attn_output": "self_attn.o_proj",
+        "attn_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn_gate": "mlp.gate_proj",
+        "ffn_up": "mlp.up_proj",
+        "ffn_down": "mlp.down_proj",
+    }
     state, bias = {}, torch.zeros(info.n_vocab)
     for tensor in info.tensors:
         *layer, name, kind = tensor.name.split(".")

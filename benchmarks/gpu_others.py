@@ -25,10 +25,16 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 
 N_PROMPT, N_WARM_UP = 16, 8
 HF_NAMES = {
-    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj", "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
-}  # fmt: skip
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
 
 
 def prompt(n_vocab: int) -> list[int]:
@@ -137,8 +143,12 @@ def transformers_figures(
     ids = torch.tensor([prompt(target.config.vocab_size)], device=device)
     for what, more in (("transformers", {}), ("transformers, assisted", {"assistant_model": assistant})):
         common = {
-            "do_sample": False, "attention_mask": torch.ones_like(ids), "pad_token_id": 0, "eos_token_id": None, **more
-        }  # fmt: skip
+            "do_sample": False,
+            "attention_mask": torch.ones_like(ids),
+            "pad_token_id": 0,
+            "eos_token_id": None,
+            **more,
+        }
         with torch.inference_mode():
             target.generate(ids, max_new_tokens=N_WARM_UP, **common)
             times = []
@@ -161,12 +171,20 @@ def transformers_model(path: Path, device: str) -> Any:
     wide = info.tensor("blk.0.ffn_up.weight")
     assert wide is not None
     config = LlamaConfig(
-        vocab_size=info.n_vocab, hidden_size=info.n_embd, intermediate_size=wide.shape[1],
-        num_hidden_layers=info.n_layer, num_attention_heads=numbers.n_head, num_key_value_heads=numbers.n_head_kv,
-        head_dim=numbers.head_dim, rms_norm_eps=numbers.epsilon, tie_word_embeddings=info.tied,
-        rope_parameters={"rope_type": "default", "rope_theta": numbers.rope_base}, max_position_embeddings=8192,
-        bos_token_id=1, eos_token_id=None,
-    )  # fmt: skip
+        vocab_size=info.n_vocab,
+        hidden_size=info.n_embd,
+        intermediate_size=wide.shape[1],
+        num_hidden_layers=info.n_layer,
+        num_attention_heads=numbers.n_head,
+        num_key_value_heads=numbers.n_head_kv,
+        head_dim=numbers.head_dim,
+        rms_norm_eps=numbers.epsilon,
+        tie_word_embeddings=info.tied,
+        rope_parameters={"rope_type": "default", "rope_theta": numbers.rope_base},
+        max_position_embeddings=8192,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
     with torch.device("meta"):
         model = LlamaForCausalLM(config)
     state = {}

@@ -65,8 +65,11 @@ class Watched:
         for kind, waits_s in self.waits_s.items():
             p50, p99, p999 = (1e3 * np.percentile(waits_s, share) for share in (50, 99, 99.9))
             n_late = sum(wait_s > 0.1 for wait_s in waits_s)
-            print(f"{name:8} {kind:8} {len(waits_s):7} waits: {p50:6.1f} ms (p50) {p99:6.1f} (p99) {p999:6.1f} (p99.9) "
-                  f"{1e3 * max(waits_s):6.1f} (longest), {n_late} above 100 ms", flush=True)  # fmt: skip
+            print(
+                f"{name:8} {kind:8} {len(waits_s):7} waits: {p50:6.1f} ms (p50) {p99:6.1f} (p99) {p999:6.1f} (p99.9) "
+                f"{1e3 * max(waits_s):6.1f} (longest), {n_late} above 100 ms",
+                flush=True,
+            )
 
 
 def abuse_until(port: int, end_s: float, number: int) -> int | None:
@@ -100,8 +103,10 @@ def main(
         ask = partial(abuse_until, served.port, begin_s + limit_s)
         with ProcessPoolExecutor(at_a_time, get_context("spawn")) as hostile:  # what it does is nobody else's wait
             found = Counter(status for status in hostile.map(ask, range(first, first + cases)) if status is not None)
-        print(f"{found.total()} cases in {time.monotonic() - begin_s:.0f} s: "
-              f"{', '.join(f'{n} times {status}' for status, n in sorted(found.items()))}")  # fmt: skip
+        print(
+            f"{found.total()} cases in {time.monotonic() - begin_s:.0f} s: "
+            f"{', '.join(f'{n} times {status}' for status, n in sorted(found.items()))}"
+        )
         watched.show("beside")
         watched.stop.set()
         for each in watching:

@@ -26,14 +26,43 @@ START_S = 30.0
 
 
 def completion(folder: Path, target: Path, n_predict: int, n_threads: int, more: Sequence[str] = ()) -> float:
-    words = ["-m", target, "-p", PROMPT, "-n", n_predict, "-t", n_threads, "--temp", 0, "--ignore-eos", "-no-cnv",
-             *more]  # fmt: skip
+    words = [
+        "-m",
+        target,
+        "-p",
+        PROMPT,
+        "-n",
+        n_predict,
+        "-t",
+        n_threads,
+        "--temp",
+        0,
+        "--ignore-eos",
+        "-no-cnv",
+        *more,
+    ]
     return float(EVAL.findall(_output(folder / "llama-completion", words))[-1])
 
 
 def speculative(folder: Path, target: Path, draft: Path, n_predict: int, n_threads: int) -> float:
-    words = ["-m", target, "-md", draft, "-p", PROMPT, "-n", n_predict, "-t", n_threads, "--temp", 0,
-             "--spec-type", "draft-simple", "-c", 1024]  # fmt: skip
+    words = [
+        "-m",
+        target,
+        "-md",
+        draft,
+        "-p",
+        PROMPT,
+        "-n",
+        n_predict,
+        "-t",
+        n_threads,
+        "--temp",
+        0,
+        "--spec-type",
+        "draft-simple",
+        "-c",
+        1024,
+    ]
     return float(DECODED.findall(_output(folder / "llama-speculative-simple", words))[-1])
 
 
@@ -77,9 +106,10 @@ def _servers(program: Path, n: int) -> Iterator[list[str]]:
         ports = [_free_port() for _ in range(n)]
         for port in ports:
             server = stack.enter_context(
-                subprocess.Popen([program, "-p", str(port), "-t", "1"], stdout=subprocess.DEVNULL,
-                                 stderr=subprocess.DEVNULL)
-            )  # fmt: skip
+                subprocess.Popen(
+                    [program, "-p", str(port), "-t", "1"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                )
+            )
             stack.callback(server.kill)
         for port in ports:
             _await("ggml-rpc-server", partial(socket.create_connection, ("127.0.0.1", port), 1))

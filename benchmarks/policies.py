@@ -34,14 +34,23 @@ from pipeinfer.virtual.profile import load_profile
 from pipeinfer.virtual.simulation import simulate
 
 GPUS = (
-    ("pipedec-7", "", 0), ("pipedec-14", "", 0), ("pipedec-21", "", 0), ("flowspec", "llama2-7b", 0),
-    ("flowspec", "llama2-13b", 0), ("pipespec", "llama-70b-8b", 3), ("pipespec", "llama-70b-1b", 3),
-)  # fmt: skip
+    ("pipedec-7", "", 0),
+    ("pipedec-14", "", 0),
+    ("pipedec-21", "", 0),
+    ("flowspec", "llama2-7b", 0),
+    ("flowspec", "llama2-13b", 0),
+    ("pipespec", "llama-70b-8b", 3),
+    ("pipespec", "llama-70b-1b", 3),
+)
 CPUS = (
     ("pipeinfer-c", "dolphin-tinyllama", 2),
-    ("pipeinfer-c", "dolphin-tinyllama", 4), ("pipeinfer-c", "goliath-xwin7", 8), ("pipeinfer-c", "falcon-7", 15),
-    ("pipeinfer-a", "dolphin-tinyllama", 4), ("pipeinfer-a", "goliath-xwin7", 8), ("pipeinfer-b", "falcon-7", 13),
-)  # fmt: skip
+    ("pipeinfer-c", "dolphin-tinyllama", 4),
+    ("pipeinfer-c", "goliath-xwin7", 8),
+    ("pipeinfer-c", "falcon-7", 15),
+    ("pipeinfer-a", "dolphin-tinyllama", 4),
+    ("pipeinfer-a", "goliath-xwin7", 8),
+    ("pipeinfer-b", "falcon-7", 13),
+)
 
 
 class Knowing(Auto):
@@ -56,25 +65,28 @@ ACCEPTANCES = (0.05, 0.3, 0.52, 0.66, 0.79, 0.9, 0.95)
 TUNED: dict[str, Sequence[Policy]] = {
     "iterative": [Iterative()],
     "speculative": [
-        Speculative.from_paper(), *(Speculative(n_draft=n, width=4) for n in (2, 4, 12)),
+        Speculative.from_paper(),
+        *(Speculative(n_draft=n, width=4) for n in (2, 4, 12)),
         Speculative(n_draft=4, width=1),
     ],
     "pipeinfer": [
-        PipeInfer.from_paper(), PipeInfer(), *(PipeInfer(microbatch=n) for n in (1, 2, 8, 16)),
-        PipeInfer(microbatch=16, width=8, split_cutoff=0.02), PipeInfer(microbatch=32, width=16, split_cutoff=0.005),
+        PipeInfer.from_paper(),
+        PipeInfer(),
+        *(PipeInfer(microbatch=n) for n in (1, 2, 8, 16)),
+        PipeInfer(microbatch=16, width=8, split_cutoff=0.02),
+        PipeInfer(microbatch=32, width=16, split_cutoff=0.005),
     ],
-    "pipedec": [
-        PipeDec(), PipeDec(layer_width=16), *(PipeDec(layer_width=n, children=n) for n in (2, 4, 8)),
-    ],
+    "pipedec": [PipeDec(), PipeDec(layer_width=16), *(PipeDec(layer_width=n, children=n) for n in (2, 4, 8))],
     "flowspec": [
-        FlowSpec.from_paper(), FlowSpec(),
+        FlowSpec.from_paper(),
+        FlowSpec(),
         FlowSpec(segment=4, tree_size=20, width=4, expansion_size=16),
         FlowSpec(segment=2, tree_size=8, width=4, expansion_size=8),
     ],
     "pipespec": [PipeSpec(), PipeSpec(asynchronous=False)],
     "auto": [Auto()],
     BOUND: [Knowing()],
-}  # fmt: skip
+}
 N_PROMPT = 128
 NEAR = 0.93
 """A setting that is slower than so much of its policy's best on a first text is not tried on the others."""
@@ -207,24 +219,44 @@ def page(cells: Sequence[Cell], again: Sequence[tuple[Cell, str, float]], seeds:
         if cell.acceptance == ACCEPTANCES[0] and cell.kind == "cpu"
     ]
     yield PAGE.format(
-        n_seeds=seeds, n_tokens=n_tokens, settings=settings,
+        n_seeds=seeds,
+        n_tokens=n_tokens,
+        settings=settings,
         bound=statistics.geometric_mean(cell.speeds["auto"] / cell.speeds[BOUND] for cell in cells),
-        geo=statistics.geometric_mean(every), least=min(every), below=BELOW, n_below=len(again),
-        n_enough=sum(share >= BELOW for *_, share in again), poor_least=min(gains), poor_most=max(gains),
+        geo=statistics.geometric_mean(every),
+        least=min(every),
+        below=BELOW,
+        n_below=len(again),
+        n_enough=sum(share >= BELOW for *_, share in again),
+        poor_least=min(gains),
+        poor_most=max(gains),
         **{kind: statistics.geometric_mean(on[kind]) if on[kind] else math.nan for kind in ("gpu", "cpu")},
-    )  # fmt: skip
-    columns = ("cluster", "pair", "nodes", "acceptance", "iterative tokens/s", *list(TUNED)[1:], "auto / best other",
-               "auto of the limit")  # fmt: skip
+    )
+    columns = (
+        "cluster",
+        "pair",
+        "nodes",
+        "acceptance",
+        "iterative tokens/s",
+        *list(TUNED)[1:],
+        "auto / best other",
+        "auto of the limit",
+    )
     yield from markdown_table(columns, map(_row, cells), columns[2:])
     yield AGAIN.format(below=BELOW, n_others=N_OTHERS * seeds)
     columns = "cluster", "pair", "nodes", "acceptance", "best other", "auto / best other", "on other texts"
     rows = (
         [
-            cell.profile, cell.pair, str(cell.nodes), f"{cell.acceptance:g}", name, f"{cell.auto_of_best:.3f}",
+            cell.profile,
+            cell.pair,
+            str(cell.nodes),
+            f"{cell.acceptance:g}",
+            name,
+            f"{cell.auto_of_best:.3f}",
             f"{share:.3f}",
         ]
         for cell, name, share in again
-    )  # fmt: skip
+    )
     yield from markdown_table(columns, rows, columns[2:])
 
 
@@ -235,9 +267,15 @@ def _row(cell: Cell) -> list[str]:
         ratio = f"{speed / plain:.2f}"
         ratios.append(f"**{ratio}**" if speed == max(cell.others) else ratio)
     return [
-        cell.profile, cell.pair, str(cell.nodes), f"{cell.acceptance:g}", f"{plain:.2f}", *ratios,
-        f"{cell.auto_of_best:.3f}", f"{cell.speeds['auto'] / cell.limit:.2f}",
-    ]  # fmt: skip
+        cell.profile,
+        cell.pair,
+        str(cell.nodes),
+        f"{cell.acceptance:g}",
+        f"{plain:.2f}",
+        *ratios,
+        f"{cell.auto_of_best:.3f}",
+        f"{cell.speeds['auto'] / cell.limit:.2f}",
+    ]
 
 
 def main() -> None:

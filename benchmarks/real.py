@@ -134,17 +134,50 @@ def together(target: Path, n_predict: int, numerics: str) -> float:
     """Tokens a second of N_TEXTS texts at a time on one rank: of the steps in which none waits for a prompt."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "load.csv"
-        job(1, ["bench", "-m", str(target), "--policy", "iterative", "--concurrency", str(N_TEXTS), "--requests",
-                str(N_TEXTS), "-p", str(N_PROMPT), "-n", str(n_predict), "--numerics", numerics, "--warm-up", "0",
-                "--results", str(results)])  # fmt: skip
+        job(
+            1,
+            [
+                "bench",
+                "-m",
+                str(target),
+                "--policy",
+                "iterative",
+                "--concurrency",
+                str(N_TEXTS),
+                "--requests",
+                str(N_TEXTS),
+                "-p",
+                str(N_PROMPT),
+                "-n",
+                str(n_predict),
+                "--numerics",
+                numerics,
+                "--warm-up",
+                "0",
+                "--results",
+                str(results),
+            ],
+        )
         (row,) = csv.DictReader(results.open())
         return N_TEXTS / float(row["itl_p50_s"])
 
 
 def streamed(target: Path, n_predict: int, n_threads: int, numerics: str) -> float:
     """Tokens a second of N_TEXTS streams of `pipeinfer serve` on one rank."""
-    words = ["-m", str(target), "-md", "none", "-t", str(n_threads), "--parallel", str(N_TEXTS),
-             "-c", str(512 * N_TEXTS), "--numerics", numerics]  # fmt: skip
+    words = [
+        "-m",
+        str(target),
+        "-md",
+        "none",
+        "-t",
+        str(n_threads),
+        "--parallel",
+        str(N_TEXTS),
+        "-c",
+        str(512 * N_TEXTS),
+        "--numerics",
+        numerics,
+    ]
     with Served(1, words, timeout_s=300) as server:
         return throughput(server.port, PROMPTS, n_predict)
 
@@ -180,8 +213,11 @@ def figures(own: Found) -> Iterator[tuple[str, list[float], str, str]]:
         speeds = [speed for (of, _), values in own.speeds.items() if of == policy for speed in values]
         ratios, acceptance = own.ratios(policy, "iterative"), own.acceptance[policy]
         yield (
-            policy, speeds, f"{fmean(ratios):.2f}, {min(ratios):.2f}", f"{fmean(acceptance):.2f}" if acceptance else "-"
-        )  # fmt: skip
+            policy,
+            speeds,
+            f"{fmean(ratios):.2f}, {min(ratios):.2f}",
+            f"{fmean(acceptance):.2f}" if acceptance else "-",
+        )
 
 
 def spread(speeds: list[float], n_digits: int = 1) -> str:
@@ -218,8 +254,18 @@ class Asked:
 
     def section(self, target: Path, draft: Path | None) -> Iterator[str]:
         """The lines of one target's tables."""
-        common = ["-m", str(target), "-n", str(self.n_predict), "--questions", str(self.n_questions), "--turns", "1",
-                  "--cut", str(N_CUT)]  # fmt: skip
+        common = [
+            "-m",
+            str(target),
+            "-n",
+            str(self.n_predict),
+            "--questions",
+            str(self.n_questions),
+            "--turns",
+            "1",
+            "--cut",
+            str(N_CUT),
+        ]
         lookup = ["--lookup", "--policy", "iterative,auto" if not draft else "auto"]
         found = {key: Found() for key in product(self.ranks, self.numerics)}
 
@@ -256,8 +302,14 @@ class Asked:
 
 @click.command(help=__doc__)
 @click.option("-m", "--model", "targets", type=click.Path(exists=True, path_type=Path), required=True, multiple=True)
-@click.option("-md", "--model-draft", "drafts", type=click.Path(exists=True, path_type=Path), multiple=True,
-              help="Of the first targets, in their order.")  # fmt: skip
+@click.option(
+    "-md",
+    "--model-draft",
+    "drafts",
+    type=click.Path(exists=True, path_type=Path),
+    multiple=True,
+    help="Of the first targets, in their order.",
+)
 @click.option(
     "--prompts", type=click.Path(exists=True, path_type=Path), required=True, help="A folder of question sets."
 )
@@ -273,16 +325,43 @@ class Asked:
 @click.option("--paced-ranks", default="4,8", show_default=True)
 @click.option("-o", "--output", type=click.File("w"), default="-")
 def main(
-    targets: Sequence[Path], drafts: Sequence[Path], prompts: Path, ranks: str, numerics: str, policies: str,
-    rounds: int, questions: int, n_predict: int, n_threads: int, folder: Path | None, pace: str | None,
-    paced_ranks: str, output: TextIO,
-) -> None:  # fmt: skip
-    asked = Asked(sorted(prompts.glob("*.jsonl")), [*map(int, ranks.split(","))], numerics.split(","), policies, rounds,
-                  questions, n_predict, n_threads, folder, pace, [*map(int, paced_ranks.split(","))])  # fmt: skip
+    targets: Sequence[Path],
+    drafts: Sequence[Path],
+    prompts: Path,
+    ranks: str,
+    numerics: str,
+    policies: str,
+    rounds: int,
+    questions: int,
+    n_predict: int,
+    n_threads: int,
+    folder: Path | None,
+    pace: str | None,
+    paced_ranks: str,
+    output: TextIO,
+) -> None:
+    asked = Asked(
+        sorted(prompts.glob("*.jsonl")),
+        [*map(int, ranks.split(","))],
+        numerics.split(","),
+        policies,
+        rounds,
+        questions,
+        n_predict,
+        n_threads,
+        folder,
+        pace,
+        [*map(int, paced_ranks.split(","))],
+    )
     page = PAGE.format(
-        machine=this_host("").processor, rounds=rounds, n_questions=questions, n_predict=n_predict,
-        sets=", ".join(path.stem for path in asked.sets), n_threads=n_threads, version=llama_cpp.__version__,
-    )  # fmt: skip
+        machine=this_host("").processor,
+        rounds=rounds,
+        n_questions=questions,
+        n_predict=n_predict,
+        sets=", ".join(path.stem for path in asked.sets),
+        n_threads=n_threads,
+        version=llama_cpp.__version__,
+    )
     print(page, file=output)
     for target, draft in zip_longest(targets, drafts[: len(targets)]):
         for line in asked.section(target, draft):

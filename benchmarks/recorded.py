@@ -35,9 +35,11 @@ from pipeinfer.virtual.choices import RecordedChoices, read_choices, write_choic
 from pipeinfer.virtual.profile import load_profile
 
 CLUSTERS = (
-    ("pipedec-7", "", 0), ("pipespec", "llama-70b-1b", 3), ("flowspec", "llama2-13b", 0),
+    ("pipedec-7", "", 0),
+    ("pipespec", "llama-70b-1b", 3),
+    ("flowspec", "llama2-13b", 0),
     ("pipeinfer-c", "goliath-xwin7", 8),
-)  # fmt: skip
+)
 QWEN = Path(__file__).parent.parent / "experiments" / "choices" / "qwen2.5-coder.jsonl"
 N_LAYER_GROWN, NOISE = 18, 1.5
 CODE, QUESTIONS = ("humaneval",), ("gsm8k", "mt_bench", "qa", "alpaca", "sum")
@@ -128,9 +130,10 @@ def prompts(questions: Path) -> dict[str, list[Prompt]]:
     program, *prose = (path.read_text() for path in sorted(TEXTS, key=lambda path: path.stem != "program"))
     asked = {name: first_turns(questions / f"{name}.jsonl") for name in (*CODE, *QUESTIONS)}
     kinds = {
-        "code": [program, *(turn for name in CODE for turn in asked[name][:2])], "prose": prose,
+        "code": [program, *(turn for name in CODE for turn in asked[name][:2])],
+        "prose": prose,
         "questions": [turn for name in QUESTIONS for turn in asked[name][:1]],
-    }  # fmt: skip
+    }
     encode = Tokenizer(TARGET).encode
     return {
         kind: [Prompt(f"{kind}/{number}", encode(text[:N_CHARACTERS])) for number, text in enumerate(found)]
@@ -155,24 +158,41 @@ def measure(cluster: tuple[str, str, int], texts: Sequence[Text], n_tokens: int)
 
 def report(cells: Sequence[Cell], n_tokens: int) -> bool:
     columns = (
-        "cluster", "pair", "kind", "acceptance", "iterative tokens/s", "best other", "over iterative", "auto",
+        "cluster",
+        "pair",
+        "kind",
+        "acceptance",
+        "iterative tokens/s",
+        "best other",
+        "over iterative",
+        "auto",
         "auto / best other",
-    )  # fmt: skip
+    )
     rows = (
         [
-            cell.cluster, cell.pair, cell.kind, f"{cell.acceptance:.2f}", f"{cell.speeds['iterative']:.2f}",
+            cell.cluster,
+            cell.pair,
+            cell.kind,
+            f"{cell.acceptance:.2f}",
+            f"{cell.speeds['iterative']:.2f}",
             cell.best_other,
             *(f"{cell.speeds[name] / cell.speeds['iterative']:.2f}" for name in (cell.best_other, "auto")),
             f"{cell.auto_of_best:.3f}",
         ]
         for cell in cells
-    )  # fmt: skip
+    )
     shares = [cell.auto_of_best for cell in cells]
     n_enough = sum(share >= OF_THE_BEST for share in shares)
-    print(PAGE.format(
-        n_tokens=n_tokens, geo=statistics.geometric_mean(shares), least=min(shares), n=len(shares), n_enough=n_enough,
-        wanted=OF_THE_BEST,
-    ))  # fmt: skip
+    print(
+        PAGE.format(
+            n_tokens=n_tokens,
+            geo=statistics.geometric_mean(shares),
+            least=min(shares),
+            n=len(shares),
+            n_enough=n_enough,
+            wanted=OF_THE_BEST,
+        )
+    )
     print("\n".join(markdown_table(columns, rows, columns[3:])))
     return n_enough == len(cells)
 

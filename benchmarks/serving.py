@@ -49,8 +49,17 @@ class Client:
     """One stream. `read` makes of it `steps_s`: of each token when it was decided on, told, and at the socket."""
 
     def __init__(self, port: int, seed: int, n_tokens: int) -> None:
-        self.link = ask(port, {"prompt": PROMPT, "max_tokens": n_tokens, "seed": seed, "stream": True,
-                               "ignore_eos": True, "timings_per_token": True})  # fmt: skip
+        self.link = ask(
+            port,
+            {
+                "prompt": PROMPT,
+                "max_tokens": n_tokens,
+                "seed": seed,
+                "stream": True,
+                "ignore_eos": True,
+                "timings_per_token": True,
+            },
+        )
         self.link.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
         self.start_s, self._came = time.monotonic(), list[tuple[float, bytes]]()
 
@@ -193,13 +202,17 @@ def measure(port: int, pid: int, n_streams: int, n_tokens: int, n_deaf: int) -> 
         client.read()
     total = sum(client.n_tokens for client in clients)
     ttft_s = np.median([client.first_s - client.start_s for client in clients])
-    print(f"{n_streams} streams, {n_deaf} that read nothing: {total} tokens in {wall_s:.1f} s, {total / wall_s:.0f} a "
-          f"second, first ones after {ttft_s:.2f} s (p50)")  # fmt: skip
+    print(
+        f"{n_streams} streams, {n_deaf} that read nothing: {total} tokens in {wall_s:.1f} s, {total / wall_s:.0f} a "
+        f"second, first ones after {ttft_s:.2f} s (p50)"
+    )
     decided_s, told_s, came_s = np.array([step for client in clients for step in client.steps_s]).T
     print(f"HTTP adds to a token: {spread(came_s - told_s)}")
     print(f"  before that, from its decision on: {spread(told_s - decided_s)}; both: {spread(came_s - decided_s)}")
-    print(f"the process that speaks it had a core for {1e6 * used_s / total:.0f} µs for each, and waited for one for "
-          f"{1e6 * waited_s / total:.0f} µs")  # fmt: skip
+    print(
+        f"the process that speaks it had a core for {1e6 * used_s / total:.0f} µs for each, and waited for one for "
+        f"{1e6 * waited_s / total:.0f} µs"
+    )
     for client in deaf:
         client.link.close()
 

@@ -79,8 +79,10 @@ def tell_measuring(folder: Path, threads: str, layers: int, rounds: int) -> None
 
     took_s = medians(in_turns({"the first time": partial(start, True), "later": partial(start, False)}, rounds))
     once_s, again_s = took_s.values()
-    print(f"a job of one token: {once_s:.2f} s the first time, {again_s:.2f} s later: timing {n_ranks} ranks took "
-          f"{once_s - again_s:.2f} s")  # fmt: skip
+    print(
+        f"a job of one token: {once_s:.2f} s the first time, {again_s:.2f} s later: timing {n_ranks} ranks took "
+        f"{once_s - again_s:.2f} s"
+    )
 
 
 if __name__ == "__main__":

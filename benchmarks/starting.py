@@ -61,22 +61,27 @@ def main(ranks: int, layers: int, ff: int, passes: int) -> None:
             shutil.rmtree(cache, ignore_errors=True)
             return start(ranks, *words, *cached)()
 
-        found = in_turns({
-            "copying the file": copy,
-            "a job of one rank, whole file": start(1, "-m", path),
-            "slices cut into the cache": lambda: start_empty("-m", path),
-            "slices from the cache": start(ranks, "-m", path, *cached),
-            "slices cut into memory": start(ranks, "-m", path),
-            "layers from rank 0, into the cache": lambda: start_empty("-m", "m.gguf"),
-            "layers from rank 0, into memory": start(ranks, "-m", "m.gguf"),
-        }, passes)  # fmt: skip
+        found = in_turns(
+            {
+                "copying the file": copy,
+                "a job of one rank, whole file": start(1, "-m", path),
+                "slices cut into the cache": lambda: start_empty("-m", path),
+                "slices from the cache": start(ranks, "-m", path, *cached),
+                "slices cut into memory": start(ranks, "-m", path),
+                "layers from rank 0, into the cache": lambda: start_empty("-m", "m.gguf"),
+                "layers from rank 0, into memory": start(ranks, "-m", "m.gguf"),
+            },
+            passes,
+        )
         size = model.stat().st_size
     best = {what: min(times) for what, times in found.items()}
     for what, took_s in best.items():
         click.echo(f"{what:36} {took_s:6.2f} s, {size / took_s / 1e9:5.2f} GB/s")
     copied, _, cut, from_cache, memory, *_ = best.values()
-    click.echo(f"over copying: {(cut - from_cache) / copied:.2f} for cutting into the cache, "
-               f"{(memory - from_cache) / copied:.2f} into memory")  # fmt: skip
+    click.echo(
+        f"over copying: {(cut - from_cache) / copied:.2f} for cutting into the cache, "
+        f"{(memory - from_cache) / copied:.2f} into memory"
+    )
 
 
 if __name__ == "__main__":

@@ -16,8 +16,17 @@ class Stream(threading.Thread):
 
     def __init__(self, port: int, prompt: str, n_predict: int) -> None:
         super().__init__(daemon=True)
-        self.port, self.asked = port, {"prompt": prompt, "max_tokens": n_predict, "temperature": 0, "stream": True,
-                                       "ignore_eos": True, "cache_prompt": False}  # fmt: skip
+        self.port, self.asked = (
+            port,
+            {
+                "prompt": prompt,
+                "max_tokens": n_predict,
+                "temperature": 0,
+                "stream": True,
+                "ignore_eos": True,
+                "cache_prompt": False,
+            },
+        )
         self.times_s: list[float] = []
         self.start()
 

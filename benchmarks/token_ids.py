@@ -28,9 +28,30 @@ from pipeinfer.models.text.tokenizer import Tokenizer
 
 N_RAW, N_CHATS, PORT, START_S = 200, 60, 9911, 60.0
 WORDS = [
-    "What", "is", "2+2?", "Write", "a", "poem", "about", "the sea.", "def", "f(x):", "return", "x", "é🎉", "日本語",
-    "The", "quick", "brown", "fox", "<b>bold</b>", "<|nothing|>", "[INST]", "{json:", "1}",
-]  # fmt: skip
+    "What",
+    "is",
+    "2+2?",
+    "Write",
+    "a",
+    "poem",
+    "about",
+    "the sea.",
+    "def",
+    "f(x):",
+    "return",
+    "x",
+    "é🎉",
+    "日本語",
+    "The",
+    "quick",
+    "brown",
+    "fox",
+    "<b>bold</b>",
+    "<|nothing|>",
+    "[INST]",
+    "{json:",
+    "1}",
+]
 FRAMES = {
     "headers": ("<|im_start|>{role}<|im_end|>\n\n", "<|endoftext|>", "<|im_start|>assistant<|im_end|>\n\n"),
     "roles as text": ("<|{role}|>\n", "<|im_end|>\n", "<|assistant|>\n"),

@@ -104,18 +104,21 @@ def _generations(setting: Setting, policy: Policy, cancel: bool = True) -> Itera
 def run_texts(setting: Setting, policy: Policy, texts: Sequence[RecordedChoices], cancel: bool = True) -> Figures:
     """The same of recorded texts, each up to its end."""
     profile, policy = setting.lay_out(policy.drafts), policy.fresh()
-    return _means([
-        _figures(simulate(profile, text, policy.begin(), len(text.tokens), cancel=cancel)) for text in texts
-    ])  # fmt: skip
+    return _means(
+        [_figures(simulate(profile, text, policy.begin(), len(text.tokens), cancel=cancel)) for text in texts]
+    )
 
 
 def _figures(simulated: Simulated) -> Figures:
     metrics, rates = simulated.metrics, speculation(simulated.metrics)
     token_s = metrics.token_s
     return Figures(
-        (len(token_s) - 1) / (token_s[-1] - token_s[0]), ttft_after_prompt_s(metrics), rates["sent_acceptance"],
-        rates["tokens_per_turn"], len(token_s) / max(1, metrics.n_rounds),
-    )  # fmt: skip
+        (len(token_s) - 1) / (token_s[-1] - token_s[0]),
+        ttft_after_prompt_s(metrics),
+        rates["sent_acceptance"],
+        rates["tokens_per_turn"],
+        len(token_s) / max(1, metrics.n_rounds),
+    )
 
 
 def _means(found: Sequence[Figures]) -> Figures:

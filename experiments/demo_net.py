@@ -132,9 +132,17 @@ def export_gguf(net: Net, path: Path, name: str, add_tokenizer: object) -> None:
     writer.add_license("PSF-2.0")
     writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q8_0)
     add_shape(
-        writer, n_vocab=config.n_vocab, n_ctx=config.n_ctx_train, n_embd=config.n_embd, n_layer=config.n_layer,
-        n_ff=config.n_ff, n_head=config.n_head, n_head_kv=config.n_head_kv, rope_base=ROPE_BASE, norm_eps=NORM_EPS,
-    )  # fmt: skip
+        writer,
+        n_vocab=config.n_vocab,
+        n_ctx=config.n_ctx_train,
+        n_embd=config.n_embd,
+        n_layer=config.n_layer,
+        n_ff=config.n_ff,
+        n_head=config.n_head,
+        n_head_kv=config.n_head_kv,
+        rope_base=ROPE_BASE,
+        norm_eps=NORM_EPS,
+    )
     add_tokenizer(writer)  # type: ignore[operator]
     for tensor, weight in net.export_weights().items():
         add_weight(writer, tensor, weight.numpy(), "Q8_0")

@@ -9,9 +9,18 @@ import numpy as np
 
 
 def add_shape(
-    writer: gguf.GGUFWriter, *, n_vocab: int, n_ctx: int, n_embd: int, n_layer: int, n_ff: int, n_head: int,
-    n_head_kv: int, rope_base: float, norm_eps: float,
-) -> None:  # fmt: skip
+    writer: gguf.GGUFWriter,
+    *,
+    n_vocab: int,
+    n_ctx: int,
+    n_embd: int,
+    n_layer: int,
+    n_ff: int,
+    n_head: int,
+    n_head_kv: int,
+    rope_base: float,
+    norm_eps: float,
+) -> None:
     """Of layers like llama's; a head has n_embd / n_head values, all of which are rotated."""
     writer.add_vocab_size(n_vocab)
     writer.add_context_length(n_ctx)

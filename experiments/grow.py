@@ -40,9 +40,26 @@ OUTPUT_PROJECTIONS = ("attn_output", "ffn_down", "ssm_out", "shortconv.out_proj"
 
 # ggml type: where in a block its half-precision scales (and minima) are, in bytes
 SCALES_AT = {
-    1: (0,), 2: (0,), 3: (0, 2), 6: (0,), 7: (0, 2), 8: (0,), 10: (80, 82), 11: (108,), 12: (0, 2), 13: (0, 2),
-    14: (208,), 16: (0,), 17: (0,), 18: (0,), 19: (0,), 20: (0,), 21: (0,), 22: (0,), 23: (0,),
-}  # fmt: skip
+    1: (0,),
+    2: (0,),
+    3: (0, 2),
+    6: (0,),
+    7: (0, 2),
+    8: (0,),
+    10: (80, 82),
+    11: (108,),
+    12: (0, 2),
+    13: (0, 2),
+    14: (208,),
+    16: (0,),
+    17: (0,),
+    18: (0,),
+    19: (0,),
+    20: (0,),
+    21: (0,),
+    22: (0,),
+    23: (0,),
+}
 F32, BF16 = 0, 30
 Bytes = npt.NDArray[np.uint8]
 
@@ -212,7 +229,7 @@ def search_noise(make: Callable[[float], float], wanted: float) -> tuple[float, 
 @click.option("-s", "--seed", type=Whole(0), default=0, show_default=True, help="Of the noise.")
 @click.option(
     "-t", "--threads", type=THREADS, default=max(1, (os.cpu_count() or 1) // 2), help="[default: half the cores]"
-)  # fmt: skip
+)
 def main(**options: Any) -> None:
     try:
         make_grown(**options)
@@ -221,9 +238,16 @@ def main(**options: Any) -> None:
 
 
 def make_grown(
-    model: Path, output: Path, layers: int, noise: float, acceptance: float | None, model_draft: Path | None,
-    predict: int, seed: int, threads: int,
-) -> None:  # fmt: skip
+    model: Path,
+    output: Path,
+    layers: int,
+    noise: float,
+    acceptance: float | None,
+    model_draft: Path | None,
+    predict: int,
+    seed: int,
+    threads: int,
+) -> None:
     """Write the file that the command line asks for, and print its acceptance rate on greedy text if that was measured.
     Raises UserError."""
     if acceptance is not None and noise:

@@ -97,9 +97,14 @@ class Prompt:
 
 
 def record_pair(
-    target: Path, draft: Path, prompt: Prompt, n_predict: int, n_threads: int = 0, ends: Sequence[int] = (),
+    target: Path,
+    draft: Path,
+    prompt: Prompt,
+    n_predict: int,
+    n_threads: int = 0,
+    ends: Sequence[int] = (),
     sampling: SamplingParams = GREEDY,
-) -> RecordedChoices:  # fmt: skip
+) -> RecordedChoices:
     """The target's text, up to one of the tokens `ends` if it comes, and the draft's guesses, which share its noise;
     both must have one vocabulary. `sampling`: no penalties. Raises UserError for files that are no models."""
     n_cells = len(prompt.tokens) + n_predict + N_BATCH
@@ -135,9 +140,13 @@ def _guesses_after(model: PathModel, tokens: Sequence[int], sampling: SamplingPa
 def _open_whole(path: Path, n_cells: int, n_threads: int, exact: bool) -> PathModel:
     info = read_model_info(path)
     params = LlamaParams(
-        n_cells=n_cells, n_seq_max=2, n_batch=N_BATCH, n_outputs_max=2,
-        n_threads=n_threads or len(os.sched_getaffinity(0)), exact=exact,
-    )  # fmt: skip
+        n_cells=n_cells,
+        n_seq_max=2,
+        n_batch=N_BATCH,
+        n_outputs_max=2,
+        n_threads=n_threads or len(os.sched_getaffinity(0)),
+        exact=exact,
+    )
     return PathModel(
         LlamaStage(open_slice(info, 0, info.n_layer, None), params), exact and info.layers.architecture.flash
     )
@@ -169,9 +178,17 @@ def read_prompts(path: Path, n_questions: int, model: Path, chat: bool) -> list[
 @click.option("-t", "n_threads", default=0, help="Threads. [default: all cores]")
 @click.option("-o", "output", type=click.Path(path_type=Path), required=True, help="The file of choices.")
 def main(
-    target: Path, draft: Path, prompts: Sequence[Path], questions: int, chat: bool, n_predict: int, temp: float,
-    seed: int, n_threads: int, output: Path,
-) -> None:  # fmt: skip
+    target: Path,
+    draft: Path,
+    prompts: Sequence[Path],
+    questions: int,
+    chat: bool,
+    n_predict: int,
+    temp: float,
+    seed: int,
+    n_threads: int,
+    output: Path,
+) -> None:
     ends = Tokenizer(target).ends if chat else ()
     sampling = SamplingParams(seed=seed, temp=temp, top_k=0, top_p=1.0, min_p=0.0)
     found = []

@@ -46,9 +46,20 @@ over them say more than speeds and less than ratios over iterative decoding, whi
 
 
 SECTIONS = (
-    pipeinfer_speeds, pipeinfer_poor, pipeinfer_first, pipeinfer_ablations, pipeinfer_gpus, real_choices, others,
-    pipedec, pipedec_load, flowspec, pipespec, sipipe, filler,
-)  # fmt: skip
+    pipeinfer_speeds,
+    pipeinfer_poor,
+    pipeinfer_first,
+    pipeinfer_ablations,
+    pipeinfer_gpus,
+    real_choices,
+    others,
+    pipedec,
+    pipedec_load,
+    flowspec,
+    pipespec,
+    sipipe,
+    filler,
+)
 
 
 def section(number: int) -> list[str]:

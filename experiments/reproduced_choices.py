@@ -37,9 +37,21 @@ def real_choices() -> Iterator[str]:
         "\nThe papers' presets on these texts, in tokens a second; those on 8 nodes of PipeInfer's cluster C with\n"
         "their deviation from text to text. `STPP` is here one tree, of 16 guesses, 4 after a token.\n"
     )
-    columns = ("set", "iterative", "speculative", "pipeinfer", "over speculative", "PipeDec 14: STPP", "pipedec",
-               "over STPP", "over PP", "FlowSpec 7B: pipedec", "flowspec", "over pipedec",
-               "auto over the best of each")  # fmt: skip
+    columns = (
+        "set",
+        "iterative",
+        "speculative",
+        "pipeinfer",
+        "over speculative",
+        "PipeDec 14: STPP",
+        "pipedec",
+        "over STPP",
+        "over PP",
+        "FlowSpec 7B: pipedec",
+        "flowspec",
+        "over pipedec",
+        "auto over the best of each",
+    )
     yield from markdown_table(columns, (_speeds_row(name, found) for name, found in sets.items()))
     yield (
         "\n**What does not agree.** In PipeInfer's figure 10 (four GPUs, Senku and TinyLlama) its speed varies less\n"
@@ -56,9 +68,20 @@ def real_choices() -> Iterator[str]:
         "than greedy with temperature 0.6, top-p 0.9 and top-k 80, five times each. Temperature 1 without limits is\n"
         "harder to guess than that, and is recorded once: both papers are beside one recording.\n"
     )
-    columns = ("temperature", "tokens", "4 guesses", "depth 1", "C-8: pipeinfer over speculative",
-               "PipeDec 14: pipedec", "over STPP", "FlowSpec 7B: Chunk-PP", "flowspec", "over Chunk-PP",
-               "over pipedec", "auto over flowspec")  # fmt: skip
+    columns = (
+        "temperature",
+        "tokens",
+        "4 guesses",
+        "depth 1",
+        "C-8: pipeinfer over speculative",
+        "PipeDec 14: pipedec",
+        "over STPP",
+        "FlowSpec 7B: Chunk-PP",
+        "flowspec",
+        "over Chunk-PP",
+        "over pipedec",
+        "auto over flowspec",
+    )
     yield from markdown_table(columns, (_temperature_row("0", texts), _temperature_row("1", read_choices(SAMPLED))))
 
 
@@ -79,10 +102,19 @@ def _temperature_row(temperature: str, texts: list[RecordedChoices]) -> list[str
     chunked, flow, narrow = (run_texts(F5, policy, texts, cancel).speed for policy, cancel in methods)
     auto = run_texts(F5, make_policy("auto"), texts).speed
     return [
-        temperature, str(sum(len(text.tokens) for text in texts)), f"{recorded_chain_rate(texts, 4):.2f}",
-        f"{rate_at_depth(texts, 1):.2f}", f"**{theirs / tree:.2f}**", f"{layered:.2f}", f"**{layered / static:.2f}**",
-        f"{chunked:.2f}", f"{flow:.2f}", f"**{flow / chunked:.2f}**", f"**{flow / narrow:.2f}**", f"{auto / flow:.2f}",
-    ]  # fmt: skip
+        temperature,
+        str(sum(len(text.tokens) for text in texts)),
+        f"{recorded_chain_rate(texts, 4):.2f}",
+        f"{rate_at_depth(texts, 1):.2f}",
+        f"**{theirs / tree:.2f}**",
+        f"{layered:.2f}",
+        f"**{layered / static:.2f}**",
+        f"{chunked:.2f}",
+        f"{flow:.2f}",
+        f"**{flow / chunked:.2f}**",
+        f"**{flow / narrow:.2f}**",
+        f"{auto / flow:.2f}",
+    ]
 
 
 def _rates_row(name: str, texts: list[RecordedChoices]) -> list[str]:
@@ -102,10 +134,18 @@ def _speeds_row(name: str, texts: list[RecordedChoices]) -> list[str]:
     best = ((C8, max(map(_mean, (plain, tree, theirs)))), (D14, max(static, layered)), (F5, max(narrow, flow)))
     auto = (f"{run_texts(setting, make_policy('auto'), texts).speed / speed:.2f}" for setting, speed in best)
     return [
-        name, *(f"{_mean(speeds):.2f} ± {pstdev(speeds):.2f}" for speeds in (plain, tree, theirs)),
-        f"**{_mean(theirs) / _mean(tree):.2f}**", f"{static:.2f}", f"{layered:.2f}", f"**{layered / static:.2f}**",
-        f"{layered / slow:.2f}", f"{narrow:.2f}", f"{flow:.2f}", f"**{flow / narrow:.2f}**", ", ".join(auto),
-    ]  # fmt: skip
+        name,
+        *(f"{_mean(speeds):.2f} ± {pstdev(speeds):.2f}" for speeds in (plain, tree, theirs)),
+        f"**{_mean(theirs) / _mean(tree):.2f}**",
+        f"{static:.2f}",
+        f"{layered:.2f}",
+        f"**{layered / static:.2f}**",
+        f"{layered / slow:.2f}",
+        f"{narrow:.2f}",
+        f"{flow:.2f}",
+        f"**{flow / narrow:.2f}**",
+        ", ".join(auto),
+    ]
 
 
 def _mean(speeds: Sequence[float]) -> float:

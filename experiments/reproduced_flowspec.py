@@ -13,16 +13,21 @@ TOP1, AGEING = 0.84, 0.95
 THEIRS = FlowSpec.from_paper()
 UNSCORED = replace(THEIRS, scored=False)
 METHODS = {  # name -> policy, whether stages hear of what is dead
-    "Chunk-PP": (replace(UNSCORED, expansion=False), False), "Pruned PP": (replace(UNSCORED, expansion=False), True),
-    "without score order": (UNSCORED, True), "flowspec": (THEIRS, True), "pipedec": (PipeDec(layer_width=16), True),
-}  # fmt: skip
+    "Chunk-PP": (replace(UNSCORED, expansion=False), False),
+    "Pruned PP": (replace(UNSCORED, expansion=False), True),
+    "without score order": (UNSCORED, True),
+    "flowspec": (THEIRS, True),
+    "pipedec": (PipeDec(layer_width=16), True),
+}
 PAIRS = ("llama2-7b", "llama2-13b")
 OVER_CHUNKED = {  # pair -> the paper's tokens a second over Chunk-PP's, means of tables I and III, greedy
-    "llama2-7b": ("6.08", "1.25", "1.38", "1.43", "1.16"), "llama2-13b": ("1.31", "", "", "1.69", "1.21"),
-}  # fmt: skip
+    "llama2-7b": ("6.08", "1.25", "1.38", "1.43", "1.16"),
+    "llama2-13b": ("1.31", "", "", "1.69", "1.21"),
+}
 TABLE_2 = {  # ALT, ALR of Chunk-PP, FlowSpec, PipeDec
-    "llama2-7b": ("0.54, 4.89", "1.01, 8.67", "0.59, 5.68"), "llama2-13b": ("0.55, 5.02", "1.01, 8.93", "0.59, 5.76"),
-}  # fmt: skip
+    "llama2-7b": ("0.54, 4.89", "1.01, 8.67", "0.59, 5.68"),
+    "llama2-13b": ("0.55, 5.02", "1.01, 8.93", "0.59, 5.76"),
+}
 DEPTHS = (2, 5, 8)
 
 
@@ -40,8 +45,16 @@ def flowspec() -> Iterator[str]:
         "first; a head that was [trained here](heads.md) ages by 0.84 a token. `plain`: the best guess is right\n"
         "as often as EAGLE's authors report of its first one (0.73, 0.74), however far from there.\n"
     )
-    columns = ("pair", "draft", "Mbit/s", *METHODS, "flowspec over pipedec", "ours: flowspec", "ours: pipeinfer",
-               "over 1000 Mbit/s")  # fmt: skip
+    columns = (
+        "pair",
+        "draft",
+        "Mbit/s",
+        *METHODS,
+        "flowspec over pipedec",
+        "ours: flowspec",
+        "ours: pipeinfer",
+        "over 1000 Mbit/s",
+    )
     cells = [(pair, *cell) for pair in PAIRS for cell in ((True, 1.0), (True, 0.125), (False, 1.0))]
     yield from markdown_table(columns, (_row(*cell) for cell in cells))
     yield "\n### Table II: tokens a turn of the pipeline and a round of speculation (ALT, ALR)\n"
@@ -94,10 +107,15 @@ def _row(pair: str, ages: bool, gbit: float) -> list[str]:
         for speed, paper in zip(speeds[1:], papers[1:], strict=True)
     ]
     return [
-        pair, "ages" if ages else "plain", f"{1000 * gbit:.0f}", *cells, over(runs[3], runs[4]),
-        f"{run(setting, FlowSpec()).speed:.2f}", f"{run(setting, PipeInfer()).speed:.2f}",
+        pair,
+        "ages" if ages else "plain",
+        f"{1000 * gbit:.0f}",
+        *cells,
+        over(runs[3], runs[4]),
+        f"{run(setting, FlowSpec()).speed:.2f}",
+        f"{run(setting, PipeInfer()).speed:.2f}",
         f"{speeds[3] / run(replace(setting, gbit=1.0), THEIRS).speed:.2f}",
-    ]  # fmt: skip
+    ]
 
 
 def _lengths_row(pair: str) -> list[str]:

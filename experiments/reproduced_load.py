@@ -41,8 +41,17 @@ def sipipe() -> Iterator[str]:
         "arrive. In the paper's ablation (figure 16, one after the other) samplers bring 16 to 38%, early input\n"
         "10 to 24%, expected messages 3 to 6%.\n"
     )
-    columns = ("set-up", "what holds nobody up", "tokens/s", "over none", "paper", "TPOT", "paper", "busiest stage",
-               "stages evaluate")  # fmt: skip
+    columns = (
+        "set-up",
+        "what holds nobody up",
+        "tokens/s",
+        "over none",
+        "paper",
+        "TPOT",
+        "paper",
+        "busiest stage",
+        "stages evaluate",
+    )
     yield from markdown_table(columns, (_sipipe_row(name, way) for name in SETUPS for way in WAYS))
     yield (
         "\n**What does not agree.** The order of the three is not shown here: samplers and early input bring what\n"
@@ -118,11 +127,16 @@ def _sipipe_row(name: str, way: str) -> list[str]:
     plain, found = _carried(name, NONE), _carried(name, way)
     is_all, evaluating = way == ALL, found["evaluating"]
     return [
-        what, way, f"{found['predicted_per_second']:.0f}",
-        f"{found['predicted_per_second'] / plain['predicted_per_second']:.2f}", paper_speed if is_all else "",
-        f"{found['tpot_mean_s'] / plain['tpot_mean_s'] - 1:+.0%}", paper_tpot if is_all else "",
-        f"{max(found['busy']):.0%}", f"{sum(evaluating) / len(evaluating):.0%}",
-    ]  # fmt: skip
+        what,
+        way,
+        f"{found['predicted_per_second']:.0f}",
+        f"{found['predicted_per_second'] / plain['predicted_per_second']:.2f}",
+        paper_speed if is_all else "",
+        f"{found['tpot_mean_s'] / plain['tpot_mean_s'] - 1:+.0%}",
+        paper_tpot if is_all else "",
+        f"{max(found['busy']):.0%}",
+        f"{sum(evaluating) / len(evaluating):.0%}",
+    ]
 
 
 FILLED = (1, 4, 16, 64, 128)

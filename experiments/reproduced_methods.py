@@ -25,8 +25,20 @@ def others() -> Iterator[str]:
         "speculation in turns), which are not ours: it is no comparison with `over speculative`. Their methods\n"
         "are made for another purpose: wide trees, a layer a timestep (PipeDec), segments of a tree (FlowSpec).\n"
     )
-    columns = ("setting", "acceptance", "iterative", "speculative", "its best", "ours", "policy", "over iterative",
-               "over speculative", "over its best", "paper over plain", "paper over its own baseline")  # fmt: skip
+    columns = (
+        "setting",
+        "acceptance",
+        "iterative",
+        "speculative",
+        "its best",
+        "ours",
+        "policy",
+        "over iterative",
+        "over speculative",
+        "over its best",
+        "paper over plain",
+        "paper over its own baseline",
+    )
     cells = [
         ("PipeDec, 7 stages", Setting("pipedec-7"), "", ""),
         ("PipeDec, 14 stages", Setting("pipedec-14"), "4.46 … 7.79", "2.2 … 2.69"),
@@ -81,10 +93,25 @@ def pipedec() -> Iterator[str]:
         "GPUs each, which take a run one after the other (`--group 2`). `re-tuned`: the best of four widths and\n"
         "numbers of children.\n"
     )
-    columns = ("stages", "acceptance", "naive PP", "STPP", "pipedec", "over PP", "paper", "over STPP", "paper",
-               "foreseen", "ours: re-tuned over PP", "auto over PP")  # fmt: skip
-    cells = [(stages, group, share) for stages, group in ((7, 1), (14, IN_GROUPS), (14, 1), (21, 1))
-             for share in (0.6, 0.7, 0.8, 0.9)]  # fmt: skip
+    columns = (
+        "stages",
+        "acceptance",
+        "naive PP",
+        "STPP",
+        "pipedec",
+        "over PP",
+        "paper",
+        "over STPP",
+        "paper",
+        "foreseen",
+        "ours: re-tuned over PP",
+        "auto over PP",
+    )
+    cells = [
+        (stages, group, share)
+        for stages, group in ((7, 1), (14, IN_GROUPS), (14, 1), (21, 1))
+        for share in (0.6, 0.7, 0.8, 0.9)
+    ]
     yield from markdown_table(columns, (_pipedec_row(*cell) for cell in cells))
     yield (
         "\n**What does not agree.** 2.2 to 2.69 over STPP is met nowhere: our static trees have the size that is best\n"
@@ -115,12 +142,17 @@ def _pipedec_row(stages: int, group: int, acceptance: float) -> list[str]:
     retuned = max(run(setting, replace(each, group=group)).speed for each in RETUNED)
     is_papers = (stages, group) == (14, 1)
     return [
-        f"{stages} in {stages // group}" if group > 1 else str(stages), f"{acceptance:g}",
-        *(f"{figures.speed:.2f}" for figures in (plain, tree, ours)), over(ours, plain),
-        "4.46 … 7.79" if is_papers else "", over(ours, tree), "2.2 … 2.69" if is_papers else "",
-        f"{tree.foreseen:.0%}, {ours.foreseen:.0%}", f"{retuned / plain.speed:.2f}",
+        f"{stages} in {stages // group}" if group > 1 else str(stages),
+        f"{acceptance:g}",
+        *(f"{figures.speed:.2f}" for figures in (plain, tree, ours)),
+        over(ours, plain),
+        "4.46 … 7.79" if is_papers else "",
+        over(ours, tree),
+        "2.2 … 2.69" if is_papers else "",
+        f"{tree.foreseen:.0%}, {ours.foreseen:.0%}",
+        f"{retuned / plain.speed:.2f}",
         f"{run(setting, make_policy('auto')).speed / plain.speed:.2f}",
-    ]  # fmt: skip
+    ]
 
 
 CLIENTS = (1, 2, 4, 8)

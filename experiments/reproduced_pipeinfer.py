@@ -17,9 +17,13 @@ def published(setting: Setting) -> tuple[Figures, Figures, Figures]:
 
 
 PAIRS = {  # pair -> (accepted of trees of four, the most that the paper reports for such a pair)
-    "dolphin-tinyllama": (0.79, 1.7), "dolphin-orca2": (0.66, 1.7), "goliath-xwin7": (0.52, 2.15),
-    "goliath-xwin13": (0.61, 2.15), "falcon-7": (0.68675, 1.7), "falcon-40": (0.6947, 1.7),
-}  # fmt: skip
+    "dolphin-tinyllama": (0.79, 1.7),
+    "dolphin-orca2": (0.66, 1.7),
+    "goliath-xwin7": (0.52, 2.15),
+    "goliath-xwin13": (0.61, 2.15),
+    "falcon-7": (0.68675, 1.7),
+    "falcon-40": (0.6947, 1.7),
+}
 CLUSTERS = (
     *(("pipeinfer-c", nodes) for nodes in (4, 8, 15, 32)),
     *(("pipeinfer-a", nodes) for nodes in (4, 8)),
@@ -39,9 +43,24 @@ def pipeinfer_speeds() -> Iterator[str]:
         "be right for that, and what the columns have; `if top-1` is the ratio where the reported figure itself\n"
         "is taken for it. `sent` is accepted over sent, measured here for the baseline.\n"
     )
-    columns = ("cluster", "nodes", "pair", "accepted", "top-1", "sent", "iterative", "paper: speculative",
-               "paper: pipeinfer", "over speculative", "if top-1", "the paper's ratio, at most", "over iterative",
-               "ours: pipeinfer", "ours over iterative", "ours over its best")  # fmt: skip
+    columns = (
+        "cluster",
+        "nodes",
+        "pair",
+        "accepted",
+        "top-1",
+        "sent",
+        "iterative",
+        "paper: speculative",
+        "paper: pipeinfer",
+        "over speculative",
+        "if top-1",
+        "the paper's ratio, at most",
+        "over iterative",
+        "ours: pipeinfer",
+        "ours over iterative",
+        "ours over its best",
+    )
     yield from markdown_table(columns, (_speed_row(*cluster, pair) for pair in PAIRS for cluster in CLUSTERS))
     plain, _, theirs = published(_calibrated("pipeinfer-a", "dolphin-tinyllama", 4))
     yield (
@@ -77,19 +96,30 @@ def _speed_row(cluster: str, nodes: int, pair: str) -> list[str]:
     _, other_tree, other = published(replace(setting, acceptance=accepted))
     ours, best = run(setting, PipeInfer()).speed, baseline(setting, ANY_SIZE).speed
     return [
-        cluster, str(nodes), pair, f"{accepted:.2f}", f"{setting.acceptance:.2f}", f"{tree.sent_acceptance:.2f}",
-        *(f"{each.speed:.2f}" for each in (plain, tree, theirs)), over(theirs, tree),
-        f"{other.speed / other_tree.speed:.2f}", f"{most:.2f}", f"{theirs.speed / plain.speed:.2f}", f"{ours:.2f}",
-        f"{ours / plain.speed:.2f}", f"{ours / best:.2f}",
-    ]  # fmt: skip
+        cluster,
+        str(nodes),
+        pair,
+        f"{accepted:.2f}",
+        f"{setting.acceptance:.2f}",
+        f"{tree.sent_acceptance:.2f}",
+        *(f"{each.speed:.2f}" for each in (plain, tree, theirs)),
+        over(theirs, tree),
+        f"{other.speed / other_tree.speed:.2f}",
+        f"{most:.2f}",
+        f"{theirs.speed / plain.speed:.2f}",
+        f"{ours:.2f}",
+        f"{ours / plain.speed:.2f}",
+        f"{ours / best:.2f}",
+    ]
 
 
 GPU_PAIRS = {  # pair -> target and draft, the rate that the paper reports elsewhere for such a pair
     "llama2-70b-tinyllama": ("Dolphin 2.1 or Senku 70B, TinyLlama", 0.79),
     "llama2-70b-7b": ("Dolphin 2.1 or Senku 70B, Orca 2 or LongOrca 7B", 0.66),
-    "llama3-70b-8b": ("Dolphin 2.9 70B, 8B", None), "qwen-32b-7b": ("Qwen 33B, 7B", None),
+    "llama3-70b-8b": ("Dolphin 2.9 70B, 8B", None),
+    "qwen-32b-7b": ("Qwen 33B, 7B", None),
     "yi-34b-9b": ("Yi 34B, 9B", None),
-}  # fmt: skip
+}
 RATES = (0.52, 0.66, 0.79)
 
 
@@ -100,8 +130,15 @@ def pipeinfer_gpus() -> Iterator[str]:
         "gives a picture, says that PipeInfer is faster than speculation in all pairs but Dolphin 2.9, and gives no\n"
         "rates: so a pair is here with its rate on cluster A, or with three rates, accepted of four.\n"
     )
-    columns = ("pair", "accepted", "iterative", "paper: speculative", "paper: pipeinfer", "over speculative",
-               "over iterative")  # fmt: skip
+    columns = (
+        "pair",
+        "accepted",
+        "iterative",
+        "paper: speculative",
+        "paper: pipeinfer",
+        "over speculative",
+        "over iterative",
+    )
     cells = [(pair, rate) for pair, (_, known) in GPU_PAIRS.items() for rate in ([known] if known else RATES)]
     yield from markdown_table(columns, (_gpu_row(*cell) for cell in cells))
     yield (
@@ -113,9 +150,12 @@ def pipeinfer_gpus() -> Iterator[str]:
 def _gpu_row(pair: str, rate: float) -> list[str]:
     plain, tree, theirs = published(Setting("pipeinfer-gpu", pair, acceptance=top1_of_chain(rate)))
     return [
-        GPU_PAIRS[pair][0], f"{rate:.2f}", *(f"{each.speed:.2f}" for each in (plain, tree, theirs)),
-        over(theirs, tree), f"{theirs.speed / plain.speed:.2f}",
-    ]  # fmt: skip
+        GPU_PAIRS[pair][0],
+        f"{rate:.2f}",
+        *(f"{each.speed:.2f}" for each in (plain, tree, theirs)),
+        over(theirs, tree),
+        f"{theirs.speed / plain.speed:.2f}",
+    ]
 
 
 def pipeinfer_poor() -> Iterator[str]:
@@ -125,8 +165,18 @@ def pipeinfer_poor() -> Iterator[str]:
         "which hold layers then. Ours stops guessing for a while (`backoff`); without it up to 8% are lost on slow\n"
         "links and processors.\n"
     )
-    columns = ("cluster", "nodes", "pair", "iterative", "paper: speculative", "over iterative", "paper: pipeinfer",
-               "over iterative", "ours: pipeinfer", "over iterative")  # fmt: skip
+    columns = (
+        "cluster",
+        "nodes",
+        "pair",
+        "iterative",
+        "paper: speculative",
+        "over iterative",
+        "paper: pipeinfer",
+        "over iterative",
+        "ours: pipeinfer",
+        "over iterative",
+    )
     yield from markdown_table(columns, (_poor_row(*cell) for cell in EIGHT_NODES))
 
 
@@ -144,8 +194,16 @@ def pipeinfer_first() -> Iterator[str]:
         "guessed before. The paper: near parity with iterative decoding, far sooner than speculative inference.\n"
         "Ours guesses while the prompt is read.\n"
     )
-    columns = ("cluster", "nodes", "pair", "iterative s", "paper: speculative s", "paper: pipeinfer s",
-               "pipeinfer / iterative", "ours: pipeinfer s")  # fmt: skip
+    columns = (
+        "cluster",
+        "nodes",
+        "pair",
+        "iterative s",
+        "paper: speculative s",
+        "paper: pipeinfer s",
+        "pipeinfer / iterative",
+        "ours: pipeinfer s",
+    )
     yield from markdown_table(columns, (_first_row(*cell) for cell in EIGHT_NODES))
 
 
@@ -164,8 +222,15 @@ def pipeinfer_ablations() -> Iterator[str]:
         "speculation, with larger trees instead, much slower for Dolphin and Goliath, moderately for Falcon; the\n"
         "others gave no valid output.\n"
     )
-    columns = ("settings", "pair", "whole", "no cancellation", "not continuous", "not continuous, runs of 8",
-               "not asynchronous")  # fmt: skip
+    columns = (
+        "settings",
+        "pair",
+        "whole",
+        "no cancellation",
+        "not continuous",
+        "not continuous, runs of 8",
+        "not asynchronous",
+    )
     presets = {"paper": PipeInfer.from_paper(), "ours": PipeInfer()}
     cells = [(name, policy, pair) for name, policy in presets.items() for pair in ABLATED]
     yield from markdown_table(columns, (_ablation_row(*cell) for cell in cells))

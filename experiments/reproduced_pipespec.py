@@ -8,8 +8,9 @@ from pipeinfer.text import markdown_table
 
 PIPESPEC_TOKEN_S = 0.1237
 PIPESPEC_SETTINGS = {  # pair -> (nodes, the paper's speed-up asynchronous, synchronous), table 1
-    "llama-70b-8b": (3, "2.27", "1.32"), "llama-70b-8b-1b": (4, "2.54", "1.37"),
-}  # fmt: skip
+    "llama-70b-8b": (3, "2.27", "1.32"),
+    "llama-70b-8b-1b": (4, "2.54", "1.37"),
+}
 
 
 def pipespec() -> Iterator[str]:
@@ -20,8 +21,17 @@ def pipespec() -> Iterator[str]:
         "while its drafts run at full speed: beside a target as slow as theirs guesses pay more. The settings are\n"
         "the paper's: no lookahead, 8 tokens in turns; `re-tuned`: the best lookahead of 0, 2, 4 and 8.\n"
     )
-    columns = ("models", "target", "plain", "synchronous", "pipespec", "synchronous over plain", "pipespec over plain",
-               "ours: re-tuned over plain", "auto over plain")  # fmt: skip
+    columns = (
+        "models",
+        "target",
+        "plain",
+        "synchronous",
+        "pipespec",
+        "synchronous over plain",
+        "pipespec over plain",
+        "ours: re-tuned over plain",
+        "auto over plain",
+    )
     cells = [(pair, slow) for pair in PIPESPEC_SETTINGS for slow in (False, True)]
     yield from markdown_table(columns, (_pipespec_row(*cell) for cell in cells))
     yield "\n### Table 2: Llama 2 with a draft of 68M\n"
@@ -65,18 +75,21 @@ def _pipespec_row(pair: str, slow: bool) -> list[str]:
     plain, in_turns, ours, best = (run(setting, policy) for policy in policies)
     retuned = max(run(setting, PipeSpec(lookahead=window)).speed for window in (0, 2, 4, 8))
     return [
-        pair, "as slow as theirs" if slow else "by bandwidth",
+        pair,
+        "as slow as theirs" if slow else "by bandwidth",
         *(f"{figures.speed:.2f}" for figures in (plain, in_turns, ours)),
-        f"{in_turns.speed / plain.speed:.2f} (paper {paper_in_turns})", f"{over(ours, plain)} (paper {paper})",
-        f"{retuned / plain.speed:.2f}", f"{best.speed / plain.speed:.2f}",
-    ]  # fmt: skip
+        f"{in_turns.speed / plain.speed:.2f} (paper {paper_in_turns})",
+        f"{over(ours, plain)} (paper {paper})",
+        f"{retuned / plain.speed:.2f}",
+        f"{best.speed / plain.speed:.2f}",
+    ]
 
 
 SMALL = {  # pair -> (nodes, the paper's plain, in turns, asynchronous), table 2
     "llama2-7b-68m": (2, "20.4 … 20.6", "1.35", "1.40 … 1.63"),
     "llama2-13b-68m": (2, "30.3", "1.47", "1.64"),
     "llama2-13b-7b-68m": (3, "28.2 … 30.3", "1.28 … 1.45", "1.82 … 2.00"),
-}  # fmt: skip
+}
 
 
 def _small_row(pair: str) -> list[str]:
@@ -86,9 +99,11 @@ def _small_row(pair: str) -> list[str]:
         run(setting, policy).speed for policy in (Iterative(), PipeSpec(asynchronous=False), PipeSpec())
     )
     return [
-        pair, f"{1e3 / plain:.1f} ({plain_ms})", f"{1e3 / in_turns:.1f}, {in_turns / plain:.2f} ({in_turns_paper})",
+        pair,
+        f"{1e3 / plain:.1f} ({plain_ms})",
+        f"{1e3 / in_turns:.1f}, {in_turns / plain:.2f} ({in_turns_paper})",
         f"{1e3 / ours:.1f}, **{ours / plain:.2f}** ({paper})",
-    ]  # fmt: skip
+    ]
 
 
 SHOWN_LENGTHS = ("1", "2 … 4", "5 … 7", "8, 9", "10 … 14", "15 … 20", "above 20")

@@ -52,9 +52,13 @@ def tensor_stage(machines: Sequence[Machine], model: Model, link: LinkCost, soft
     it and two all-reduces. `software_s`: added to each all-reduce."""
     n_hosts = len(machines)
     slowest = Machine(
-        f"{n_hosts} hosts", min(each.bytes_per_s for each in machines), min(each.flop_per_s for each in machines),
-        max(each.layer_s for each in machines), max(each.run_s for each in machines), math.inf,
-    )  # fmt: skip
+        f"{n_hosts} hosts",
+        min(each.bytes_per_s for each in machines),
+        min(each.flop_per_s for each in machines),
+        max(each.layer_s for each in machines),
+        max(each.run_s for each in machines),
+        math.inf,
+    )
     sizes = ("layer_bytes", "layer_params", "output_bytes", "output_params", "kv_bytes")
     part = slowest.slice_of(
         replace(model, **{name: getattr(model, name) / n_hosts for name in sizes}), model.layers, True
@@ -278,8 +282,15 @@ def findings(results: Results) -> Iterator[str]:
     )
 
 
-COLUMNS = ("network", "pipeline", "pipeline, `auto`", "tensor parallel", "tensor parallel, guesses", "`auto` over it",
-           "first token s: pipeline, tensor parallel")  # fmt: skip
+COLUMNS = (
+    "network",
+    "pipeline",
+    "pipeline, `auto`",
+    "tensor parallel",
+    "tensor parallel, guesses",
+    "`auto` over it",
+    "first token s: pipeline, tensor parallel",
+)
 
 
 def page(results: Results) -> Iterator[str]:
@@ -304,24 +315,39 @@ def _row(network: Network, each: Speeds) -> list[str]:
 
 
 def _guesses(results: Results) -> Iterator[list[str]]:
-    yield ["vLLM, MTP, measured ([comment](https://github.com/vllm-project/vllm/issues/44697), September 2026)",
-           "Qwen3.8-Flash-Next, PP 4, four SM80 GPUs on PCIe Gen2 x4, 2 guesses, 93% right at the first; one stream",
-           "61.2", "43.7", "0.71"]  # fmt: skip
-    yield ["vLLM, EAGLE-3, measured ([comment](https://github.com/vllm-project/vllm/pull/50514), August 2026)",
-           "Llama 3.3 70B FP8, TP 2 x PP 2 over two hosts, 2 x 100G RoCE with TCP sockets; one stream",
-           "", "", "2.34"]  # fmt: skip
+    yield [
+        "vLLM, MTP, measured ([comment](https://github.com/vllm-project/vllm/issues/44697), September 2026)",
+        "Qwen3.8-Flash-Next, PP 4, four SM80 GPUs on PCIe Gen2 x4, 2 guesses, 93% right at the first; one stream",
+        "61.2",
+        "43.7",
+        "0.71",
+    ]
+    yield [
+        "vLLM, EAGLE-3, measured ([comment](https://github.com/vllm-project/vllm/pull/50514), August 2026)",
+        "Llama 3.3 70B FP8, TP 2 x PP 2 over two hosts, 2 x 100G RoCE with TCP sockets; one stream",
+        "",
+        "",
+        "2.34",
+    ]
     for cell, network in ((CELLS[5], NETWORKS[2]), (CELLS[1], NETWORKS[1])):
         each, setting = results[cell, network], f"{cell.title}, {network.name}"
         turns = in_turns(OnNetwork(cell.profile, cell.pair, cell.nodes, network=network))
         for what, speed in (("in turns (`speculative`, best setting)", turns), ("`auto`", each.auto)):
-            yield [f"pipeinfer, {what}, simulated", setting, f"{each.plain:.2f}", f"{speed:.2f}",
-                   f"{speed / each.plain:.2f}"]  # fmt: skip
+            yield [
+                f"pipeinfer, {what}, simulated",
+                setting,
+                f"{each.plain:.2f}",
+                f"{speed:.2f}",
+                f"{speed / each.plain:.2f}",
+            ]
 
 
 LINES = {
-    "plain": ("pipeline", "#999999", "o", ":"), "auto": ("pipeline, auto", "#D55E00", "D", "-"),
-    "cut": ("tensor parallel", "#56B4E9", "s", ":"), "cut_turns": ("tensor parallel, guesses", "#0072B2", "^", "-"),
-}  # fmt: skip
+    "plain": ("pipeline", "#999999", "o", ":"),
+    "auto": ("pipeline, auto", "#D55E00", "D", "-"),
+    "cut": ("tensor parallel", "#56B4E9", "s", ":"),
+    "cut_turns": ("tensor parallel, guesses", "#0072B2", "^", "-"),
+}
 TICKS = ("1 Gbit/s\nas measured", "1 Gbit/s", "10 Gbit/s", "IB QDR", "IB EDR")
 
 

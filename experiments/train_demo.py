@@ -58,11 +58,21 @@ def train_tokenizer(texts: list[str]) -> bytes:
     model = io.BytesIO()
     lines = (line for text in texts for line in text.split("\n") if line)
     sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines, model_writer=model, model_type="bpe", vocab_size=N_VOCAB, byte_fallback=True,
-        normalization_rule_name="identity", remove_extra_whitespaces=False, add_dummy_prefix=False,
-        allow_whitespace_only_pieces=True, split_digits=True, character_coverage=0.9995,
-        input_sentence_size=300_000, shuffle_input_sentence=True, minloglevel=2,
-    )  # fmt: skip
+        sentence_iterator=lines,
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=N_VOCAB,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        add_dummy_prefix=False,
+        allow_whitespace_only_pieces=True,
+        split_digits=True,
+        character_coverage=0.9995,
+        input_sentence_size=300_000,
+        shuffle_input_sentence=True,
+        minloglevel=2,
+    )
     return model.getvalue()
 
 

@@ -21,10 +21,18 @@ from matplotlib.figure import Figure
 from plots.frames import count_text, spread
 
 STYLE: dict[Any, Any] = {
-    "font.size": 9, "axes.titlesize": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
-    "axes.grid.axis": "y", "axes.axisbelow": True, "grid.color": "#E5E5E5", "hatch.linewidth": 0.6,
-    "legend.title_fontsize": 11, "svg.hashsalt": "pipeinfer",
-}  # fmt: skip
+    "font.size": 9,
+    "axes.titlesize": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": "#E5E5E5",
+    "hatch.linewidth": 0.6,
+    "legend.title_fontsize": 11,
+    "svg.hashsalt": "pipeinfer",
+}
 LINE_HEIGHT = 0.19  # inches
 
 
@@ -39,10 +47,14 @@ class Look(NamedTuple):
 
 # Okabe and Ito's palette: distinct with any colour vision; hatches are for prints without colours
 POLICY_LOOKS = {
-    "iterative": Look("#999999"), "speculative": Look("#E69F00", "//", "s", "--"),
-    "pipeinfer": Look("#0072B2", "", "D"), "pipedec": Look("#009E73", "\\\\", "^"),
-    "flowspec": Look("#CC79A7", "..", "v"), "pipespec": Look("#56B4E9", "xx", "P"), "auto": Look("#D55E00", "", "*"),
-}  # fmt: skip
+    "iterative": Look("#999999"),
+    "speculative": Look("#E69F00", "//", "s", "--"),
+    "pipeinfer": Look("#0072B2", "", "D"),
+    "pipedec": Look("#009E73", "\\\\", "^"),
+    "flowspec": Look("#CC79A7", "..", "v"),
+    "pipespec": Look("#56B4E9", "xx", "P"),
+    "auto": Look("#D55E00", "", "*"),
+}
 TONES = (0.5, -0.35, 0.75, -0.6)  # towards white; below 0 towards black
 HATCHES, MARKERS, DASHES = ("///", "\\\\\\", "...", "xxx", "---"), "Xp<>dh8", ("--", "-.", ":")
 
@@ -114,9 +126,14 @@ def whiskers(axes: Axes, places: Any, means: pd.Series, deviations: pd.Series, c
 
 
 def bars(
-    frame: pd.DataFrame, by: str, values: Mapping[str, str], looks: Mapping[str, Look],
-    mark: Callable[[pd.DataFrame], str] = lambda rows: "", groups: Sequence[str] = (), dots: bool = False,
-) -> Figure:  # fmt: skip
+    frame: pd.DataFrame,
+    by: str,
+    values: Mapping[str, str],
+    looks: Mapping[str, Look],
+    mark: Callable[[pd.DataFrame], str] = lambda rows: "",
+    groups: Sequence[str] = (),
+    dots: bool = False,
+) -> Figure:
     """Means by `by` and series of `values`, columns with the labels of their axes. `mark`: what is written on a bar of
     the first column. `groups`: values of `by` that every panel has, by default its own. `dots`: one for every row."""
     sizes = frame.groupby(["panel", by, "series"], observed=True).size()
@@ -129,8 +146,16 @@ def bars(
         highest, wide = 0.0, 0.8 / n_series
         for index, (label, rows, means, deviations) in enumerate(series_of(panel, by, value)):
             middles = pd.Series(np.arange(len(shown)) - 0.4 + (index + 0.5) * wide, shown)[means.index]
-            axes.bar(middles, means, 0.92 * wide, label=label, color=looks[label].colour, hatch=looks[label].hatch,
-                     edgecolor="white", lw=0.4)  # fmt: skip
+            axes.bar(
+                middles,
+                means,
+                0.92 * wide,
+                label=label,
+                color=looks[label].colour,
+                hatch=looks[label].hatch,
+                edgecolor="white",
+                lw=0.4,
+            )
             whiskers(axes, middles, means, deviations, "black")
             tops = means + deviations.fillna(0.0)
             for group, members in rows.groupby(by):
@@ -139,8 +164,15 @@ def bars(
                     axes.plot(middles[group] + offsets, members[value], ".", color="black", ms=2.2, alpha=0.5)
                     tops[group] = max(tops[group], members[value].max())
                 text = mark(members) if value == next(iter(values)) else ""
-                axes.annotate(text, (middles[group], tops[group]), (0, 2), textcoords="offset points", ha="center",
-                              va="bottom", fontsize=6)  # fmt: skip
+                axes.annotate(
+                    text,
+                    (middles[group], tops[group]),
+                    (0, 2),
+                    textcoords="offset points",
+                    ha="center",
+                    va="bottom",
+                    fontsize=6,
+                )
             highest = max(highest, tops.max())
         axes.set_xticks(range(len(shown)), list(map(str, shown)))
         axes.set(xlim=(-0.6, len(shown) - 0.4), ylim=(0, 1.17 * highest or 1.0), ylabel=values[value])
@@ -165,6 +197,14 @@ def distributions(frame: pd.DataFrame, values: Mapping[str, tuple[str, str]], lo
 def lines(axes: Axes, panel: pd.DataFrame, by: str, value: str, looks: Mapping[str, Look], dashes: str) -> None:
     """A line a series through the means by `by`. Solid lines are in the legend."""
     for label, _, means, deviations in series_of(panel, by, value):
-        axes.plot(means.index, means, color=looks[label].colour, marker=looks[label].marker, ls=dashes, ms=4.5, lw=1.4,
-                  label=label if dashes == "-" else None)  # fmt: skip
+        axes.plot(
+            means.index,
+            means,
+            color=looks[label].colour,
+            marker=looks[label].marker,
+            ls=dashes,
+            ms=4.5,
+            lw=1.4,
+            label=label if dashes == "-" else None,
+        )
         whiskers(axes, means.index, means, deviations, looks[label].colour)

@@ -19,17 +19,43 @@ from pipeinfer.policies import POLICIES
 from pipeinfer.text import without_suffixes
 
 SHOWN = (
-    "policy", "variant", "settings", "model", "model_bytes", "model_hash", "quantisation", "model_draft",
-    "model_draft_bytes", "model_draft_hash", "quantisation_draft", "ranks", "layers", "threads", "prompt",
-    "prompt_hash", "prompt_n", "seed", "repetition",
-)  # fmt: skip
+    "policy",
+    "variant",
+    "settings",
+    "model",
+    "model_bytes",
+    "model_hash",
+    "quantisation",
+    "model_draft",
+    "model_draft_bytes",
+    "model_draft_hash",
+    "quantisation_draft",
+    "ranks",
+    "layers",
+    "threads",
+    "prompt",
+    "prompt_hash",
+    "prompt_n",
+    "seed",
+    "repetition",
+)
 """Columns that figures show as bars, groups and titles, or average over and say so. All others that were asked are
 facets: rows that differ in them are in different panels."""
 
 BAR = ["model", "model_hash", "model_draft", "model_draft_hash", "policy", "variant", "settings", "ranks", "layers"]
-LABELS = {"predicted_n": "{} tokens", "temp": "temperature {}", "numerics": "{}", "options": "{}", "pace": "on {}",
-          "pace_hash": "#{:.6}", "predict": "{} tokens", "n_requests": "{} requests", "parallel": "loaded for {}",
-          "policy": "{}", "load": "{}"}  # fmt: skip
+LABELS = {
+    "predicted_n": "{} tokens",
+    "temp": "temperature {}",
+    "numerics": "{}",
+    "options": "{}",
+    "pace": "on {}",
+    "pace_hash": "#{:.6}",
+    "predict": "{} tokens",
+    "n_requests": "{} requests",
+    "parallel": "loaded for {}",
+    "policy": "{}",
+    "load": "{}",
+}
 LONGEST_NAME = 34
 VIRTUAL = "virtual"
 """The numerics of what was simulated."""

@@ -17,8 +17,11 @@ from plots.frames import SHOWN, layout, means_text, points, pooled_text, what_te
 
 POINTS = {"concurrency": "clients at a time", "rate": "requests a second"}
 FACETS = tuple(name for name in LOADS.key if name not in (*SHOWN, *POINTS))
-LATENCIES = {"ttft": "time to first token (ms)\nfrom a request's arrival", "tpot": "time per output token (ms)",
-             "itl": "inter-token latency (ms)"}  # fmt: skip
+LATENCIES = {
+    "ttft": "time to first token (ms)\nfrom a request's arrival",
+    "tpot": "time per output token (ms)",
+    "itl": "inter-token latency (ms)",
+}
 SHARES = {"50": ("median", "-"), "90": ("90th percentile", "--"), "99": ("99th percentile", ":")}
 BAR = ["panel", "concurrency", "rate", "series"]
 
@@ -45,8 +48,10 @@ def cdfs(frame: pd.DataFrame) -> Figure | None:
     loads = [f"clients: {n}" if n else f"{rate:g} requests/s" for n, rate in by]
     frame = layout(frame.assign(load=loads), FACETS, ["ranks", "load"])
     counts = {"ttft": frame.n_requests, "itl": frame.predicted_n - frame.n_requests}
-    steps = {name: [points(1e3 * np.array(each), n) for each, n in zip(frame[f"{name}_percentiles_s"], ns, strict=True)]
-            for name, ns in counts.items()}  # fmt: skip
+    steps = {
+        name: [points(1e3 * np.array(each), n) for each, n in zip(frame[f"{name}_percentiles_s"], ns, strict=True)]
+        for name, ns in counts.items()
+    }
     values = {"ttft": (LATENCIES["ttft"], "share of requests"), "itl": (LATENCIES["itl"], "share of tokens")}
     figure = distributions(frame.assign(**steps), values, looks_of(frame))
     groups = frame.groupby(BAR, dropna=False, observed=True)
@@ -102,6 +107,8 @@ def _lines(title: str, frame: pd.DataFrame, values: Mapping[str, Lines]) -> Figu
 def _asked_text(frame: pd.DataFrame) -> str:
     """How much a load asks for; titles have what differs."""
     counts = {"requests": frame.n_requests, "tokens": frame.predict}
-    shown = {words: (f"{column.min()} to " if column.nunique() > 1 else "") + f"{column.max()} {words}"
-             for words, column in counts.items()}  # fmt: skip
+    shown = {
+        words: (f"{column.min()} to " if column.nunique() > 1 else "") + f"{column.max()} {words}"
+        for words, column in counts.items()
+    }
     return f" A load: {shown['requests']}, {shown['tokens']} each."

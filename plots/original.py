@@ -29,6 +29,8 @@ def original_rows(path: Path, lines: Sequence[Line]) -> list[Record]:
         figures = {column.name: value_of(path, number, column, cell) for column, cell in pairs}
         rows.append(figures | {"policy": POLICIES[index % 3]})
     if len(rows) % 3:
-        raise UserError(f"{path}, line {lines[-1][0]}: rows without a header come in threes ({', '.join(POLICIES)}), "
-                        f"not {len(rows)}")  # fmt: skip
+        raise UserError(
+            f"{path}, line {lines[-1][0]}: rows without a header come in threes ({', '.join(POLICIES)}), "
+            f"not {len(rows)}"
+        )
     return rows

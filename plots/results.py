@@ -27,8 +27,12 @@ from plots.frames import (
 
 FACETS = tuple(name for name in KEY if name not in SHOWN)
 GREYS = ("0.25", "0.5", "0.75")
-USES = {"busy_s": ("busy", "#009E73"), "cancelled_s": ("cancelled runs", "#D55E00"),
-        "waiting_s": ("waiting for a run", "#56B4E9"), "idle_s": ("idle", "#DDDDDD")}  # fmt: skip
+USES = {
+    "busy_s": ("busy", "#009E73"),
+    "cancelled_s": ("cancelled runs", "#D55E00"),
+    "waiting_s": ("waiting for a run", "#56B4E9"),
+    "idle_s": ("idle", "#DDDDDD"),
+}
 SPEED, ITL = "mean generation speed (tokens/s)", "mean inter-token latency (ms)"
 ON_BARS = "\n% on a bar: acceptance rate"
 UNSENT = "none"
@@ -72,14 +76,25 @@ def prompts(frame: pd.DataFrame) -> Figure | None:
     if frame.prompt.nunique() < 2:
         return None
     frame = layout(frame.assign(label=prompt_labels(frame)), FACETS, ["ranks"])
-    return _bars("Generation speed by prompt; a dot is one generation", frame, "label",
-                 {"predicted_per_second": SPEED + ON_BARS}, groups=list(frame.label.unique()), dots=True)  # fmt: skip
+    return _bars(
+        "Generation speed by prompt; a dot is one generation",
+        frame,
+        "label",
+        {"predicted_per_second": SPEED + ON_BARS},
+        groups=list(frame.label.unique()),
+        dots=True,
+    )
 
 
 def _bars(
-    title: str, frame: pd.DataFrame, by: str, values: Mapping[str, str], looks: Mapping[str, Look] | None = None,
-    mark: Callable[[pd.DataFrame], str] = acceptance, **options: Any,
-) -> Figure:  # fmt: skip
+    title: str,
+    frame: pd.DataFrame,
+    by: str,
+    values: Mapping[str, str],
+    looks: Mapping[str, Look] | None = None,
+    mark: Callable[[pd.DataFrame], str] = acceptance,
+    **options: Any,
+) -> Figure:
     figure = bars(frame, by, values, looks or looks_of(frame), mark, **options)
     groups = frame.groupby(["panel", by, "series"], observed=True)
     note = means_text(groups, "bar", "generation", by != "label")
@@ -102,13 +117,19 @@ def latencies(frame: pd.DataFrame) -> Figure | None:
         return None
     frame = layout(frame, FACETS, ["ranks"])
     gaps = zip(frame.itl_percentiles_s, frame.predicted_n - 1, strict=True)
-    frame = frame.assign(itl=[points(1e3 * np.array(each), n) for each, n in gaps],
-                         tpot=[points([1e3 * each] * (each == each), 1) for each in frame.tpot_s])  # fmt: skip
-    values = {"itl": ("inter-token latency (ms)", "share of tokens"),
-              "tpot": ("time per output token (ms)", "share of generations")}  # fmt: skip
+    frame = frame.assign(
+        itl=[points(1e3 * np.array(each), n) for each, n in gaps],
+        tpot=[points([1e3 * each] * (each == each), 1) for each in frame.tpot_s],
+    )
+    values = {
+        "itl": ("inter-token latency (ms)", "share of tokens"),
+        "tpot": ("time per output token (ms)", "share of generations"),
+    }
     figure = distributions(frame, values, looks_of(frame))
-    note = (f"Each curve pools {pooled_text(frame.groupby(['panel', 'series'], observed=True), 'generations')}; a "
-            "generation of more than 102 tokens gives the 101 percentiles of its inter-token latencies.")  # fmt: skip
+    note = (
+        f"Each curve pools {pooled_text(frame.groupby(['panel', 'series'], observed=True), 'generations')}; a "
+        "generation of more than 102 tokens gives the 101 percentiles of its inter-token latencies."
+    )
     return finish(figure, "Distribution of latencies", note)
 
 
@@ -131,8 +152,10 @@ def time_use(frame: pd.DataFrame) -> Figure | None:
                 panel.bar(at, shares, 0.86, bottom, color=colour, edgecolor="white", lw=0.4, label=words)
                 bottom = bottom + shares
             roles = own.roles.iloc[0].split(";")
-            ticks |= {place: f"{number}\nD" if role.startswith("draft") else str(number)
-                      for number, (place, role) in enumerate(zip(at, roles, strict=False))}  # fmt: skip
+            ticks |= {
+                place: f"{number}\nD" if role.startswith("draft") else str(number)
+                for number, (place, role) in enumerate(zip(at, roles, strict=False))
+            }
             shown = "\n".join(textwrap.fill(line, 5 * slot) for line in label.split("\n"))
             panel.annotate(shown, (at.mean(), 0), (0, -30), textcoords="offset points", ha="center", va="top")
             n_lines = max(n_lines, shown.count("\n"))
@@ -152,10 +175,21 @@ def _mean_gb(rss_bytes: Sequence[int]) -> float:
 
 FIGURES: dict[str, Callable[[pd.DataFrame], Figure | None]] = {
     "speed": partial(means, "Generation speed", SPEED, lambda frame: frame.predicted_per_second),
-    "ttft": partial(means, "Time to first token, counted from submission", "mean time to first token (ms)",
-                    lambda frame: 1e3 * frame.ttft_s),
+    "ttft": partial(
+        means,
+        "Time to first token, counted from submission",
+        "mean time to first token (ms)",
+        lambda frame: 1e3 * frame.ttft_s,
+    ),
     "itl": partial(means, "Inter-token latency", ITL, lambda frame: 1e3 * frame.itl_mean_s),
-    "memory": partial(means, "Generation speed per memory", "mean tokens/s per GB of a rank",
-                      lambda frame: frame.predicted_per_second / frame.rss_bytes.map(_mean_gb)),
-    "ablation": ablation, "prompts": prompts, "latencies": latencies, "time": time_use,
-}  # fmt: skip
+    "memory": partial(
+        means,
+        "Generation speed per memory",
+        "mean tokens/s per GB of a rank",
+        lambda frame: frame.predicted_per_second / frame.rss_bytes.map(_mean_gb),
+    ),
+    "ablation": ablation,
+    "prompts": prompts,
+    "latencies": latencies,
+    "time": time_use,
+}

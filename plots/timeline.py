@@ -17,10 +17,22 @@ from matplotlib import pyplot as plt
 from pipeinfer.errors import UserError
 
 # Okabe and Ito's palette: told apart with any colour vision
-COLOURS = {"draft": "#0072B2", "evaluate": "#009E73", "cancelled": "#D55E00", "waiting": "#E8E8E8", "settle": "#000000",
-           "cancel": "#CC79A7"}  # fmt: skip
-LABELS = {"draft": "draft step", "evaluate": "run evaluated", "cancelled": "run cancelled",
-          "waiting": "waiting for a run", "settle": "tokens accepted", "cancel": "cancellation sent"}  # fmt: skip
+COLOURS = {
+    "draft": "#0072B2",
+    "evaluate": "#009E73",
+    "cancelled": "#D55E00",
+    "waiting": "#E8E8E8",
+    "settle": "#000000",
+    "cancel": "#CC79A7",
+}
+LABELS = {
+    "draft": "draft step",
+    "evaluate": "run evaluated",
+    "cancelled": "run cancelled",
+    "waiting": "waiting for a run",
+    "settle": "tokens accepted",
+    "cancel": "cancellation sent",
+}
 MARKS = {"settle": "v", "cancel": "x"}
 N_SETTLED = 12
 """Verdicts that are drawn unless the user says from when to when."""
@@ -67,8 +79,9 @@ def window(events: list[Event], from_ms: float | None, for_ms: float | None) -> 
     end = start + for_ms if for_ms else later[-1] if later else last
     begins = [event["ts"] / 1e3 for event in events if event["ts"] + event["dur"] >= start * 1e3]
     if for_ms and begins and min(begins) > end:
-        raise UserError(f"--from {start:g} --for {for_ms:g}: nothing happens then; the next thing begins at "
-                        f"{min(begins):.1f} ms")  # fmt: skip
+        raise UserError(
+            f"--from {start:g} --for {for_ms:g}: nothing happens then; the next thing begins at {min(begins):.1f} ms"
+        )
     return start, max(end, start + 1e-3)
 
 
@@ -101,9 +114,13 @@ def paint(traces: Sequence[Trace], long_ms: float) -> Any:
     row_inches = 0.27 if several else 0.7
     heights = [len(trace.labels) * row_inches + 0.5 * several for trace in traces]
     figure, panels = plt.subplots(
-        len(traces), figsize=(9 if several else 11, sum(heights) + 1.4), height_ratios=heights, sharex=True,
-        layout="constrained", squeeze=False,
-    )  # fmt: skip
+        len(traces),
+        figsize=(9 if several else 11, sum(heights) + 1.4),
+        height_ratios=heights,
+        sharex=True,
+        layout="constrained",
+        squeeze=False,
+    )
     seen: dict[str, Any] = {}
     unit_ms, unit = (1e3, "s") if long_ms >= 5e3 else (1.0, "ms")
     for trace, axes in zip(traces, panels[:, 0], strict=True):
@@ -122,9 +139,12 @@ def paint(traces: Sequence[Trace], long_ms: float) -> Any:
     axes.set_xlabel(f"time ({unit}); {bars}numbers on the triangles tokens accepted at once")
     kinds = [kind for kind in COLOURS if kind in seen]
     figure.legend(
-        [seen[kind] for kind in kinds], [LABELS[kind] for kind in kinds], loc="outside upper center",
-        ncols=3 if several else len(COLOURS), frameon=False,
-    )  # fmt: skip
+        [seen[kind] for kind in kinds],
+        [LABELS[kind] for kind in kinds],
+        loc="outside upper center",
+        ncols=3 if several else len(COLOURS),
+        frameon=False,
+    )
     return figure
 
 
@@ -140,17 +160,26 @@ def _paint_one(
         if kind in MARKS:
             # whole at the edges too
             seen[kind] = axes.plot(
-                at_ms / unit_ms, event["tid"] + (0.42 if kind == "cancel" else -0.42), MARKS[kind], color=COLOURS[kind],
-                markersize=6 if has_numbers else 4, clip_on=False, zorder=3,
-            )[0]  # fmt: skip
+                at_ms / unit_ms,
+                event["tid"] + (0.42 if kind == "cancel" else -0.42),
+                MARKS[kind],
+                color=COLOURS[kind],
+                markersize=6 if has_numbers else 4,
+                clip_on=False,
+                zorder=3,
+            )[0]
         else:
             seen[kind] = _bar(axes, event, at_ms / unit_ms, lasts_ms / unit_ms, long_ms / unit_ms, has_numbers)
         # numbers of verdicts that come at once would lie on each other
         if kind == "settle" and at_ms - last_ms > long_ms / 120:
             axes.annotate(
-                str(event["args"].get("tokens", "")), (at_ms / unit_ms, event["tid"] - (0.5 if has_numbers else 0.65)),
-                ha="center", va="bottom", fontsize=8, annotation_clip=False,
-            )  # fmt: skip
+                str(event["args"].get("tokens", "")),
+                (at_ms / unit_ms, event["tid"] - (0.5 if has_numbers else 0.65)),
+                ha="center",
+                va="bottom",
+                fontsize=8,
+                annotation_clip=False,
+            )
             last_ms = at_ms
 
 
@@ -158,8 +187,16 @@ def _bar(axes: Any, event: Event, at: float, lasts: float, window: float, has_nu
     """A span, with its run's number where there is room for it. Hatches are for prints without colours."""
     kind, track, number = event["name"], event["tid"], number_of(event)
     height = 0.2 if kind == "waiting" else 0.6 if has_number else 0.76
-    bar = axes.barh(track, lasts, left=at, height=height, color=COLOURS[kind], edgecolor="white", lw=0.4,
-                    hatch="//////" if kind == "cancelled" else "")  # fmt: skip
+    bar = axes.barh(
+        track,
+        lasts,
+        left=at,
+        height=height,
+        color=COLOURS[kind],
+        edgecolor="white",
+        lw=0.4,
+        hatch="//////" if kind == "cancelled" else "",
+    )
     middle = at + lasts / 2
     if has_number and kind != "waiting" and number and lasts > window / 40 and 0 < middle < window:
         axes.text(middle, track, number, ha="center", va="center", fontsize=7, color="white")

@@ -90,9 +90,13 @@ def test_the_search_finds_the_noise() -> None:
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "experiments/grow.py", *arguments], cwd=ROOT, capture_output=True, text=True,
-        env=environment(), timeout=120,
-    )  # fmt: skip
+        [sys.executable, "experiments/grow.py", *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=120,
+    )
 
 
 def test_the_command_measures_and_the_model_runs(tmp_path: Path) -> None:

@@ -14,15 +14,32 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 
 FLOORS = (
-    ("ground",), ("core",), ("policies", "models"), ("observe",), ("cluster",), ("virtual",), ("job",), ("server",),
-    ("supervisor",), ("cli",),
-)  # fmt: skip
+    ("ground",),
+    ("core",),
+    ("policies", "models"),
+    ("observe",),
+    ("cluster",),
+    ("virtual",),
+    ("job",),
+    ("server",),
+    ("supervisor",),
+    ("cli",),
+)
 """From the bottom: a room imports from the rooms of lower floors, and from itself."""
 
 JOB_FLOORS = (
-    ("process",), ("options", "submit"), ("doctor",), ("placement",), ("launch",), ("requests",), ("loading",),
-    ("profiling",), ("planning",), ("session",), ("run", "chat", "batch", "serve", "bench", "inspect"),
-)  # fmt: skip
+    ("process",),
+    ("options", "submit"),
+    ("doctor",),
+    ("placement",),
+    ("launch",),
+    ("requests",),
+    ("loading",),
+    ("profiling",),
+    ("planning",),
+    ("session",),
+    ("run", "chat", "batch", "serve", "bench", "inspect"),
+)
 """The same of the rooms within `job`, folders and files."""
 
 APART = {("cluster", "models"), ("virtual", "models")}

@@ -77,8 +77,9 @@ def texts(figure: Figure) -> Iterator[Text]:
 
 def overlaps(figure: Figure) -> list[tuple[str, str]]:
     boxes = [(text.get_text(), text.get_window_extent()) for text in texts(figure)]
-    return [(one, other) for (one, box), (other, later) in combinations(boxes, 2)
-            if box.shrunk(0.98, 0.9).overlaps(later)]  # fmt: skip
+    return [
+        (one, other) for (one, box), (other, later) in combinations(boxes, 2) if box.shrunk(0.98, 0.9).overlaps(later)
+    ]
 
 
 @pytest.mark.parametrize("name", ["big.gguf", "$\\frac{1}{" + "long-name-" * 20 + "\x07"])
@@ -161,8 +162,10 @@ def test_every_asked_column_is_shown_or_keeps_rows_apart() -> None:
 
 
 def test_prompts_of_one_name_are_told_apart() -> None:
-    rows = [RESULTS.as_read(make_row(prompt=name, speed=10.0) | {"prompt_hash": digest})
-            for name, digest in (("tale", "aaaa"), ("tale", "bbbb"), ("set/1", "c"), ("set/2", "d"))]  # fmt: skip
+    rows = [
+        RESULTS.as_read(make_row(prompt=name, speed=10.0) | {"prompt_hash": digest})
+        for name, digest in (("tale", "aaaa"), ("tale", "bbbb"), ("set/1", "c"), ("set/2", "d"))
+    ]
     figure = drawn("prompts", rows)
     assert figure is not None
     shown = [label.get_text() for label in figure.axes[0].get_xticklabels()]
@@ -211,8 +214,10 @@ def test_whiskers_say_what_they_are_and_stay_above_0() -> None:
     figure = drawn("speed", rows)
     ((low, high),) = whiskers(figure)
     assert low == 0.0 and high == pytest.approx(4 + 27**0.5)
-    assert note_of(figure).startswith("Bars: means over n = 3 generations (3 repetitions); whiskers: one sample "
-                                      "standard deviation over repetitions of the same prompt.")  # fmt: skip
+    assert note_of(figure).startswith(
+        "Bars: means over n = 3 generations (3 repetitions); whiskers: one sample "
+        "standard deviation over repetitions of the same prompt."
+    )
     assert whiskers(drawn("speed", rows[:1])) == [], "a single sample has none"
     more = [*rows, RESULTS.as_read(make_row(prompt="other")), RESULTS.as_read(make_row("iterative"))]
     assert "n = 1 to 4" in note_of(drawn("speed", more)) and panel_titles(drawn("speed", more)) == [
@@ -313,8 +318,11 @@ def test_the_drafting_rank_is_marked() -> None:
 
 
 def test_ablations_are_held_against_what_was_asked_alike_on_a_scale_of_each_pair() -> None:
-    rows = [RESULTS.as_read(make_row(speed=speed, variant=variant, model=model, model_hash=model))
-            for model, speed in (("slow", 10.0), ("fast", 1000.0)) for variant in ("", "no-cancel")]  # fmt: skip
+    rows = [
+        RESULTS.as_read(make_row(speed=speed, variant=variant, model=model, model_hash=model))
+        for model, speed in (("slow", 10.0), ("fast", 1000.0))
+        for variant in ("", "no-cancel")
+    ]
     rows += [RESULTS.as_read(make_row(speed=77.0, model="slow", model_hash="slow", predicted_n=8))]
     figure = drawn("ablation", rows)
     assert panel_titles(figure) == ["slow + small, pipeinfer"] * 2 + ["fast + small, pipeinfer"] * 2
@@ -323,8 +331,11 @@ def test_ablations_are_held_against_what_was_asked_alike_on_a_scale_of_each_pair
 
 
 def test_ablations_of_policies_are_not_averaged() -> None:
-    rows = [RESULTS.as_read(make_row(policy, speed=speed, variant=variant))
-            for policy, speed in (("pipeinfer", 20.0), ("pipedec", 10.0)) for variant in ("", "no-cancel")]  # fmt: skip
+    rows = [
+        RESULTS.as_read(make_row(policy, speed=speed, variant=variant))
+        for policy, speed in (("pipeinfer", 20.0), ("pipedec", 10.0))
+        for variant in ("", "no-cancel")
+    ]
     figure = drawn("ablation", rows)
     assert panel_titles(figure) == ["big + small, pipeinfer"] * 2 + ["big + small, pipedec"] * 2
     assert figure and not {15.0, 15000.0} & set(heights(figure)), heights(figure)
@@ -338,8 +349,11 @@ def test_ablations_look_different_and_are_named_alike() -> None:
 
 
 def test_what_was_simulated_is_said_to_be() -> None:
-    rows = [RESULTS.as_read(make_row(policy, numerics="virtual", ranks=3, variant=variant)) for policy in SPEEDS
-            for variant in ("", "no-cancel")]  # fmt: skip
+    rows = [
+        RESULTS.as_read(make_row(policy, numerics="virtual", ranks=3, variant=variant))
+        for policy in SPEEDS
+        for variant in ("", "no-cancel")
+    ]
     for name, figure in draw(rows, has_loads=False):
         assert "simulated generation" in note_of(figure), name
         shown = " ".join(text.get_text() for text in texts(figure))
@@ -394,8 +408,10 @@ def test_the_original_table(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("*.png")) == ["itl.png", "speed.png", "ttft.png"]
     rows = original_rows(tmp_path / "results.csv", list(lines_of(tmp_path / "results.csv")))[:3]
     assert [(row["policy"], row["predicted_per_second"]) for row in rows] == [
-        ("iterative", 3.0), ("speculative", 4.0), ("pipeinfer", 5.0)
-    ]  # fmt: skip
+        ("iterative", 3.0),
+        ("speculative", 4.0),
+        ("pipeinfer", 5.0),
+    ]
     for extra, words in (("1,2,3,4\n", "threes"), ("1,2,3\n", "line 4"), ("1,2,x,4\n", "line 4")):
         (tmp_path / "results.csv").write_text("1,2,3,4\n" * 3 + extra)
         done = plot(tmp_path / "results.csv")

@@ -110,8 +110,12 @@ def guesses_of_library(lib: LibHead, text: Text, n_ages: int) -> Iterator[tuple[
 def guesses_of_torch(head: Head, text: Text, n_ages: int) -> npt.NDArray[np.int64]:
     """(n_ages, n_rows)."""
     window = window_of([text])
-    return np.stack([head.guessed[head.logits(states[0]).argmax(-1)].numpy()
-                     for states in head.unroll(window.tokens, window.features, n_ages)])  # fmt: skip
+    return np.stack(
+        [
+            head.guessed[head.logits(states[0]).argmax(-1)].numpy()
+            for states in head.unroll(window.tokens, window.features, n_ages)
+        ]
+    )
 
 
 def compare(lib: LibHead, head: Head, texts: Sequence[Text], n_ages: int) -> Iterator[list[str]]:

@@ -29,9 +29,17 @@ def export_head(head: Head, target: Path, path: Path, matrices: str, rows: str, 
     _copy_vocabulary(target, writer)
     writer.add_name(f"EAGLE-3 head for {target.stem}")
     add_shape(
-        writer, n_vocab=len(head.token_embd), n_ctx=8192, n_embd=c.n_embd, n_layer=1, n_ff=c.n_ff, n_head=c.n_head,
-        n_head_kv=c.n_head_kv, rope_base=c.rope_base, norm_eps=c.norm_eps,
-    )  # fmt: skip
+        writer,
+        n_vocab=len(head.token_embd),
+        n_ctx=8192,
+        n_embd=c.n_embd,
+        n_layer=1,
+        n_ff=c.n_ff,
+        n_head=c.n_head,
+        n_head_kv=c.n_head_kv,
+        rope_base=c.rope_base,
+        norm_eps=c.norm_eps,
+    )
     writer.add_array("eagle3.target_layers", list(c.layers))
     writer.add_uint32("eagle3.target_hidden_size", c.n_embd)
     writer.add_bool("eagle3.norm_before_residual", False)

@@ -39,7 +39,9 @@ class LastLayers:
     def _attention(self, x: Tensor, name: str) -> Tensor:
         size = self.shape["n_embd"] // self.shape["n_head"]
         cos, sin = rope_tables(len(x), size, self.shape["rope_base"])
-        q, k, v = (F.linear(x, self.weights[f"{name}{part}.weight"]).unflatten(-1, (-1, size)).transpose(0, 1)[None]
-                   for part in "qkv")  # fmt: skip
+        q, k, v = (
+            F.linear(x, self.weights[f"{name}{part}.weight"]).unflatten(-1, (-1, size)).transpose(0, 1)[None]
+            for part in "qkv"
+        )
         y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=True)
         return F.linear(y[0].transpose(0, 1).flatten(1), self.weights[f"{name}output.weight"])

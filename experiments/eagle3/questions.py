@@ -111,28 +111,30 @@ def _fact(rng: Random) -> str:
 
 def _code(rng: Random) -> str:
     task, language = rng.choice(TASKS), rng.choice(LANGUAGES)
-    return rng.choice((
+    forms = (
         f"Write a {language} function that {task}.",
         f"Write a {language} program that {task}. Explain how it works.",
         f"How do I write {language} code that {task}?",
-        f"Finish this Python function.\n\ndef solve(x):\n    \"\"\"A function that {task}.\"\"\"\n",
-    ))  # fmt: skip
+        f'Finish this Python function.\n\ndef solve(x):\n    """A function that {task}."""\n',
+    )
+    return rng.choice(forms)
 
 
 def _story(rng: Random) -> str:
     who, mood, topic = rng.choice(PEOPLE), rng.choice(MOODS), rng.choice(TOPICS)
-    return rng.choice((
+    forms = (
         f"Write a {mood} story about {who} and {topic}.",
         f"Pretend to be {who} and tell me what you think of {topic}.",
         f"Write the first lines of a {mood} novel in which {who} learns about {topic}.",
         f"Describe a day in the life of {who}.",
-    ))  # fmt: skip
+    )
+    return rng.choice(forms)
 
 
 def _sum(rng: Random) -> str:
     one, other = rng.sample(NAMES, 2)
     thing, (a, b, c) = rng.choice(THINGS), (rng.randint(2, n) for n in (60, 20, 9))
-    return rng.choice((
+    forms = (
         f"{one} has {a + b} {thing} and gives {b} of them to {other}. How many {thing} does {one} have left?",
         f"{one} buys {a} {thing} for {c} dollars each and pays with {a * c + b} dollars. How much change is there?",
         f"{one} collects {b} {thing} a day, and {other} twice as many. How many do they have together after {c} days?",
@@ -144,12 +146,13 @@ def _sum(rng: Random) -> str:
         f"What is {a} times {b}? Show each step.",
         f"Solve for x: {c}x + {b} = {c * a + b}.",
         f"A rectangle is {a} cm long and {b} cm wide. What are its area and its perimeter?",
-    ))  # fmt: skip
+    )
+    return rng.choice(forms)
 
 
 def _office(rng: Random) -> str:
     name, topic, other = rng.choice(NAMES), *rng.sample(TOPICS, 2)
-    return rng.choice((
+    forms = (
         f"Write an email to {name} to move our meeting about {topic} to next week.",
         f"Write a polite reply to {name}, who complains about our service for {topic}.",
         f"Correct the grammar: {name} dont know nothing about {topic} and they was late.",
@@ -160,4 +163,5 @@ def _office(rng: Random) -> str:
         f"Write a to-do list for {name}, who organizes an event about {topic}.",
         f"Translate to Spanish: {name} wants to know more about {topic}.",
         f"Give a one-sentence definition of {topic}.",
-    ))  # fmt: skip
+    )
+    return rng.choice(forms)

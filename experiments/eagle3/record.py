@@ -174,8 +174,9 @@ class Asker:
             asked = (self._tokens(json.loads(line)["turns"][0]) for line in lines)
             yield from (
                 Asked(f"{path.stem}/{number}", tokens, SamplingParams(temp=0.0))
-                for number, tokens in enumerate(asked) if len(tokens) <= LONGEST
-            )  # fmt: skip
+                for number, tokens in enumerate(asked)
+                if len(tokens) <= LONGEST
+            )
 
     def generated(self, seed: int) -> Iterator[Asked]:
         """For ever, one of templates and one of the target's own in turn."""
@@ -218,9 +219,18 @@ def _open(
 @click.option("-t", "n_threads", default=1, show_default=True, help="Threads.")
 @click.option("--torch", "by_torch", is_flag=True, help="Compute by torch: many long texts in a fraction of the time.")
 def main(
-    target: Path, output: Path, prompts: Sequence[Path], questions: int, tokens: int,
-    layers: tuple[int, int, int] | None, seed: int, n_slots: int, n_predict: int, n_threads: int, by_torch: bool,
-) -> None:  # fmt: skip
+    target: Path,
+    output: Path,
+    prompts: Sequence[Path],
+    questions: int,
+    tokens: int,
+    layers: tuple[int, int, int] | None,
+    seed: int,
+    n_slots: int,
+    n_predict: int,
+    n_threads: int,
+    by_torch: bool,
+) -> None:
     output.mkdir(parents=True, exist_ok=True)
     n_files = len(recorded(output))
     n_tokens = sum(len(text.tokens) for path in recorded(output) for text in read_texts(path))

@@ -28,9 +28,13 @@ class StageTarget:
         """Raises UserError for a file that is no model."""
         info = read_model_info(path)
         params = LlamaParams(
-            n_cells=n_slots * n_cells, n_seq_max=n_slots + 1, n_batch=n_batch, n_outputs_max=n_slots,
-            n_threads=n_threads, exact=False,
-        )  # fmt: skip
+            n_cells=n_slots * n_cells,
+            n_seq_max=n_slots + 1,
+            n_batch=n_batch,
+            n_outputs_max=n_slots,
+            n_threads=n_threads,
+            exact=False,
+        )
         self._stack = ExitStack()
         self._stages = [
             self._stack.enter_context(closing(LlamaStage(open_slice(info, first, last, None), params)))

@@ -45,11 +45,14 @@ def shape_of(target: Path, layers: Sequence[int] | None, n_ff: int) -> dict[str,
         return info.metadata[f"llama.{name}"].value
 
     return {
-        "layers": tuple(layers or feature_layers(info.n_layer)), "n_embd": info.n_embd,
-        "n_head": key("attention.head_count"), "n_head_kv": key("attention.head_count_kv"),
-        "n_ff": n_ff or key("feed_forward_length"), "rope_base": key("rope.freq_base"),
+        "layers": tuple(layers or feature_layers(info.n_layer)),
+        "n_embd": info.n_embd,
+        "n_head": key("attention.head_count"),
+        "n_head_kv": key("attention.head_count_kv"),
+        "n_ff": n_ff or key("feed_forward_length"),
+        "rope_base": key("rope.freq_base"),
         "norm_eps": key("attention.layer_norm_rms_epsilon"),
-    }  # fmt: skip
+    }
 
 
 @torch.no_grad()

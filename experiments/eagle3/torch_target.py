@@ -54,9 +54,10 @@ class TorchTarget:
         last = torch.empty(len(tokens), self.n_embd)
         for rows in [single] * bool(single) + [rows for rows in runs if len(rows) > 1]:
             found, last[rows] = self._forward(
-                torch.tensor([tokens[row] for row in rows]), torch.tensor([positions[row] for row in rows]),
+                torch.tensor([tokens[row] for row in rows]),
+                torch.tensor([positions[row] for row in rows]),
                 torch.tensor([seqs[row] for row in rows]),
-            )  # fmt: skip
+            )
             features[rows] = rounded(found.numpy())
         head = self.weights.get("output.weight", self.weights["token_embd.weight"])
         return features, F.linear(self._norm(last[torch.tensor(wanted)], "output_norm"), head).numpy()

@@ -113,9 +113,19 @@ def loss_of(head: Head, window: Window, n_steps: int, place: Tensor) -> tuple[Te
 @click.option("--batch", default=1200, show_default=True, help="Tokens a step.")
 @click.option("-t", "n_threads", default=1, show_default=True, help="Threads.")
 def main(
-    target: Path, texts: Sequence[Path], output: Path, layers: tuple[int, int, int] | None, guessed: int, n_ff: int,
-    own: int, blind: bool, steps: int, minutes: float, batch: int, n_threads: int,
-) -> None:  # fmt: skip
+    target: Path,
+    texts: Sequence[Path],
+    output: Path,
+    layers: tuple[int, int, int] | None,
+    guessed: int,
+    n_ff: int,
+    own: int,
+    blind: bool,
+    steps: int,
+    minutes: float,
+    batch: int,
+    n_threads: int,
+) -> None:
     torch.manual_seed(0)
     torch.set_num_threads(n_threads)
     weights = read_weights(target)
@@ -137,9 +147,14 @@ def main(
 
 
 def fit(
-    head: Head, schedule: Schedule, texts: Sequence[Path], own: int, output: Path, saved: dict[str, Any],
+    head: Head,
+    schedule: Schedule,
+    texts: Sequence[Path],
+    own: int,
+    output: Path,
+    saved: dict[str, Any],
     last: LastLayers,
-) -> None:  # fmt: skip
+) -> None:
     """Train in place, and write `output` every two minutes and at the end."""
     optims = optimisers(head, schedule, ("embd", "output.weight"))
     for (optim, _), state in zip(optims, saved["optims"], strict=False):
@@ -172,8 +187,11 @@ def fit(
         if now - noted > 20 or step == 1:
             noted = now
             said = " ".join(f"{share:.3f}" for share in mean)
-            print(f"step {step} pass {number} {(now - began) / 60:.1f} min {n_tokens} tokens  "
-                  f"loss {loss.item():.3f}  right {said}", flush=True)  # fmt: skip
+            print(
+                f"step {step} pass {number} {(now - began) / 60:.1f} min {n_tokens} tokens  "
+                f"loss {loss.item():.3f}  right {said}",
+                flush=True,
+            )
         if now - written > SAVE_S:
             written = now
             write()

@@ -85,9 +85,13 @@ def run_delayed(n_ranks: int, arguments: Sequence[str], seed: int, timeout_s: fl
     Raises AssertionError when the job failed or a rank did not pause; kills a job that hangs and raises TimeoutExpired.
     """
     done = subprocess.run(
-        [*launcher(n_ranks), *COMMAND, "run", "--json", *arguments], stdin=subprocess.DEVNULL, capture_output=True,
-        text=True, env=environment() | {"DELAY_SEED": str(seed)}, timeout=timeout_s,
-    )  # fmt: skip
+        [*launcher(n_ranks), *COMMAND, "run", "--json", *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=environment() | {"DELAY_SEED": str(seed)},
+        timeout=timeout_s,
+    )
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     pauses = [int(n) for n in re.findall(rf"{REPORT} (\d+) pauses", done.stderr)]  # lines of two ranks may run together

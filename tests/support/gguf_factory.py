@@ -65,9 +65,13 @@ class Shape:
 
 
 def write_model(
-    path: Path, shape: Shape | None = None, type_name: str = "Q8_0", with_vocab: bool = True, part_tensors: int = 0,
+    path: Path,
+    shape: Shape | None = None,
+    type_name: str = "Q8_0",
+    with_vocab: bool = True,
+    part_tensors: int = 0,
     template: str = "",
-) -> Path:  # fmt: skip
+) -> Path:
     """A model file in one of PLAIN_TYPES, or, through libllama's quantiser, in Q4_K_M, Q6_K or Q3_K_M.
 
     part_tensors > 0 splits the file: the first part is `path` with `-00001-of-0000N` in its name. `template`: of chats,
@@ -158,9 +162,13 @@ def vocabulary(n_vocab: int) -> tuple[list[bytes], list[float], list[int]]:
 
 
 def _write(
-    writer: gguf.GGUFWriter, shape: Shape, kind: gguf.GGMLQuantizationType, type_name: str, with_vocab: bool,
+    writer: gguf.GGUFWriter,
+    shape: Shape,
+    kind: gguf.GGMLQuantizationType,
+    type_name: str,
+    with_vocab: bool,
     template: str,
-) -> None:  # fmt: skip
+) -> None:
     rng = np.random.default_rng(shape.seed)
     _add_metadata(writer, shape, type_name, with_vocab, bool(template))
     if template:

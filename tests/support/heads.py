@@ -18,9 +18,15 @@ COPIED = ("tokenizer.",)
 
 
 def write_head(
-    path: Path, target: Path, layers: tuple[int, int, int] = (1, 2, 3), n_tokens: int = 0, own_tables: bool = False,
-    seed: int = 0, sees: float = 0.3, **changed: Any,
-) -> Path:  # fmt: skip
+    path: Path,
+    target: Path,
+    layers: tuple[int, int, int] = (1, 2, 3),
+    n_tokens: int = 0,
+    own_tables: bool = False,
+    seed: int = 0,
+    sees: float = 0.3,
+    **changed: Any,
+) -> Path:
     """A head for the target, which reads what goes into these `layers`. It copies the newest token's embedding to its
     output, as a target does whose layers add little, and adds `sees` times something of the features.
 
@@ -31,11 +37,19 @@ def write_head(
     known = {tensor.name: tensor for tensor in reader.tensors}
     n_vocab, n_embd = known["token_embd.weight"].shape[1], int(known["token_embd.weight"].shape[0])
     values: dict[str, Any] = {
-        "target_layers": list(layers), "target_hidden_size": n_embd, "embedding_length": n_embd, "block_count": 1,
-        "context_length": 4096, "feed_forward_length": 2 * n_embd, "attention.head_count": n_embd // HEAD_LENGTH,
-        "attention.head_count_kv": n_embd // HEAD_LENGTH, "rope.dimension_count": HEAD_LENGTH,
-        "attention.layer_norm_rms_epsilon": 1e-5, "norm_before_residual": False, "norm_before_fc": False,
-    }  # fmt: skip
+        "target_layers": list(layers),
+        "target_hidden_size": n_embd,
+        "embedding_length": n_embd,
+        "block_count": 1,
+        "context_length": 4096,
+        "feed_forward_length": 2 * n_embd,
+        "attention.head_count": n_embd // HEAD_LENGTH,
+        "attention.head_count_kv": n_embd // HEAD_LENGTH,
+        "rope.dimension_count": HEAD_LENGTH,
+        "attention.layer_norm_rms_epsilon": 1e-5,
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+    }
     writer = gguf.GGUFWriter(path, "eagle3")
     for key, value in (values | changed).items():
         _add(writer, f"eagle3.{key}", value)

@@ -50,17 +50,25 @@ def environment() -> dict[str, str]:
 def start(n_ranks: int, arguments: Sequence[str], **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*launcher(n_ranks), *COMMAND, *arguments],
-        stdin=options.pop("stdin", subprocess.DEVNULL), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment(), **options,
-    )  # fmt: skip
+        stdin=options.pop("stdin", subprocess.DEVNULL),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+        **options,
+    )
 
 
 def finish(n_ranks: int, arguments: Sequence[str], timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     """Run to the end; a job that hangs is killed and fails the test."""
     return subprocess.run(
-        [*launcher(n_ranks), *COMMAND, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True,
-        env=environment(), timeout=timeout_s,
-    )  # fmt: skip
+        [*launcher(n_ranks), *COMMAND, *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=timeout_s,
+    )
 
 
 def run_json(n_ranks: int, arguments: Sequence[str], timeout_s: float = 300) -> dict[str, Any]:

@@ -54,9 +54,13 @@ class MemoryGroup:
         """Run a job in it, to the end."""
         enter = f'echo $$ > "{self.folder}/cgroup.procs"; exec "$@"'
         return subprocess.run(
-            ["sh", "-c", enter, "sh", *launcher(n_ranks), *command, *arguments], stdin=subprocess.DEVNULL,
-            capture_output=True, text=True, env=environment(), timeout=timeout_s,
-        )  # fmt: skip
+            ["sh", "-c", enter, "sh", *launcher(n_ranks), *command, *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=environment(),
+            timeout=timeout_s,
+        )
 
 
 @contextmanager

@@ -98,14 +98,29 @@ class Hosts:
 
     def start(self, arguments: Sequence[str], supervised: bool = False, **options: Any) -> subprocess.Popen[str]:
         """A job with a rank on each, launched from the first one, where a supervisor may be above it."""
-        hydra = [str(MPIRUN), "-f", str(self.folder / "hosts"), "-iface", "eth0", "-launcher", "ssh",
-                 "-launcher-exec", str(self.folder / "launcher"), "-np", str(len(self.names))]  # fmt: skip
+        hydra = [
+            str(MPIRUN),
+            "-f",
+            str(self.folder / "hosts"),
+            "-iface",
+            "eth0",
+            "-launcher",
+            "ssh",
+            "-launcher-exec",
+            str(self.folder / "launcher"),
+            "-np",
+            str(len(self.names)),
+        ]
         words = [*(["supervise"] if supervised else []), *hydra, *COMMAND, *arguments]
         return subprocess.Popen(
             [str(self.folder / "launcher"), self.names[0], shlex.join([*(COMMAND if supervised else []), *words])],
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=environment() | {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}, **options,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment() | {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"},
+            **options,
+        )
 
     def run(self, arguments: Sequence[str], timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
         with self.start(arguments) as job:

@@ -129,8 +129,11 @@ def decode_pairs(head: Any, pairs: Sequence[tuple[int, Rows, int]], n_embd: int,
     batch.token = tokens
     for row, (_, state, position) in enumerate(pairs):
         place(batch, row, position, wanted)
-        ctypes.memmove(ctypes.addressof(batch.embd.contents) + 4 * row * n_embd,
-                       np.ascontiguousarray(state, np.float32).ctypes.data, 4 * n_embd)  # fmt: skip
+        ctypes.memmove(
+            ctypes.addressof(batch.embd.contents) + 4 * row * n_embd,
+            np.ascontiguousarray(state, np.float32).ctypes.data,
+            4 * n_embd,
+        )
     assert llama_cpp.llama_decode(head, batch) == 0
 
 

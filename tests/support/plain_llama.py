@@ -36,9 +36,13 @@ FEW = 4  # rows that no kernel computes otherwise than one
 
 
 def greedy(
-    path: str, prompt: list[int], n_predict: int, n_threads: int = 2, grammar: str = "",
+    path: str,
+    prompt: list[int],
+    n_predict: int,
+    n_threads: int = 2,
+    grammar: str = "",
     see: Callable[[Any], object] = lambda logits: None,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """`see` is shown each token's logits."""
     llama_cpp.llama_log_set(SILENT, None)
     model_params = llama_cpp.llama_model_default_params()

@@ -16,38 +16,125 @@ ALLOWED = {200, 400, 403, 404, 405, 408, 413, 429, 431, 503}
 """Never 500: that is a fault of the server."""
 
 PATHS = (
-    "/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/models", "/health", "/slots",
-    "/metrics", "/", "/events", "/v1/embeddings", "/../etc/passwd", "/%00", "/v1/models/%ff", "/?a=b#c",
-)  # fmt: skip
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/tokenize",
+    "/detokenize",
+    "/v1/models",
+    "/health",
+    "/slots",
+    "/metrics",
+    "/",
+    "/events",
+    "/v1/embeddings",
+    "/../etc/passwd",
+    "/%00",
+    "/v1/models/%ff",
+    "/?a=b#c",
+)
 EXPECTED = (
-    "has no chat template", "a request is served without a part of it", "guesses cost time here",
+    "has no chat template",
+    "a request is served without a part of it",
+    "guesses cost time here",
     "guesses save time again",
-)  # fmt: skip
+)
 """Lines of the log that clients may cause."""
 
 METHODS = ("GET", "POST", "PUT", "HEAD", "OPTIONS", "DELETE", "TRACE", "G\0T", "get")
-FIELDS = ("prompt", "messages", "max_tokens", "n_predict", "temperature", "top_p", "top_k", "min_p", "seed", "stop",
-          "n", "stream", "stream_options", "logprobs", "top_logprobs", "echo", "best_of", "ignore_eos",
-          "presence_penalty", "repeat_penalty", "repeat_last_n", "user", "model", "tools", "response_format",
-          "json_schema", "grammar", "logit_bias", "timings_per_token", "return_progress", "cache_prompt", "content",
-          "tokens", "with_pieces", "unknown", "\ud800", "")  # fmt: skip
+FIELDS = (
+    "prompt",
+    "messages",
+    "max_tokens",
+    "n_predict",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "n",
+    "stream",
+    "stream_options",
+    "logprobs",
+    "top_logprobs",
+    "echo",
+    "best_of",
+    "ignore_eos",
+    "presence_penalty",
+    "repeat_penalty",
+    "repeat_last_n",
+    "user",
+    "model",
+    "tools",
+    "response_format",
+    "json_schema",
+    "grammar",
+    "logit_bias",
+    "timings_per_token",
+    "return_progress",
+    "cache_prompt",
+    "content",
+    "tokens",
+    "with_pieces",
+    "unknown",
+    "\ud800",
+    "",
+)
 VALUES: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, 2, 7, 2**31, 2**32 - 1, 2**63, -(2**70), 0.5, 1e308, -1e-300, float("nan"),
-    float("inf"), "", "a", "\ud800", "\0", "x" * 5000, "é🙂" * 50, [], [1, 2], [[1], ["a"]],
-    ["a", "b"], [None], {}, {"a": {}},
-    [{"role": "user", "content": "a"}], [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
-    [{"role": "tool"}], [{"content": "a"}], {"include_usage": True}, [5] * 900, [10**9], "<|im_start|>", [[[[]]]],
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    7,
+    2**31,
+    2**32 - 1,
+    2**63,
+    -(2**70),
+    0.5,
+    1e308,
+    -1e-300,
+    float("nan"),
+    float("inf"),
+    "",
+    "a",
+    "\ud800",
+    "\0",
+    "x" * 5000,
+    "é🙂" * 50,
+    [],
+    [1, 2],
+    [[1], ["a"]],
+    ["a", "b"],
+    [None],
+    {},
+    {"a": {}},
+    [{"role": "user", "content": "a"}],
+    [{"role": "user", "content": [{"type": "text", "text": "a"}]}],
+    [{"role": "tool"}],
+    [{"content": "a"}],
+    {"include_usage": True},
+    [5] * 900,
+    [10**9],
+    "<|im_start|>",
+    [[[[]]]],
     {"type": "json_object"},
-    {"5": -1}, [[5, False]], 'root ::= "a" [b\u00e9]*',
-)  # fmt: skip
+    {"5": -1},
+    [[5, False]],
+    'root ::= "a" [b\u00e9]*',
+)
 
 
 def body_of(rng: random.Random) -> bytes:
     """Nearly a request."""
     asked: dict[str, Any] = {"max_tokens": rng.randint(1, 6), "seed": rng.randrange(99)}
-    asked |= {"prompt": "def f" * rng.randint(1, 9)} if rng.random() < 0.7 else {
-        "messages": [{"role": "user", "content": "a" * rng.randint(0, 30)}]
-    }  # fmt: skip
+    asked |= (
+        {"prompt": "def f" * rng.randint(1, 9)}
+        if rng.random() < 0.7
+        else {"messages": [{"role": "user", "content": "a" * rng.randint(0, 30)}]}
+    )
     for _ in range(rng.choice((0, 0, 1, 1, 2, 5))):
         asked[rng.choice(FIELDS)] = rng.choice(VALUES)
     data = bytearray(json.dumps(asked).encode())
@@ -94,9 +181,11 @@ def check(said: bytes) -> None:
 
 def request(method: str, path: str, body: bytes, *headers: str, length: int | None = None) -> bytes:
     lines = [f"{method} {path} HTTP/1.1", "host: localhost", "connection: close", *headers]
-    lines += [] if any("chunked" in header for header in headers) else [
-        f"content-length: {len(body) if length is None else length}"
-    ]  # fmt: skip
+    lines += (
+        []
+        if any("chunked" in header for header in headers)
+        else [f"content-length: {len(body) if length is None else length}"]
+    )
     return "\r\n".join(lines).encode("utf-8", "replace") + b"\r\n\r\n" + body
 
 
@@ -141,8 +230,14 @@ def sends_many_headers(served: Served, rng: random.Random) -> None:
 
 
 def leaves_a_stream(served: Served, rng: random.Random) -> None:
-    asked = {"prompt": "def ", "max_tokens": rng.choice((20, 200, 700)), "ignore_eos": True, "stream": True,
-             "n": rng.choice((1, 1, 3)), "seed": rng.randrange(99)}  # fmt: skip
+    asked = {
+        "prompt": "def ",
+        "max_tokens": rng.choice((20, 200, 700)),
+        "ignore_eos": True,
+        "stream": True,
+        "n": rng.choice((1, 1, 3)),
+        "seed": rng.randrange(99),
+    }
     with socket.create_connection(("127.0.0.1", served.port), timeout=20) as link:
         link.sendall(request("POST", PATHS[0], json.dumps(asked).encode()))
         link.settimeout(rng.random() * 0.2)
@@ -170,9 +265,19 @@ def falls_silent(served: Served, rng: random.Random) -> None:
 
 
 KINDS: tuple[Callable[[Served, random.Random], None], ...] = (
-    asks, asks, asks, asks, wanders, babbles, lies_about_its_length, sends_chunks, sends_many_headers, leaves_a_stream,
-    watches_a_moment, falls_silent,
-)  # fmt: skip
+    asks,
+    asks,
+    asks,
+    asks,
+    wanders,
+    babbles,
+    lies_about_its_length,
+    sends_chunks,
+    sends_many_headers,
+    leaves_a_stream,
+    watches_a_moment,
+    falls_silent,
+)
 
 
 def faults_of(served: Served) -> str:

@@ -28,20 +28,22 @@ def some_grammar(rng: random.Random, depth: int = 3) -> str:
 
 def grammar(rng: random.Random) -> str:
     n = rng.choice((10, 300, 3000, 20_000))
-    return rng.choice((
-        lambda: f"root ::= {some_grammar(rng)}\nx ::= {some_grammar(rng)}\ny ::= {some_grammar(rng)} x?",
-        lambda: f"root ::= {some_grammar(rng)}\nx ::= {some_grammar(rng)}\ny ::= {some_grammar(rng)} x?",
-        lambda: f'root ::= "{"a" * rng.randint(1, 900)}" r2\n{LOOP}',
-        lambda: f"root ::= r2\n{LOOP}",
-        lambda: "root ::= " + '"a"? ' * n,
-        lambda: "root ::= " + "(" * n + '"a"' + rng.choice((")", ")?", ")*")) * n,
-        lambda: "root ::= " + " | ".join(f'"w{at}"' for at in range(n)),
-        lambda: "root ::= r0\n" + "\n".join(f'r{at} ::= "a" r{at + 1} | [b-z] r{at + 1}' for at in range(n)),
-        lambda: 'root ::= "x" root | "y" root "z" | ""',
-        lambda: "root ::= (([a-z]{0,1000} [a-m]{0,1000}){0,1000} [a-c]{0,1000}){0,1000}",
-        lambda: "root ::= " + ".* " * rng.randint(1, 12) + '"x"',
-        lambda: "".join(rng.choices('root::=|()[]{}"\\*+?.,x \n0\0é', k=n)),
-    ))()  # fmt: skip
+    return rng.choice(
+        (
+            lambda: f"root ::= {some_grammar(rng)}\nx ::= {some_grammar(rng)}\ny ::= {some_grammar(rng)} x?",
+            lambda: f"root ::= {some_grammar(rng)}\nx ::= {some_grammar(rng)}\ny ::= {some_grammar(rng)} x?",
+            lambda: f'root ::= "{"a" * rng.randint(1, 900)}" r2\n{LOOP}',
+            lambda: f"root ::= r2\n{LOOP}",
+            lambda: "root ::= " + '"a"? ' * n,
+            lambda: "root ::= " + "(" * n + '"a"' + rng.choice((")", ")?", ")*")) * n,
+            lambda: "root ::= " + " | ".join(f'"w{at}"' for at in range(n)),
+            lambda: "root ::= r0\n" + "\n".join(f'r{at} ::= "a" r{at + 1} | [b-z] r{at + 1}' for at in range(n)),
+            lambda: 'root ::= "x" root | "y" root "z" | ""',
+            lambda: "root ::= (([a-z]{0,1000} [a-m]{0,1000}){0,1000} [a-c]{0,1000}){0,1000}",
+            lambda: "root ::= " + ".* " * rng.randint(1, 12) + '"x"',
+            lambda: "".join(rng.choices('root::=|()[]{}"\\*+?.,x \n0\0é', k=n)),
+        )
+    )()
 
 
 def schema(rng: random.Random) -> Any:
@@ -50,21 +52,31 @@ def schema(rng: random.Random) -> Any:
     deep: Any = {"type": "string"}
     for _ in range(min(n, 300)):
         deep = rng.choice(({"properties": {"a": deep}}, {"items": deep}, {"anyOf": [deep, {"type": "null"}]}))
-    return rng.choice((
-        lambda: {"properties": {f"o{k}": {"properties": {name: {} for name in names}} for k in range(6)}},
-        lambda: {"properties": {name: {"type": "string"} for name in names}, "required": names[::2]},
-        lambda: {"anyOf": [{"properties": {name: {"type": "integer"}}, "required": [name]} for name in names]},
-        lambda: {"allOf": [{"anyOf": [{"properties": {f"{k}{j}": {}}} for j in range(4)]} for k in range(n % 17)]},
-        lambda: {"enum": names}, lambda: deep,
-        lambda: {"type": "integer", "multipleOf": rng.choice((3, 9973, 999983))},
-        lambda: {"type": "string", "pattern": rng.choice(("^(a|ab|ba){50,2000}c$", "(.*a){20}.*b.{500}",
-                                                          "((a{1,1000}){1,1000}){1,1000}", "(?=a)", "(" * n))},
-        lambda: {"items": {"maxLength": 10**9, "type": "string"}, "minItems": 10**8, "type": "array"},
-        lambda: {"$defs": {f"d{k}": {"anyOf": [{"$ref": f"#/$defs/d{k + 1}"}] * 2} for k in range(n)}
-                 | {f"d{n}": {"type": "null"}}, "$ref": "#/$defs/d0"},
-        lambda: {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
-        lambda: {"properties": {"a": {"uniqueItems": True}}, "x-guidance": {"whitespace_pattern": "("}},
-    ))()  # fmt: skip
+    return rng.choice(
+        (
+            lambda: {"properties": {f"o{k}": {"properties": {name: {} for name in names}} for k in range(6)}},
+            lambda: {"properties": {name: {"type": "string"} for name in names}, "required": names[::2]},
+            lambda: {"anyOf": [{"properties": {name: {"type": "integer"}}, "required": [name]} for name in names]},
+            lambda: {"allOf": [{"anyOf": [{"properties": {f"{k}{j}": {}}} for j in range(4)]} for k in range(n % 17)]},
+            lambda: {"enum": names},
+            lambda: deep,
+            lambda: {"type": "integer", "multipleOf": rng.choice((3, 9973, 999983))},
+            lambda: {
+                "type": "string",
+                "pattern": rng.choice(
+                    ("^(a|ab|ba){50,2000}c$", "(.*a){20}.*b.{500}", "((a{1,1000}){1,1000}){1,1000}", "(?=a)", "(" * n)
+                ),
+            },
+            lambda: {"items": {"maxLength": 10**9, "type": "string"}, "minItems": 10**8, "type": "array"},
+            lambda: {
+                "$defs": {f"d{k}": {"anyOf": [{"$ref": f"#/$defs/d{k + 1}"}] * 2} for k in range(n)}
+                | {f"d{n}": {"type": "null"}},
+                "$ref": "#/$defs/d0",
+            },
+            lambda: {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
+            lambda: {"properties": {"a": {"uniqueItems": True}}, "x-guidance": {"whitespace_pattern": "("}},
+        )
+    )()
 
 
 def chat(rng: random.Random) -> Any:
@@ -82,9 +94,16 @@ def body(rng: random.Random) -> dict[str, Any]:
         "logit_bias": lambda: [[at, rng.choice((-1, 5, False))] for at in range(rng.choice((10, 4000, 60_000)))],
         "n": lambda: rng.choice((8, 128)),
         "messages": lambda: chat(rng),
-        "prompt": lambda: rng.choice((lambda: "a" * 600_000, lambda: [5] * 200_000, lambda: ["ab"] * 100,
-                                      lambda: "🙂é\n" * 90_000, lambda: " " * 600_000))(),
-    }  # fmt: skip
+        "prompt": lambda: rng.choice(
+            (
+                lambda: "a" * 600_000,
+                lambda: [5] * 200_000,
+                lambda: ["ab"] * 100,
+                lambda: "🙂é\n" * 90_000,
+                lambda: " " * 600_000,
+            )
+        )(),
+    }
     for name in rng.sample([*more, "grammar", "grammar", "json_schema", "json_schema"], rng.choice((1, 1, 1, 2))):
         asked[name] = more[name]()
     if "messages" in asked:

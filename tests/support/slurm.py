@@ -87,12 +87,16 @@ class Slurm:
         for name in names:
             (folder / f"spool-{name}").mkdir()
         config = CONFIG.format(
-            folder=folder, host=host, user=user, port=port, first_job=first_job,
+            folder=folder,
+            host=host,
+            user=user,
+            port=port,
+            first_job=first_job,
             nodes="\n".join(
                 NODE.format(name=name, host=host, port=own, n_cpus=N_CPUS)
                 for name, own in zip(names, ports, strict=True)
             ),
-        )  # fmt: skip
+        )
         (folder / "slurm.conf").write_text(config)
         files = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "pid", "seed-file": "seed"}
         places = [f"--{name}={folder / file}" for name, file in (files | {"log-file": "munged.log"}).items()]
@@ -106,9 +110,14 @@ class Slurm:
 
     def popen(self, *command: str, **options: Any) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=self.environ | options.pop("environ", {}), **options,
-        )  # fmt: skip
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=self.environ | options.pop("environ", {}),
+            **options,
+        )
 
     def finish(self, *command: str, timeout_s: float = 60, **options: Any) -> subprocess.CompletedProcess[str]:
         """Run to the end; a command that hangs is killed and fails the test."""

@@ -89,9 +89,13 @@ class SshHosts:
         script = f"exec {shlex.join([*COMMAND, *words])}"
         extra = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}  # between hosts, not by memory of this machine
         return subprocess.run(
-            self.inside("node1", script), stdin=subprocess.DEVNULL, capture_output=True, text=True,
-            env=environment() | extra | (variables or {}), timeout=timeout_s,
-        )  # fmt: skip
+            self.inside("node1", script),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=environment() | extra | (variables or {}),
+            timeout=timeout_s,
+        )
 
 
 @contextmanager

@@ -22,9 +22,15 @@ class Supervised:
         self.mark = uuid.uuid4().hex
         command = [*COMMAND, "supervise", *options, *launcher(n_ranks), str(COMMAND_FILE), *words]
         self.process = subprocess.Popen(
-            command, stdin=others.pop("stdin", subprocess.DEVNULL), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            bufsize=0, env=environment() | {MARK: self.mark}, start_new_session=True, **others,
-        )  # fmt: skip
+            command,
+            stdin=others.pop("stdin", subprocess.DEVNULL),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            env=environment() | {MARK: self.mark},
+            start_new_session=True,
+            **others,
+        )
 
     def processes(self) -> dict[int, dict[str, str]]:
         """All that belong to it, with their environments."""

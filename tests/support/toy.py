@@ -69,9 +69,14 @@ class ToyStage:
     """StageModel of layers [first, last) of the toy. `n_cells` and the sequence rules are enforced as libllama does."""
 
     def __init__(
-        self, first: int, last: int, is_last: bool, n_cells: int = 10_000, parked: bool = False,
+        self,
+        first: int,
+        last: int,
+        is_last: bool,
+        n_cells: int = 10_000,
+        parked: bool = False,
         read: Sequence[int] = (),
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`read`: layers whose outputs a draft reads, as `toy_features`."""
         self.read, self.n_features, self.features = read, len(read), np.empty((len(read), 0, N_EMBD), np.float32)
         self.first, self.last, self.is_last = first, last, is_last

@@ -32,9 +32,13 @@ class Typist:
             fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
         self.process = subprocess.Popen(
-            words, stdin=self.terminal, stdout=self.terminal, stderr=self.terminal,
-            env=environment() | {"TERM": "vt100"}, preexec_fn=own,
-        )  # fmt: skip
+            words,
+            stdin=self.terminal,
+            stdout=self.terminal,
+            stderr=self.terminal,
+            env=environment() | {"TERM": "vt100"},
+            preexec_fn=own,
+        )
         self.seen = ""
 
     def __enter__(self) -> Typist:

@@ -19,11 +19,7 @@ from tests.support.gguf_factory import Shape, write_model
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
 
-from pipeinfer.models.torch.device import (  # noqa: E402
-    DeviceQueue,
-    Past,
-    TorchRows,
-)
+from pipeinfer.models.torch.device import DeviceQueue, Past, TorchRows  # noqa: E402
 from pipeinfer.models.torch.matrices import GROUP, Int4Rows, multiply_int4, packed  # noqa: E402
 from pipeinfer.models.torch.stage import TorchStage  # noqa: E402
 

@@ -26,11 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from pipeinfer.models.torch import stage as stages  # noqa: E402
 from pipeinfer.models.torch.attention import MaskedCells  # noqa: E402
-from pipeinfer.models.torch.device import (  # noqa: E402
-    DeviceQueue,
-    Past,
-    TorchRows,
-)
+from pipeinfer.models.torch.device import DeviceQueue, Past, TorchRows  # noqa: E402
 from pipeinfer.models.torch.layer import Layer, Matrix  # noqa: E402
 from pipeinfer.models.torch.stage import TorchStage  # noqa: E402
 

@@ -21,17 +21,7 @@ from tests.support.gguf_factory import Shape, write_model
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
 
-from pipeinfer.models.torch.matrices import (  # noqa: E402  # noqa: E402
-    GROUP,
-    Int4,
-    Int4Rows,
-    Int8,
-    Weight,
-    check_device,
-    multiply,
-    packed,
-    rounded,
-)
+from pipeinfer.models.torch.matrices import GROUP, Int4, Int4Rows, Int8, Weight, check_device, multiply, packed, rounded  # noqa: E402
 from pipeinfer.models.torch.stage import TorchStage  # noqa: E402
 from pipeinfer.models.torch.weights import Weights  # noqa: E402
 

@@ -39,11 +39,7 @@ from tests.support.gguf_factory import FILE_TYPES, Shape, quantise, write_model
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
 
 from pipeinfer.models.torch.attention import CacheFull  # noqa: E402
-from pipeinfer.models.torch.matrices import (  # noqa: E402
-    FEW_ROWS,
-    multiply,
-    quantised,
-)
+from pipeinfer.models.torch.matrices import FEW_ROWS, multiply, quantised  # noqa: E402
 from pipeinfer.models.torch.stage import TorchStage, find_device  # noqa: E402
 from pipeinfer.models.torch.weights import Weights  # noqa: E402
 
