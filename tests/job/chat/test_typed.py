@@ -18,7 +18,7 @@ from tests.support.jobs import COMMAND, launcher, until
 from tests.support.typist import Typist
 
 CHAT = [*COMMAND, "chat", "-md", "none", "-t", "1", "--temp", "0.8", "-s", "3", "--ignore-eos"]
-LONG, SHORT = ["-c", "1000"], ["-c", "1000", "-n", "20"]
+LONG, SHORT = ["-c", "8000"], ["-c", "1000", "-n", "20"]  # no answer fills the long one before it is stopped
 ANSWERED = "prompt tokens read"
 WAYS = {"alone": [], "mpirun": launcher(2), "supervised": [*COMMAND, "supervise", *launcher(2)]}
 
