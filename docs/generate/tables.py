@@ -11,7 +11,7 @@ from typing import Any
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
 from pipeinfer.job.doctor.checks import CHECKS
-from pipeinfer.job.doctor.findings import Level
+from pipeinfer.job.doctor.findings import Severity
 from pipeinfer.job.requests.fields import ALIASES, IN_EFFECT, ONLY, WITHOUT_EFFECT
 from pipeinfer.models.gguf.architectures import ARCHITECTURES, Architecture
 from pipeinfer.observe.columns import Column
@@ -99,7 +99,7 @@ def doctor_checks() -> str:
         [f"{check.name}: {check.meaning}" if fault is check.faults[0] else "", *map(_example, (text, fault.fix))]
         for check in CHECKS
         for fault in check.faults
-        for text in [f"{'warning: ' if fault.level < Level.ERROR else ''}{fault.text}"]
+        for text in [f"{'warning: ' if fault.level < Severity.ERROR else ''}{fault.text}"]
     ]
     return table(["check", "what is said", "what mends it"], rows)
 

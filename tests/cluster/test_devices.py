@@ -19,8 +19,7 @@ from pipeinfer.job.options.sections import PlacementOptions
 from pipeinfer.job.options.values import Backend
 from pipeinfer.job.placement.devices import plan_devices, rank_options, share_of
 from pipeinfer.job.planning.plan_table import plan_cells, plan_rows
-from pipeinfer.job.planning.prepare import describe_host
-from pipeinfer.job.profiling.hosts import check_present
+from pipeinfer.job.profiling.describe import check_present, describe_host
 from pipeinfer.job.session.result import ExperimentSettings
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.model_info import read_model_info

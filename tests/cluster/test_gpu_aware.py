@@ -15,8 +15,7 @@ from pipeinfer.job.options.limits import AUTO, OFF, ON
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.options.values import Backend, Pace
 from pipeinfer.job.placement.devices import DevicePlan, plan_devices
-from pipeinfer.job.planning.prepare import describe_host
-from pipeinfer.job.profiling.hosts import sends_from_device
+from pipeinfer.job.profiling.describe import describe_host, sends_from_device
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.torch.params import torch_version
@@ -47,7 +46,7 @@ def words(
                 raise UserError("no such device")
             return gpus[rank]
 
-        monkeypatch.setattr("pipeinfer.job.profiling.hosts.gpu_of", gpu_of)
+        monkeypatch.setattr("pipeinfer.job.loading.stages.gpu_of", gpu_of)
         return sends_from_device(options.numerics.gpu_aware, devices, HOSTS[rank], rank, lambda: is_aware)
 
     return [word(rank) for rank in range(4)]

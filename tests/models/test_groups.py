@@ -28,7 +28,7 @@ from pipeinfer.models.llama.params import (
     largest_part,
     matrix_bytes,
     worth_repacking,
-)  # fmt: skip
+)
 from pipeinfer.models.llama.repacking import GROUP_SIZES, N_OUT, Kernels, grouped_types, repacked_types
 from pipeinfer.models.llama.rows import pad_to_groups
 from pipeinfer.models.llama.stage import LlamaStage

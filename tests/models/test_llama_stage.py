@@ -363,8 +363,8 @@ def test_stopping_leaves_the_cache_as_before(
     assert prompt.hidden is None
     hidden: FloatArray | None = None
     for stage in stages:
-        tree = Batch(np.array(guesses, np.int32), np.array([20, 21, 21, 22, 22], np.int32),
-                     [(0, 1), (0,), (1,), (0,), (1,)], hidden, np.ones(5, bool))  # fmt: skip
+        positions, seqs = np.array([20, 21, 21, 22, 22], np.int32), [(0, 1), (0,), (1,), (0,), (1,)]
+        tree = Batch(np.array(guesses, np.int32), positions, seqs, hidden, np.ones(5, bool))
         before = state(stage, 0), state(stage, 1), stage.next_position(0)
         n_asked = 0
 
@@ -503,10 +503,17 @@ def wide_model(directory: Path) -> Path:
     return write_model(directory / "wide.gguf", Shape(n_layer=3, n_vocab=150_000))
 
 
-@pytest.mark.parametrize(("first", "last", "mode", "cached", "limit_mb"), [
-    (0, 1, "exact", True, 100), (1, 2, "exact", True, 100), (2, 3, "exact", True, 150), (0, 3, "exact", True, 150),
-    (2, 3, "fast", True, 150), (2, 3, "exact", False, 150),
-])  # fmt: skip
+PEAKS = [
+    (0, 1, "exact", True, 100),
+    (1, 2, "exact", True, 100),
+    (2, 3, "exact", True, 150),
+    (0, 3, "exact", True, 150),
+    (2, 3, "fast", True, 150),
+    (2, 3, "exact", False, 150),
+]
+
+
+@pytest.mark.parametrize(("first", "last", "mode", "cached", "limit_mb"), PEAKS)
 def test_peak_memory_is_slice_and_cache_and_little_more(
     wide_model: Path, tmp_path: Path, first: int, last: int, mode: str, cached: bool, limit_mb: int
 ) -> None:

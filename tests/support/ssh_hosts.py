@@ -88,14 +88,9 @@ class SshHosts:
         """A command of pipeinfer on node1."""
         script = f"exec {shlex.join([*COMMAND, *words])}"
         extra = {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}  # between hosts, not by memory of this machine
-        return subprocess.run(
-            self.inside("node1", script),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            env=environment() | extra | (variables or {}),
-            timeout=timeout_s,
-        )
+        environ, inside = environment() | extra | (variables or {}), self.inside("node1", script)
+        none = subprocess.DEVNULL
+        return subprocess.run(inside, stdin=none, capture_output=True, text=True, env=environ, timeout=timeout_s)
 
 
 @contextmanager

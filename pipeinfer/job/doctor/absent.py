@@ -4,16 +4,15 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 from pipeinfer.cluster.hosts.launch import RANK_AND_SIZE
-from pipeinfer.job.doctor.checks import NETWORK_CHECKS, ports
-from pipeinfer.job.doctor.findings import NO_JOB, Cluster, Finding, HostReport, Level, problems
-from pipeinfer.job.doctor.host_checks import HOST_CHECKS, build, mpi, name, program, python, shared_memory, ssh
+from pipeinfer.job.doctor.checks import ports
+from pipeinfer.job.doctor.findings import NO_JOB, Cluster, HostReport, errors
+from pipeinfer.job.doctor.host_checks import build, mpi, name, program, python, shared_memory, ssh
 from pipeinfer.job.doctor.host_list import NODES, read_host_list
 from pipeinfer.job.doctor.host_session import NoAnswer
-from pipeinfer.job.doctor.inquiry import ANSWER_S, close_sessions, open_sessions, read_facts
+from pipeinfer.job.doctor.inquiry import ANSWER_S, host_sessions, read_facts
 from pipeinfer.job.doctor.pairs import connect_all
 
 OF_SYSTEM = (name, ssh, python, shared_memory, ports)
@@ -35,13 +34,12 @@ def main() -> None:
 def absent_lines(size: str, names: Sequence[str], launcher: str) -> Iterator[str]:
     settled_s = time.monotonic() + SETTLE_S
     hosts = read_host_list(",".join(names), launcher)
-    reports = open_sessions(hosts, Path("/"))
-    try:
+    with host_sessions(hosts) as reports:
         cluster = Cluster(hosts, NO_JOB, reports)
         sessions = {host: report.session for host, report in reports.items() if report.session}
         cluster.ways = connect_all(sessions, {host: report.address for host, report in reports.items()})
-        faults = [finding for host in names for finding in _faults(reports[host], cluster, OF_SYSTEM)]
-        yield from map(_line, faults)
+        faults = [finding for host in names for finding in errors(OF_SYSTEM, reports[host], cluster)]
+        yield from (f"{fault.host}: {fault}" for fault in faults)
         time.sleep(max(0.0, settled_s - time.monotonic()))
         good = [reports[host] for host in names[1:] if host not in {finding.host for finding in faults}]
         ranks = {report.name: _ranks(report, size) for report in good}
@@ -49,22 +47,10 @@ def absent_lines(size: str, names: Sequence[str], launcher: str) -> Iterator[str
         if idle:
             read_facts([reports[names[0]], *idle], NO_JOB)
         for report in good:
-            program_faults = _faults(report, cluster, OF_PROGRAM) if report in idle else []
-            yield from map(_line, program_faults)
+            program_faults = errors(OF_PROGRAM, report, cluster) if report in idle else []
+            yield from (f"{fault.host}: {fault}" for fault in program_faults)
             if not program_faults:
                 yield f"{report.name}: no fault was found; {_running(ranks[report.name])} there"
-    finally:
-        close_sessions(reports.values())
-
-
-def _faults(report: HostReport, cluster: Cluster, looks: Collection[object]) -> list[Finding]:
-    """Errors of some checks."""
-    found = problems((*HOST_CHECKS, *NETWORK_CHECKS), looks, report, cluster)
-    return [finding for finding in found if finding.level is Level.ERROR]
-
-
-def _line(finding: Finding) -> str:
-    return f"{finding.host}: {finding.check}: {finding.text} -> {finding.fix}"
 
 
 def _running(ranks: Sequence[int]) -> str:

@@ -77,8 +77,7 @@ def read(path: str) -> str:
 
 def machine() -> dict:
     """What MPI needs of this host."""
-    fabric = os.path.isdir("/sys/class/infiniband")
-    return {"shm": shared_memory(), "limits": limits(), "has_fabric": fabric}
+    return {"shm": shared_memory(), "limits": limits(), "has_fabric": os.path.isdir("/sys/class/infiniband")}
 
 
 def shared_memory() -> dict:
@@ -95,9 +94,9 @@ def shared_memory() -> dict:
 
 def limits() -> dict:
     """Soft limits; -1: none."""
-    names = {OPEN_FILES: resource.RLIMIT_NOFILE, LOCKED_MEMORY: resource.RLIMIT_MEMLOCK}
-    names[ADDRESS_SPACE] = resource.RLIMIT_AS
-    values = {name: resource.getrlimit(number)[0] for name, number in names.items()}
+    numbers = {OPEN_FILES: resource.RLIMIT_NOFILE, LOCKED_MEMORY: resource.RLIMIT_MEMLOCK}
+    numbers[ADDRESS_SPACE] = resource.RLIMIT_AS
+    values = {name: resource.getrlimit(number)[0] for name, number in numbers.items()}
     return {name: -1 if value == resource.RLIM_INFINITY else value for name, value in values.items()}
 
 
@@ -125,15 +124,9 @@ def addresses() -> dict:
 def run(words: list, limit_s: float) -> dict:
     """Run a program, and hand each line that it prints on. `errors`: the end of what it wrote to standard error."""
     with tempfile.TemporaryFile() as errors:
+        streams: dict = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors}
         try:
-            process = subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                universal_newlines=True,
-                preexec_fn=os.setsid,
-            )
+            process = subprocess.Popen(words, universal_newlines=True, start_new_session=True, **streams)
         except OSError as error:
             return {"code": 127, "errors": str(error), "late": False}
         late = threading.Event()
@@ -145,8 +138,7 @@ def run(words: list, limit_s: float) -> dict:
         timer = threading.Timer(limit_s, end)
         timer.start()
         try:
-            assert process.stdout
-            for line in process.stdout:
+            for line in process.stdout or ():
                 say({"line": line.rstrip("\n")})
             code = process.wait()
         except BaseException:  # whoever waits for the lines has gone

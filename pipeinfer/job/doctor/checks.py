@@ -1,4 +1,4 @@
-"""The table of all checks, in the order in which they are made and told; and those between hosts and of models."""
+"""Checks between hosts and of models; all checks, in the order in which they are made and told."""
 
 import errno
 import os
@@ -7,7 +7,7 @@ import shlex
 from collections import Counter
 from statistics import median
 
-from pipeinfer.job.doctor.findings import Check, Cluster, Fault, HostReport, Level, Result
+from pipeinfer.job.doctor.findings import Cluster, Fault, HostReport, Result, Severity, check
 from pipeinfer.job.doctor.host_checks import HOST_CHECKS
 from pipeinfer.job.doctor.host_list import full_words
 from pipeinfer.job.doctor.pairs import OPEN, REFUSED, SILENT, Way
@@ -19,7 +19,7 @@ VIRTUAL = re.compile(r"docker|virbr|br-|veth|cni|flannel|cali|podman|lxc|lxd|tun
 SLOWER, SLOWER_BRIEFLY = 3.0, 20.0
 """A way is slow whose bandwidth is this part of the median, timed for a second or for a moment."""
 
-WARNING = Level.WARNING
+WARNING = Severity.WARNING
 
 OTHER_NETWORK = Fault(
     "it has {others} beside {used}: MPI may take them, and other hosts are not there",
@@ -29,9 +29,10 @@ OTHER_NETWORK = Fault(
 )
 
 
+@check("the interface that is taken, and others that MPI may take", OTHER_NETWORK, needs="base")
 def network(report: HostReport, cluster: Cluster) -> Result:
     interfaces: dict[str, tuple[str, int]] = report.base["addresses"]
-    used = sorted({way.interface for way in cluster.ways if way.start == report.name and way.interface})
+    used = sorted({way.interface for way in cluster.ways_from(report) if way.interface})
     others = [
         f"{name} ({address})" for name, (address, _) in interfaces.items() if name not in used and VIRTUAL.match(name)
     ]
@@ -58,9 +59,10 @@ LOST = Fault(
 NO_WAY = Fault("no connection gets from it to {other}: {error}", "{at}ping {other}: cable, switch, route")
 
 
+@check("every two hosts reach each other at any TCP port, both ways", LOST, FIREWALL, WRONG_NAME, NO_NAME, NO_WAY)
 def ports(report: HostReport, cluster: Cluster) -> Result:
     """As the watch and the MPI library connect: at any free port."""
-    ways = [way for way in cluster.ways if way.start == report.name]
+    ways = cluster.ways_from(report)
     if not ways:
         return None
     if not ways[0].port:
@@ -93,8 +95,9 @@ SLOW_LINK = Fault(
 )
 
 
+@check("latency and bandwidth between every two hosts", SLOW_LINK)
 def links(report: HostReport, cluster: Cluster) -> Result:
-    ways = [way for way in cluster.ways if way.start == report.name and way.bytes_per_s]
+    ways = [way for way in cluster.ways_from(report) if way.bytes_per_s]
     if not ways:
         return None
     usual = median(way.bytes_per_s for way in cluster.ways if way.bytes_per_s)
@@ -122,6 +125,7 @@ NO_RING = Fault(
 OTHER_HOSTS = Fault("the ranks ran on {names}, and not one on each host", "{command} hostname; slots in --hosts")
 
 
+@check("an MPI job brings a message round all hosts", NO_JOB, NO_RING, OTHER_HOSTS, of_all=True)
 def ring(report: HostReport, cluster: Cluster) -> Result:
     result, names = cluster.ring, list(cluster.reports)
     if result is None:
@@ -149,6 +153,10 @@ OTHER_MODEL = Fault(
 )
 
 
+MODEL_FAULTS = (NO_MODEL, LACKS_MODEL, BAD_MODEL, OTHER_MODEL)
+
+
+@check("the models are there: size, and samples of every tensor", *MODEL_FAULTS, needs="models")
 def models(report: HostReport, cluster: Cluster) -> Result:
     first = next(iter(cluster.reports.values()))
     theirs = cluster.first.facts.get("models", {})
@@ -180,6 +188,7 @@ UNREADABLE = Fault("{path} cannot be read as a whole: {error}", "{copy_file}")
 NO_HASH = Fault("no hash of {path} came from there: {error}", "{at}pipeinfer models verify {path}")
 
 
+@check("with --verify, whole files are the same", DAMAGED_HERE, DAMAGED, UNREADABLE, NO_HASH)
 def hashes(report: HostReport, cluster: Cluster) -> Result:
     for path in cluster.hashed if report.base else ():
         if path not in report.hashes:
@@ -229,23 +238,5 @@ def _speed(mbit: int) -> str:
     return f", {mbit / 1000:g} Gbit/s" if mbit else ""
 
 
-NETWORK_CHECKS = (
-    Check(network, "the interface that is taken, and others that MPI may take", (OTHER_NETWORK,), "base"),
-    Check(
-        ports,
-        "every two hosts reach each other at any TCP port, both ways",
-        (LOST, FIREWALL, WRONG_NAME, NO_NAME, NO_WAY),
-    ),
-    Check(links, "latency and bandwidth between every two hosts", (SLOW_LINK,)),
-)
-LAST_CHECKS = (
-    Check(ring, "an MPI job brings a message round all hosts", (NO_JOB, NO_RING, OTHER_HOSTS), of_all=True),
-    Check(
-        models,
-        "the models are there: size, and samples of every tensor",
-        (NO_MODEL, LACKS_MODEL, BAD_MODEL, OTHER_MODEL),
-        "models",
-    ),
-    Check(hashes, "with --verify, whole files are the same", (DAMAGED_HERE, DAMAGED, UNREADABLE, NO_HASH)),
-)
+NETWORK_CHECKS, LAST_CHECKS = (network, ports, links), (ring, models, hashes)
 CHECKS = (*HOST_CHECKS, *NETWORK_CHECKS, *LAST_CHECKS)

@@ -2,11 +2,11 @@
 
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pipeinfer.child import ROOT
 from pipeinfer.job.doctor.host_list import HostList
@@ -15,72 +15,19 @@ from pipeinfer.job.doctor.pairs import Way
 from pipeinfer.job.doctor.ring import Ring
 from pipeinfer.job.options.options import JobModels, RunOptions
 
-
-class Level(IntEnum):
-    """Also the exit code."""
-
-    OK = 0
-    WARNING = 1
-    ERROR = 2
-
-
-class Problem(NamedTuple):
-    text: str
-    fix: str
-    level: Level
-
+NO_JOB = RunOptions(models=JobModels(target=Path()))
+"""The options of a Cluster of which no job is known."""
 
 COMMANDS = ("at", "copy", "replace", "copy_file", "command")
 """Fields of a fix that are commands; others are a word each."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """`text`, `fix`: with {fields}; those of every fault are in `on`."""
+class Severity(IntEnum):
+    """Also the exit code."""
 
-    text: str
-    fix: str
-    level: Level = Level.ERROR
-
-    def on(self, host: "HostReport", **fields: object) -> Problem:
-        values = {
-            "host": host.name,
-            "at": "" if host.is_here else f"ssh {host.name} ",
-            "python": sys.executable,
-            "copy": _copy(host.name),
-            "replace": _copy(host.name, is_there=True),
-        } | fields
-        words = {name: value if name in COMMANDS else shlex.quote(_shown(value)) for name, value in values.items()}
-        return Problem(_shown(self.text.format(**values)), _shown(self.fix.format(**words)), self.level)
-
-
-def _copy(host: str, is_there: bool = False) -> str:
-    """How the program gets to a host: as a copy where it is in an environment of its own. `is_there`: files of another
-    one are moved away, as a copy over them would leave those that it lacks."""
-    program = Path(ROOT if Path(sys.prefix).is_relative_to(ROOT) else sys.prefix)
-    if sys.prefix == sys.base_prefix or not Path(ROOT).is_relative_to(program):
-        return f"on {host}: make install, at the same path as here"
-    parent, folder = shlex.quote(str(program.parent)), shlex.quote(program.name)
-    remote = shlex.quote(f"tar -C {parent} -x")
-    old = shlex.quote(f"{program}.old")
-    move = f"ssh {host} mv -T --backup=t {shlex.quote(str(program))} {old}; " if is_there else ""
-    return f"if {program} is not shared: {move}tar -C {parent} -c {folder} | ssh {host} {remote}"
-
-
-def _shown(text: object) -> str:
-    """On one line, without what steers a terminal: it may come from another host."""
-    return "".join(each for each in " ".join(str(text).split()) if each.isprintable())
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """`host`: empty where it is of all of them. `fix`: empty where nothing is wrong."""
-
-    check: str
-    host: str
-    level: Level
-    text: str
-    fix: str = ""
+    OK = 0
+    WARNING = 1
+    ERROR = 2
 
 
 @dataclass(slots=True)
@@ -123,9 +70,66 @@ class Cluster:
         reports = list(self.reports.values())
         return next((each for each in reports if "version" in each.facts), reports[0])
 
+    def ways_from(self, report: HostReport) -> list[Way]:
+        return [way for way in self.ways if way.start == report.name]
 
-Result = str | Problem | None
-"""Of a check: what is right, or a problem; None: nothing, where another check tells why."""
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`host`: empty where it is of all of them. `fix`: empty where nothing is wrong."""
+
+    check: str
+    host: str
+    level: Severity
+    text: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.check}: {self.text}" + (f" -> {self.fix}" if self.fix else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What a check may find. `text`, `fix`: with {fields}; those of every fault are in `on`."""
+
+    text: str
+    fix: str
+    level: Severity = Severity.ERROR
+
+    def on(self, host: HostReport, **fields: object) -> Finding:
+        """The finding, without its check."""
+        values = {
+            "host": host.name,
+            "at": "" if host.is_here else f"ssh {host.name} ",
+            "python": sys.executable,
+            "copy": _copy(host.name),
+            "replace": _copy(host.name, is_there=True),
+        } | fields
+        words = {name: value if name in COMMANDS else shlex.quote(_shown(value)) for name, value in values.items()}
+        return Finding("", host.name, self.level, _shown(self.text.format(**values)), _shown(self.fix.format(**words)))
+
+
+def _copy(host: str, is_there: bool = False) -> str:
+    """How the program gets to a host: as a copy where it is in an environment of its own. `is_there`: files of another
+    one are moved away, as a copy over them would leave those that it lacks."""
+    program = Path(ROOT if Path(sys.prefix).is_relative_to(ROOT) else sys.prefix)
+    if sys.prefix == sys.base_prefix or not Path(ROOT).is_relative_to(program):
+        return f"on {host}: make install, at the same path as here"
+    parent, folder = shlex.quote(str(program.parent)), shlex.quote(program.name)
+    remote, old = shlex.quote(f"tar -C {parent} -x"), shlex.quote(f"{program}.old")
+    move = f"ssh {host} mv -T --backup=t {shlex.quote(str(program))} {old}; " if is_there else ""
+    return f"if {program} is not shared: {move}tar -C {parent} -c {folder} | ssh {host} {remote}"
+
+
+def _shown(text: object) -> str:
+    """On one line, without what steers a terminal: it may come from another host."""
+    return "".join(each for each in " ".join(str(text).split()) if each.isprintable())
+
+
+Result = Finding | str | None
+"""Of a look: a fault, or what is right; None: nothing, where another check tells why."""
+
+Look = Callable[[HostReport, Cluster], Result]
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +137,7 @@ class Check:
     """`faults`: all that `look` may find. `needs`: the fact without which it is not made; "base": those of the system.
     `of_all`: it is made once."""
 
-    look: Callable[[HostReport, Cluster], Result]
+    look: Look
     meaning: str
     faults: tuple[Fault, ...]
     needs: str = ""
@@ -146,17 +150,22 @@ class Check:
     def finding(self, report: HostReport, cluster: Cluster) -> Finding | None:
         if self.needs and not (report.base if self.needs == "base" else self.needs in report.facts):
             return None
-        host, result = "" if self.of_all else report.name, self.look(report, cluster)
-        if isinstance(result, Problem):
-            return Finding(self.name, host, result.level, result.text, result.fix)
-        return None if result is None else Finding(self.name, host, Level.OK, _shown(result))
+        found = self.look(report, cluster)
+        if isinstance(found, str):
+            found = Finding("", report.name, Severity.OK, _shown(found))
+        return found and replace(found, check=self.name, host="" if self.of_all else found.host)
 
 
-NO_JOB = RunOptions(models=JobModels(target=Path()))
-"""The options of a Cluster of which no job is known."""
+def check(meaning: str, *faults: Fault, needs: str = "", of_all: bool = False) -> Callable[[Look], Check]:
+    """Makes a check of the function that looks, under its name."""
+    return lambda look: Check(look, meaning, faults, needs, of_all)
 
 
-def problems(checks: Iterable[Check], looks: Collection[object], report: HostReport, cluster: Cluster) -> list[Finding]:
-    """Warnings and errors of those checks that `look` with one of the functions."""
-    findings = [check.finding(report, cluster) for check in checks if check.look in looks]
-    return [finding for finding in findings if finding and finding.level > Level.OK]
+def problems(checks: Iterable[Check], report: HostReport, cluster: Cluster) -> list[Finding]:
+    """Warnings and errors."""
+    findings = [check.finding(report, cluster) for check in checks]
+    return [finding for finding in findings if finding and finding.level > Severity.OK]
+
+
+def errors(checks: Iterable[Check], report: HostReport, cluster: Cluster) -> list[Finding]:
+    return [finding for finding in problems(checks, report, cluster) if finding.level is Severity.ERROR]

@@ -7,23 +7,17 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 
-from pipeinfer.child import python_command
 from pipeinfer.disk_cache import user_cache
 from pipeinfer.models.gguf.contents import FileState
 
-CODE = "from pipeinfer.job.doctor.hashes import main; main()"
 STEP_BYTES = 1 << 24
 N_AT_ONCE = 4
 SAYING = Lock()
-
-
-def hashes_command(paths: Sequence[Path]) -> list[str]:
-    return python_command(CODE, *map(os.path.abspath, paths))
 
 
 def main() -> None:

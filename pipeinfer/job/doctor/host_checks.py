@@ -1,4 +1,4 @@
-"""Checks of each host: the way there, the program, the machine. Each is a function; the table is at the end."""
+"""Checks of each host: the way there, the program, the machine."""
 
 import re
 import sys
@@ -9,8 +9,8 @@ from pipeinfer.cluster.hosts.roster import check_alike, version_text
 from pipeinfer.cluster.watch.segments import RANK_BYTES
 from pipeinfer.errors import UserError
 from pipeinfer.job.doctor.agent import ADDRESS_SPACE, LOCKED_MEMORY, OPEN_FILES
-from pipeinfer.job.doctor.facts import FACTS_S
-from pipeinfer.job.doctor.findings import Check, Cluster, Fault, HostReport, Level, Problem, Result
+from pipeinfer.job.doctor.findings import Cluster, Fault, Finding, HostReport, Result, Severity, check
+from pipeinfer.job.doctor.host_session import FACTS_S
 from pipeinfer.text import size_text
 
 COPY, REPLACE = "{copy}", "{replace}"
@@ -19,7 +19,7 @@ SIGILL = -4
 NO_LIMIT = "unlimited"
 LAST_FACT = "models"
 
-WARNING = Level.WARNING
+WARNING = Severity.WARNING
 
 NO_ADDRESS = Fault("this name has no address", "echo ADDRESS {host} | sudo tee -a /etc/hosts")
 ALIAS = Fault(
@@ -27,6 +27,7 @@ ALIAS = Fault(
 )
 
 
+@check("its name leads to an address", NO_ADDRESS, ALIAS)
 def name(report: HostReport, cluster: Cluster) -> Result:
     if report.is_here or report.has_address or cluster.hosts.launcher == "srun":  # Slurm has addresses of its own
         return report.address or report.base.get("host", "-")
@@ -56,26 +57,28 @@ NO_LOGIN = Fault("no program can be started there: {error}", "ssh {host} true mu
 NO_STEP = Fault("srun starts no program there: {error}", "scontrol show node {host}: is it up, and its slurmd?")
 NO_PYTHON = Fault("there is no Python there", "{at}sudo apt-get install -y python3")
 
-SSH_FAULTS = (
-    ("REMOTE HOST IDENTIFICATION HAS CHANGED", CHANGED_KEY),
-    ("Host key verification failed", UNKNOWN_KEY),
-    ("Permission denied|Too many authentication failures", BARRED),
-    ("Connection refused", NO_SSHD),
-    ("timed out|No route|unreachable", UNREACHABLE),
-    ("No such file", NO_CLIENT),
-)
+SSH_FAULTS = {
+    "REMOTE HOST IDENTIFICATION HAS CHANGED": CHANGED_KEY,
+    "Host key verification failed": UNKNOWN_KEY,
+    "Permission denied|Too many authentication failures": BARRED,
+    "Connection refused": NO_SSHD,
+    "timed out|No route|unreachable": UNREACHABLE,
+    "No such file": NO_CLIENT,
+}
+OTHER_SSH_FAULTS = (HANGS, NO_LOGIN, NO_STEP, NO_PYTHON)
 
 
+@check("ssh gets there without a question, as the launcher goes", *SSH_FAULTS.values(), *OTHER_SSH_FAULTS)
 def ssh(report: HostReport, cluster: Cluster) -> Result:
     if report.failure is None:
         return f"as {report.base['user']}, {report.connect_s:.2f} s" if report.base else NO_PYTHON.on(report)
-    if name(report, cluster) == NO_ADDRESS.on(report):
+    if name.look(report, cluster) == NO_ADDRESS.on(report):
         return None
     errors, line = report.failure.errors, _last_line(report.failure.errors)
     if cluster.hosts.launcher == "srun":
         late = f"no answer within {report.connect_s:.0f} s" if report.failure.code is None else ""
         return NO_STEP.on(report, error=late or line or f"exit code {report.failure.code}")
-    for pattern, fault in SSH_FAULTS:
+    for pattern, fault in SSH_FAULTS.items():
         if re.search(pattern, errors) and (fault is not NO_CLIENT or report.failure.code == 127):
             return fault.on(report, error=line)
     if report.failure.code is None:
@@ -94,6 +97,7 @@ OTHER_PYTHON = Fault(
 )
 
 
+@check("the program's Python is there, the same one", NO_PROGRAM, BROKEN_LINK, OTHER_PYTHON, needs="base")
 def python(report: HostReport, cluster: Cluster) -> Result:
     why, version, ours = report.base["program"], report.base["interpreter"], sys.version.split()[0]
     if why:
@@ -110,6 +114,7 @@ ANOTHER = re.compile(r"No module named 'pipeinfer\.|from 'pipeinfer[.']")
 """How Python says that the source lacks what this version has."""
 
 
+@check("the same version and source at the same path", FAILS, LATE, OTHER_VERSION, needs="base")
 def program(report: HostReport, cluster: Cluster) -> Result:
     """The version, by the function with which `run` compares its ranks."""
     failure, facts = report.facts_failure, report.facts
@@ -118,7 +123,7 @@ def program(report: HostReport, cluster: Cluster) -> Result:
     why = _last_line(failure.errors) or f"exit code {failure.code}" if failure else "it says less than it should"
     if "version" not in facts:
         fault = OTHER_VERSION if ANOTHER.search(why) else FAILS
-        return None if isinstance(python(report, cluster), Problem) else fault.on(report, why=why)
+        return None if isinstance(python.look(report, cluster), Finding) else fault.on(report, why=why)
     first, rank = cluster.first.facts, list(cluster.reports).index(report.name)
     infos = [(each["version"], *each.get("place", ("-", "-")), {}) for each in (first, facts)]
     try:
@@ -135,6 +140,7 @@ def program(report: HostReport, cluster: Cluster) -> Result:
 OTHER_PACKAGES = Fault("{ours}, and {first} has {theirs}", REPLACE, WARNING)
 
 
+@check("numpy and mpi4py are the same", OTHER_PACKAGES, needs="packages")
 def packages(report: HostReport, cluster: Cluster) -> Result:
     mine = report.facts["packages"]
     ours, theirs = (_versions(each) for each in (mine, cluster.first.facts.get("packages", mine)))
@@ -149,6 +155,7 @@ WRONG_LAUNCHER = Fault(
 )
 
 
+@check("the same MPI library can be loaded, that of the launcher", NO_MPI, OTHER_MPI, WRONG_LAUNCHER, needs="mpi")
 def mpi(report: HostReport, cluster: Cluster) -> Result:
     ours, launcher = report.facts["mpi"], cluster.hosts.launcher
     theirs = cluster.first.facts.get("mpi", ours)
@@ -184,6 +191,7 @@ FLAGS = {
 """llama.cpp's name of a feature -> the system's."""
 
 
+@check("the same llama.cpp, compiled for this processor", ILLEGAL, CRASHES, OTHER_BUILD, needs="build")
 def build(report: HostReport, cluster: Cluster) -> Result:
     facts, first, failure = report.facts, cluster.first, report.facts_failure
     uses = re.findall(r"(\w+) = 1", facts.get("features", ""))
@@ -207,6 +215,7 @@ OTHER_KERNELS = Fault(
 )
 
 
+@check("AMX and repacked kernels work, alike on all hosts", BAD_AMX, OTHER_KERNELS, needs="host")
 def kernels(report: HostReport, cluster: Cluster) -> Result:
     """What `run` compares before it repacks."""
     ours, theirs = report.facts["host"], cluster.first.facts.get("host", report.facts["host"])
@@ -221,6 +230,7 @@ def kernels(report: HostReport, cluster: Cluster) -> Result:
 NO_DEVICE = Fault("a GPU is missing: {error}", "{at}pipeinfer info")
 
 
+@check("processor, cores, memory, GPUs", NO_DEVICE, needs="gpus")
 def machine(report: HostReport, cluster: Cluster) -> Result:
     if error := report.facts.get("host_error"):
         return NO_DEVICE.on(report, error=error)
@@ -236,6 +246,7 @@ LITTLE_DISK = Fault(
 )
 
 
+@check("room for slices", LITTLE_DISK, needs="base")
 def disk(report: HostReport, cluster: Cluster) -> Result:
     sizes = [model["n_bytes"] or 0 for model in cluster.first.facts.get("models", {}).values()]
     needed, free = sum(sizes) // len(cluster.reports), report.base["disk_bytes"]
@@ -252,6 +263,7 @@ LITTLE_SHM = Fault(
 )
 
 
+@check("/dev/shm can be written and has room for MPI", NO_SHM, LITTLE_SHM, needs="base")
 def shared_memory(report: HostReport, cluster: Cluster) -> Result:
     shm, needed = report.base["shm"], RANK_BYTES * cluster.hosts.slots(report.name)
     if not shm:
@@ -270,6 +282,7 @@ LOW_LIMIT = Fault(
 )
 
 
+@check("ulimit", LOW_LIMIT, needs="base")
 def limits(report: HostReport, cluster: Cluster) -> Result:
     values: Mapping[str, int] = report.base["limits"]
     if 0 <= values[OPEN_FILES] < LEAST_FILES:
@@ -287,6 +300,7 @@ def limits(report: HostReport, cluster: Cluster) -> Result:
 OTHER_TIME = Fault("its clock is {seconds:.1f} s {way} this machine's", "{at}sudo timedatectl set-ntp true", WARNING)
 
 
+@check("the clock is as here", OTHER_TIME, needs="base")
 def clock(report: HostReport, cluster: Cluster) -> Result:
     if abs(report.clock_s) > MOST_CLOCK_S:
         way = "ahead of" if report.clock_s > 0 else "behind"
@@ -306,22 +320,4 @@ def _last_line(errors: str) -> str:
     return (errors.strip().splitlines() or [""])[-1].strip()
 
 
-HOST_CHECKS = (
-    Check(name, "its name leads to an address", (NO_ADDRESS, ALIAS)),
-    Check(
-        ssh,
-        "ssh gets there without a question, as the launcher goes",
-        (*(fault for _, fault in SSH_FAULTS), HANGS, NO_LOGIN, NO_STEP, NO_PYTHON),
-    ),
-    Check(python, "the program's Python is there, the same one", (NO_PROGRAM, BROKEN_LINK, OTHER_PYTHON), "base"),
-    Check(program, "the same version and source at the same path", (FAILS, LATE, OTHER_VERSION), "base"),
-    Check(packages, "numpy and mpi4py are the same", (OTHER_PACKAGES,), "packages"),
-    Check(mpi, "the same MPI library can be loaded, that of the launcher", (NO_MPI, OTHER_MPI, WRONG_LAUNCHER), "mpi"),
-    Check(build, "the same llama.cpp, compiled for this processor", (ILLEGAL, CRASHES, OTHER_BUILD), "build"),
-    Check(kernels, "AMX and repacked kernels work, alike on all hosts", (BAD_AMX, OTHER_KERNELS), "host"),
-    Check(machine, "processor, cores, memory, GPUs", (NO_DEVICE,), "gpus"),
-    Check(disk, "room for slices", (LITTLE_DISK,), "base"),
-    Check(shared_memory, "/dev/shm can be written and has room for MPI", (NO_SHM, LITTLE_SHM), "base"),
-    Check(limits, "ulimit", (LOW_LIMIT,), "base"),
-    Check(clock, "the clock is as here", (OTHER_TIME,), "base"),
-)
+HOST_CHECKS = (name, ssh, python, program, packages, mpi, build, kernels, machine, disk, shared_memory, limits, clock)

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from pipeinfer.errors import UserError
@@ -29,10 +29,10 @@ class HostList:
     launcher: str
     here: frozenset[str] = frozenset()
     open_mpi: bool = False
-    names: Sequence[str] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "names", tuple(dict.fromkeys(node.host.name for node in self.nodes)))
+    @property
+    def names(self) -> Sequence[str]:
+        return tuple(dict.fromkeys(node.host.name for node in self.nodes))
 
     def slots(self, host: str) -> int:
         return sum(node.host.name == host for node in self.nodes)

@@ -20,6 +20,9 @@ from pipeinfer.job.doctor.agent import MARK
 CONNECT_S = 5
 """Time for a host to answer ssh."""
 
+FACTS_S = 60.0
+"""The longest that the program may take there: kernels that are tried for the first time take some seconds."""
+
 CLOSE_S = 1.0
 PIPE_BYTES = 1 << 18
 """More than is sent to a host before it answers: writing to one that hangs does not wait. A user's pipes together may

@@ -6,7 +6,7 @@ import socket
 from pipeinfer.child import python_command
 from pipeinfer.job.doctor import agent
 from pipeinfer.job.doctor.findings import NO_JOB, Cluster, Finding, HostReport, problems
-from pipeinfer.job.doctor.host_checks import HOST_CHECKS, limits, shared_memory
+from pipeinfer.job.doctor.host_checks import limits, shared_memory
 from pipeinfer.job.doctor.host_list import HostList
 from pipeinfer.virtual.nodes import UNKNOWN_CORES, Node, described_host
 
@@ -17,7 +17,7 @@ def check_this_host(n_ranks: int) -> list[Finding]:
     report = HostReport(name, True, base=agent.machine())
     nodes = [Node(described_host(name, UNKNOWN_CORES, math.inf))] * n_ranks
     cluster = Cluster(HostList(nodes, "mpich"), NO_JOB, {name: report})
-    return problems(HOST_CHECKS, (shared_memory, limits), report, cluster)
+    return problems((shared_memory, limits), report, cluster)
 
 
 def absent_command() -> list[str]:

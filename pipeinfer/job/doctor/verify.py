@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer.errors import UserError
-from pipeinfer.job.doctor.findings import Cluster, Level
-from pipeinfer.job.doctor.host_checks import HOST_CHECKS
+from pipeinfer.job.doctor.findings import NO_JOB, Cluster, errors
+from pipeinfer.job.doctor.host_checks import name, python, ssh
 from pipeinfer.job.doctor.host_list import read_host_list
-from pipeinfer.job.doctor.inquiry import close_sessions, open_sessions, read_hashes
-from pipeinfer.job.options.options import JobModels, RunOptions
+from pipeinfer.job.doctor.inquiry import host_sessions, read_hashes
 from pipeinfer.models.gguf.model_info import part_paths
 
 
@@ -18,16 +17,11 @@ def verify_files(files: Sequence[Path], hosts: str | None) -> dict[str, Any]:
     """Of every host and file, all parts of a split one, the SHA-256. Raises UserError for a host without an answer."""
     host_list = read_host_list(hosts, None)
     paths = [Path(os.path.abspath(part)) for file in files for part in part_paths(file)]
-    reports, options = open_sessions(host_list, Path("/")), RunOptions(models=JobModels(target=paths[0]))
-    try:
+    with host_sessions(host_list) as reports:
         for report in reports.values():
-            for check in HOST_CHECKS[:3]:
-                problem = check.finding(report, Cluster(host_list, options, reports))
-                if problem and problem.level is Level.ERROR:
-                    raise UserError(f"{report.name}: {problem.text} -> {problem.fix}")
+            for problem in errors((name, ssh, python), report, Cluster(host_list, NO_JOB, reports)):
+                raise UserError(f"{report.name}: {problem.text} -> {problem.fix}")
         read_hashes(reports.values(), paths, sum(path.stat().st_size for path in paths if path.exists()))
-    finally:
-        close_sessions(reports.values())
     for report in reports.values():
         if report.hashes_failure or any(str(path) not in report.hashes for path in paths):
             why = report.hashes_failure or "the program there ended"

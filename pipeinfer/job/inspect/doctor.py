@@ -15,13 +15,13 @@ from pipeinfer.cluster.hosts.cores import UNLIMITED, FreeMemory
 from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
 from pipeinfer.job.doctor.checks import LAST_CHECKS, NETWORK_CHECKS, VIRTUAL
-from pipeinfer.job.doctor.facts import host_of
-from pipeinfer.job.doctor.findings import Check, Cluster, Finding, Level
+from pipeinfer.job.doctor.findings import Check, Cluster, Finding, Severity
 from pipeinfer.job.doctor.host_checks import HOST_CHECKS
 from pipeinfer.job.doctor.host_list import LAUNCHERS, full_words, program_words, read_host_list
-from pipeinfer.job.doctor.inquiry import close_sessions, open_sessions, read_facts, read_hashes
+from pipeinfer.job.doctor.inquiry import host_sessions, read_facts, read_hashes
 from pipeinfer.job.doctor.pairs import BRIEF_S, FULL_S, connect_all, measure_all
 from pipeinfer.job.doctor.ring import run_ring
+from pipeinfer.job.inspect.host_facts import host_of
 from pipeinfer.job.inspect.plan import plan_lines, plan_report
 from pipeinfer.job.options.options import JobModels, RunOptions
 from pipeinfer.job.options.values import TextType
@@ -33,7 +33,7 @@ from pipeinfer.text import count_text, json_text
 from pipeinfer.virtual.costs import LinkCost
 from pipeinfer.virtual.nodes import Node
 
-LEVELS = {Level.OK: "ok", Level.WARNING: "warning", Level.ERROR: "ERROR"}
+LEVELS = {Severity.OK: "ok", Severity.WARNING: "warning", Severity.ERROR: "ERROR"}
 SLICES = Path("~/.cache")
 
 
@@ -67,15 +67,14 @@ def doctor(options: RunOptions, request: DoctorRequest) -> int:
     models = replace(_with_files(options.models), hf_token=None)  # options are words of commands from here on
     options = replace(options, models=models)
     report = _Report(options.output.json)
-    reports = open_sessions(hosts, options.models.slice_cache or SLICES)
-    try:
+    with host_sessions(hosts, options.models.slice_cache or SLICES) as reports:
         cluster = Cluster(hosts, options, reports, request.bandwidth)
         read_facts(reports.values(), options)
         sessions = {name: each.session for name, each in reports.items() if each.session}
         cluster.ways = connect_all(sessions, {name: each.address for name, each in reports.items()})
         measure_all(sessions, cluster.ways, FULL_S if request.bandwidth else BRIEF_S)
         report.add(cluster, *HOST_CHECKS, *NETWORK_CHECKS)
-        if report.level < Level.ERROR:
+        if report.level < Severity.ERROR:
             cluster.ring = run_ring(hosts, hosts.names)
         if request.verify:
             paths = [part for path in options.models.files for part in part_paths(path)]
@@ -83,8 +82,6 @@ def doctor(options: RunOptions, request: DoctorRequest) -> int:
             read_hashes(reports.values(), paths, sum(sizes))
             cluster.hashed = [os.path.abspath(path) for path in paths]
         report.add(cluster, *LAST_CHECKS)
-    finally:
-        close_sessions(reports.values())
     return report.end(cluster)
 
 
@@ -106,8 +103,8 @@ class _Report:
         self.findings: list[Finding] = []
 
     @property
-    def level(self) -> Level:
-        return max((finding.level for finding in self.findings), default=Level.OK)
+    def level(self) -> Severity:
+        return max((finding.level for finding in self.findings), default=Severity.OK)
 
     def add(self, cluster: Cluster, *checks: Check) -> None:
         """Those of each host together; then those of all."""
@@ -127,7 +124,7 @@ class _Report:
     def end(self, cluster: Cluster) -> int:
         """The plan and the command, or how much is wrong. Returns the exit code."""
         plan, command = None, ""
-        if self.level < Level.ERROR:
+        if self.level < Severity.ERROR:
             try:
                 plan = _plan(cluster)
                 self._print("\n" + "\n".join(plan_lines(plan)))
@@ -135,25 +132,24 @@ class _Report:
                     raise UserError(plan["shortage"])
                 command = _command(cluster)
             except UserError as error:
-                self._tell(iter([Finding("plan", "", Level.ERROR, str(error))]))
+                self._tell(iter([Finding("plan", "", Severity.ERROR, str(error))]))
         if self._as_json:
             result: dict[str, Any] = {"level": self.level.name.lower(), "plan": plan, "command": command}
             result["findings"] = [asdict(each) | {"level": each.level.name.lower()} for each in self.findings]
             result["hosts"] = {name: report.base | report.facts for name, report in cluster.reports.items()}
             result["links"] = [asdict(way) for way in cluster.ways]
             print(json_text(result), flush=True)
-        problems = [finding for finding in self.findings if finding.level > Level.OK]
-        n_errors = sum(finding.level == Level.ERROR for finding in problems)
+        problems = [finding for finding in self.findings if finding.level > Severity.OK]
+        n_errors = sum(finding.level == Severity.ERROR for finding in problems)
         summary = f"{count_text(n_errors, 'error')}, {count_text(len(problems) - n_errors, 'warning')}"
         self._print("\n" + "\n".join([*map(_line, problems), summary]))
-        if self.level < Level.ERROR:
+        if self.level < Severity.ERROR:
             self._print(f"\n{command}")
         return int(self.level)
 
 
 def _line(finding: Finding) -> str:
-    fix = f" -> {finding.fix}" if finding.fix else ""
-    return f"{LEVELS[finding.level]:<8}{finding.host or 'all':<12} {finding.check}: {finding.text}{fix}"
+    return f"{LEVELS[finding.level]:<8}{finding.host or 'all':<12} {finding}"
 
 
 def _plan(cluster: Cluster) -> dict[str, Any]:

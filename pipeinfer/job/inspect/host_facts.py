@@ -6,14 +6,14 @@ import platform
 import socket
 import sys
 from base64 import b64decode
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from pickle import loads
 from typing import TYPE_CHECKING, Any
 
-from pipeinfer.cluster.hosts.cores import this_host
+from pipeinfer.cluster.hosts.cores import FreeMemory, Host, this_host
 from pipeinfer.cluster.hosts.mpi_library import describe_mpi
 from pipeinfer.cluster.hosts.roster import version_text
 from pipeinfer.cluster.watch.rendezvous import own_location
@@ -49,8 +49,7 @@ def _facts(our_version: str, options_text: str) -> Iterator[Fact]:
 
 
 def _facts_of_job(options: "RunOptions") -> Iterator[Fact]:
-    from pipeinfer.job.planning.prepare import describe_host
-    from pipeinfer.job.profiling.hosts import gpu_names
+    from pipeinfer.job.profiling.describe import describe_host, gpu_names
 
     yield "gpus", gpu_names()
     try:
@@ -59,6 +58,14 @@ def _facts_of_job(options: "RunOptions") -> Iterator[Fact]:
     except UserError as error:
         yield "host_error", str(error)
     yield "models", model_facts(options)
+
+
+def host_of(fact: Mapping[str, Any], name: str) -> Host:
+    """The host that the fact `host` describes, under the name that the launcher has for it."""
+    lists = {key: tuple(map(tuple, fact[key])) for key in ("gpus", "repacked", "grouped", "exact_rows")}
+    sets = {key: frozenset(fact[key]) for key in ("cores", "lacks")}
+    memory, gpu_names = FreeMemory(**fact["memory"]), tuple(fact["gpu_names"])
+    return Host(**{**fact, **lists, **sets, "memory": memory, "gpu_names": gpu_names, "speed": None, "name": name})
 
 
 def model_facts(options: "RunOptions") -> dict[str, dict[str, Any]]:

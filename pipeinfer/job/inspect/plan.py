@@ -11,8 +11,8 @@ from pipeinfer.cluster.hosts.launch import is_launched
 from pipeinfer.cluster.link_times import bandwidth_gbit
 from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
-from pipeinfer.job.doctor.checks import LAST_CHECKS, models
-from pipeinfer.job.doctor.findings import Cluster, Finding, HostReport, Level, problems
+from pipeinfer.job.doctor.checks import models
+from pipeinfer.job.doctor.findings import Cluster, Finding, HostReport, Severity, problems
 from pipeinfer.job.doctor.host_list import HostList
 from pipeinfer.job.inspect.host_facts import model_facts
 from pipeinfer.job.options.limits import MAX_GBIT, MAX_TOKENS
@@ -24,9 +24,10 @@ from pipeinfer.job.placement.numerics import may_repack
 from pipeinfer.job.planning.hosts_in_use import with_best_hosts
 from pipeinfer.job.planning.plan_table import plan_cells, plan_rows
 from pipeinfer.job.planning.planner import ETHERNET, N_PROMPT, UNFIT, Planner, Prediction, open_planner
-from pipeinfer.job.planning.prepare import describe_host, find_hosts, with_files
+from pipeinfer.job.planning.prepare import find_hosts, with_files
 from pipeinfer.job.planning.suggestions import shortage_text, suggestions
-from pipeinfer.job.profiling.hosts import gpu_names, host_speeds, rank_speed, with_speeds
+from pipeinfer.job.profiling.describe import describe_host, gpu_names
+from pipeinfer.job.profiling.hosts import host_speeds, rank_speed, with_speeds
 from pipeinfer.models.llama.ggml import has_gpu
 from pipeinfer.policies import POLICIES, make_policy
 from pipeinfer.text import json_text, markdown_table, number, size_text
@@ -282,7 +283,7 @@ def _compare(options: RunOptions, hosts: Sequence[Host], files: Sequence[dict[st
     for rank, (host, facts) in enumerate(zip(hosts, files, strict=True)):
         reports.setdefault(host.name, HostReport(host.name, rank == 0, facts={"version": "", "models": facts}))
     cluster = Cluster(HostList(list(map(Node, hosts)), "mpich"), options, reports)
-    return [finding for report in reports.values() for finding in problems(LAST_CHECKS, (models,), report, cluster)]
+    return [finding for report in reports.values() for finding in problems((models,), report, cluster)]
 
 
 def _report(settings: _Settings, nodes: Sequence[Node], link: LinkCost, findings: Sequence[Finding] = ()) -> int:
@@ -300,6 +301,6 @@ def _report(settings: _Settings, nodes: Sequence[Node], link: LinkCost, findings
     if not report["fits"]:
         raise UserError(report["shortage"])
     for finding, line in zip(findings, lines, strict=True):
-        if finding.level is Level.ERROR:
+        if finding.level is Severity.ERROR:
             raise UserError(line)
     return 0

@@ -27,7 +27,7 @@ from pipeinfer.cluster.watch.rendezvous import Location
 from pipeinfer.cluster.watch.segments import marking, sweep
 from pipeinfer.cluster.watch.watch import Watch
 from pipeinfer.errors import JobError, UserError
-from pipeinfer.job.doctor.findings import Level
+from pipeinfer.job.doctor.findings import Severity
 from pipeinfer.job.doctor.this_host import absent_command, check_this_host
 from pipeinfer.job.launch.context import Context
 from pipeinfer.job.options.sections import PlacementOptions
@@ -81,11 +81,11 @@ def start_job(part: Callable[[Crew], int], settings: object, ranks: PlacementOpt
         if attempt := own_attempt():
             end_attempts(attempt.job, attempt.number)
         for finding in check_this_host(n_ranks_here()):
-            line = f"{finding.check}: {finding.text} -> {finding.fix}"
-            if finding.level is Level.ERROR and size_from_environment() == 1:
+            line = str(finding)
+            if finding.level is Severity.ERROR and size_from_environment() == 1:
                 watch.close()
                 raise UserError(line)
-            if finding.level is Level.ERROR:
+            if finding.level is Severity.ERROR:
                 watch.fault(line)
             complain(f"host {finding.host}: {line}")
         threading.Thread(target=sweep, daemon=True).start()

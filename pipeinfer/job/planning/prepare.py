@@ -1,9 +1,7 @@
 """From options to loaded models on every rank: rank 0 checks all that can be wrong before models load, and makes plan
 and request; the other ranks follow the plan. Knows no command."""
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -11,15 +9,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pipeinfer.cluster.assignment import check_stages
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.limits import AUTO_LAYERS, OFF, STDIN
+from pipeinfer.job.options.limits import AUTO_LAYERS, STDIN
 from pipeinfer.job.options.options import RunOptions, with_plan
-from pipeinfer.job.placement.devices import plan_devices, rank_options
+from pipeinfer.job.placement.devices import rank_options
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.placement.model_files import check_drafts, fetch_models, open_models
-from pipeinfer.job.placement.numerics import may_repack
 from pipeinfer.job.planning.deploy import DoesNotFit, deploy, schedule_of
 from pipeinfer.job.process.streams import complain
-from pipeinfer.job.profiling.hosts import check_present, exact_rows, free_gpus, gpus, sends_from_device
+from pipeinfer.job.profiling.describe import describe_host
 from pipeinfer.job.profiling.layer_times import with_layer_times
 from pipeinfer.job.requests.body import Defaults
 from pipeinfer.job.requests.chat_format import open_format
@@ -34,8 +31,6 @@ from pipeinfer.job.requests.request import (
 )
 from pipeinfer.models.gguf.model_info import ModelInfo, part_paths, read_model_info
 from pipeinfer.models.llama.ggml import has_gpu, load_library
-from pipeinfer.models.llama.repacking import grouped_types, repacked_types
-from pipeinfer.models.llama.rpc import connect
 from pipeinfer.models.text.chat_template import template_of
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.table import RESULTS, Table
@@ -152,49 +147,6 @@ def find_hosts(crew: "Crew", options: RunOptions) -> Sequence[Host]:
     hosts = link.all_gather(link.agree_all(lambda: describe_host(options, crew.hosts, link.rank, is_gpu_aware)))
     schedule, target = schedule_of(options, hosts), options.models.target
     return with_layer_times(crew, hosts, schedule, target, options.numerics) if schedule else hosts
-
-
-def describe_host(
-    options: RunOptions, hosts: Sequence[Host], rank: int, query_mpi: Callable[[], bool | None] = lambda: None
-) -> Host:
-    """This rank's host with the models that it lacks, its GPUs and their free memory, whether MPI reads that, and the
-    types of weights that may be repacked there with exact numerics. Raises UserError for wrong GPUs and servers."""
-    placement, by_rank = options.placement, rank_options(options.placement, len(hosts))
-    with named_rank(rank, hosts[rank].name):
-        connect(by_rank[rank].servers)
-    offloads = has_gpu()
-    uses_gpus = offloads and (any(placement.n_gpu_layers) or placement.n_gpu_layers_draft != 0)
-    present = gpus() if uses_gpus or any(placement.device) else []
-    # ranks whose builds differ find that out themselves
-    alike = [
-        replace(host, offloads=offloads, gpus_given=" ".join([host.gpus_given, *each.servers]).strip())
-        for host, each in zip(hosts, by_rank, strict=True)
-    ]
-    alike[rank] = host = replace(alike[rank], gpu_names=tuple(device.name for device in present))
-    devices = plan_devices(placement, alike)
-    if names := devices[rank].target.devices:
-        with named_rank(rank, host.name):
-            check_present(names, present)
-    repacks = may_repack(options.numerics) and not devices[rank].target.is_torch
-    gpu_aware = OFF if options.experiments.pace else options.numerics.gpu_aware
-    return replace(
-        host,
-        gpus=free_gpus(devices[rank], present),
-        device_messages=sends_from_device(gpu_aware, devices, host, rank, query_mpi),
-        lacks=frozenset(str(path) for path in options.models.files if not all(map(os.path.exists, part_paths(path)))),
-        repacked=repacked_types() if repacks else (),
-        grouped=grouped_types() if repacks else (),
-        exact_rows=exact_rows(options, hosts, devices, present, rank),
-    )
-
-
-@contextmanager
-def named_rank(rank: int, host: str) -> Iterator[None]:
-    """A UserError names both."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(f"rank {rank} (host {host}): {error}") from None
 
 
 # -- on rank 0

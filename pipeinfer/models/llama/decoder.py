@@ -21,7 +21,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.model_info import ModelInfo, layer_of
 from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.llama import ggml
-from pipeinfer.models.llama.eval_callback import EvalCallback
+from pipeinfer.models.llama.eval_callback import EvalCallback, SliceNodes
 from pipeinfer.models.llama.ggml import device_list
 from pipeinfer.models.llama.params import GROUP_CELLS, TILED_TYPES, LlamaParams
 from pipeinfer.models.llama.rows import Flags
@@ -198,10 +198,9 @@ class Decoder:
         self._has_output = self.is_last and last - first - 1 in params.taps
         # a slice that is not whole gets no tokens; where libllama takes no embeddings they replace those of any tokens
         self._by_tokens = architecture.by_tokens and not (slice_file.is_first and self.is_last)
-        self.callback = EvalCallback(
-            self.lib, last - first, self.out, architecture, self._by_tokens or not slice_file.is_first,
-            params.n_gpu_layers == 0, params.stop_interval_s, params.taps, self.tapped,
-        )  # fmt: skip
+        nodes = SliceNodes(architecture, last - first, self._by_tokens or not slice_file.is_first, params.taps)
+        interval_s = params.stop_interval_s if params.n_gpu_layers == 0 else None
+        self.callback = EvalCallback(self.lib, nodes, self.out, self.tapped, interval_s)
         self.threads = ThreadShare(params.n_threads)
         self.batch = LlamaBatch(self.lib, params.n_batch, params.n_seq_max)
         self.is_head = info.head is not None  # whose rows are a token and features
@@ -214,8 +213,8 @@ class Decoder:
         params, options = self.params, self.lib.llama_model_default_params()
         if params.n_gpu_layers and not ggml.has_gpu():
             shown = "all" if params.n_gpu_layers < 0 else params.n_gpu_layers
-            raise UserError(f"libllama has no GPU here: -ngl {shown} (of drafts -ngld) needs 0, --rpc, or a GPU and "
-                            "a build with CMAKE_ARGS=-DGGML_CUDA=on")  # fmt: skip
+            needs = "0, --rpc, or a GPU and a build with CMAKE_ARGS=-DGGML_CUDA=on"
+            raise UserError(f"libllama has no GPU here: -ngl {shown} (of drafts -ngld) needs {needs}")
         n_layer = slice_file.last - slice_file.first
         options.n_gpu_layers = n_layer + 1 if params.n_gpu_layers < 0 else params.n_gpu_layers
         devices = None if params.devices is None else device_list(params.devices)  # held while it loads
@@ -246,8 +245,8 @@ class Decoder:
         options.ctx_type = MTP if self._is_mtp else 0
         handle = self.lib.llama_init_from_model(self.model, options)
         if not handle:
-            raise UserError(f"no KV cache of {size.n_cells} cells for {self.where}: {ggml.last_errors()}; "
-                            "use a smaller context (-c) or more ranks")  # fmt: skip
+            what = f"no KV cache of {size.n_cells} cells for {self.where}"
+            raise UserError(f"{what}: {ggml.last_errors()}; use a smaller context (-c) or more ranks")
         if self._has_output:  # else some architectures drop rows without logits before
             ggml.load_extension().llama_set_embeddings_nextn(handle, True, False)
         return LlamaContext(handle, size)
@@ -279,8 +278,8 @@ class Decoder:
             raise self.cache_full(context, len(batch.positions))
         if code:
             kind = BatchRefused if code == INVALID_BATCH else RuntimeError
-            raise kind(f"llama_decode of {len(batch.positions)} rows in {self.where} failed with {code}: "
-                       f"{ggml.last_errors()}")  # fmt: skip
+            call = f"llama_decode of {len(batch.positions)} rows"
+            raise kind(f"{call} in {self.where} failed with {code}: {ggml.last_errors()}")
 
     def n_cells(self, context: LlamaContext) -> int:
         """Without those for rows that fill groups up."""

@@ -18,7 +18,7 @@ from hashlib import sha256
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -27,7 +27,6 @@ from pipeinfer.models.gguf.architectures import Architecture
 from pipeinfer.models.llama import ggml
 
 _Stop = ctypes.CFUNCTYPE(ctypes.c_bool)
-NOTHING = np.empty((0, 0, 0), np.float32)
 OUTPUT = b"h_nextn"
 """The node that a model's own head reads, after the last layer."""
 
@@ -97,6 +96,16 @@ def compiled() -> ctypes.CDLL | None:
     return library if (n_bytes, source) == (ctypes.sizeof(CallbackState), expected) else None
 
 
+class SliceNodes(NamedTuple):
+    """Which nodes of a slice's graph matter. `overwrites_input`: incoming activations replace its input node; `taps`:
+    layers after which the residual stream is copied out."""
+
+    architecture: Architecture
+    n_layer: int
+    overwrites_input: bool
+    taps: Sequence[int] = ()
+
+
 class EvalCallback:
     """between     whether an evaluation may be ended between layers; else before the first one
     out         (n_batch, n_embd), the residual stream after the slice; no rows on the last slice
@@ -106,12 +115,11 @@ class EvalCallback:
     """
 
     def __init__(
-        self, library: ModuleType, n_layer: int, out: FloatArray, architecture: Architecture, overwrites_input: bool,
-        between: bool = True, interval_s: float = 0.0, taps: Sequence[int] = (), tapped: FloatArray = NOTHING,
-    ) -> None:  # fmt: skip
-        """For a slice of `n_layer` layers. `overwrites_input`: incoming activations replace the graph's input node.
-        `interval_s`: approximate time between two calls of `stop`; 0: one after every layer."""
-        self.out, self.between = out, between
+        self, library: ModuleType, nodes: SliceNodes, out: FloatArray, tapped: FloatArray, interval_s: float | None
+    ) -> None:
+        """`interval_s`: approximate time between two calls of `stop`; 0: one after every layer; None: none."""
+        architecture, n_layer, overwrites_input, taps = nodes
+        self.out, self.between = out, interval_s is not None
         self._out_address, self._row_bytes = out.ctypes.data, 4 * out.shape[1]
         self.fault: BaseException | None = None
         self._stop: Callable[[], bool] | None = None
@@ -128,7 +136,7 @@ class EvalCallback:
             f"{architecture.layer_node}-".encode(),
             last if len(out) else None,
             architecture.input_node.encode() if overwrites_input and architecture.input_node else None,
-            interval_ns=int(1e9 * interval_s),
+            interval_ns=int(1e9 * (interval_s or 0.0)),
             taps=self._taps,
             n_taps=len(taps),
         )

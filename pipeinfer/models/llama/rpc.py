@@ -41,8 +41,8 @@ def connect(servers: Sequence[str]) -> None:
     """
     new = [server for server in servers if server not in _servers]
     if new and not knows_rpc():
-        raise UserError(f"--rpc {new[0]} needs a llama-cpp-python that was compiled with CMAKE_ARGS=-DGGML_RPC=on; "
-                        "`make llama.cpp` compiles it again")  # fmt: skip
+        needs = "a llama-cpp-python that was compiled with CMAKE_ARGS=-DGGML_RPC=on"
+        raise UserError(f"--rpc {new[0]} needs {needs}; `make llama.cpp` compiles it again")
     for server in new:
         _check(server)
         if not _servers:

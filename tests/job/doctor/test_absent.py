@@ -35,10 +35,8 @@ def start(hosts: SshHosts, *words: str, program: list[str] | None = None) -> sub
         hosts_words = ["--host", "node1:1,node2:1", "--bind-to", "none", "-x", "PYTHONPATH"]
     command = " ".join([str(MPIRUN), *hosts_words, "-np", "2", *(program or COMMAND), *(words or RUN)])
     environ = environment() | LIMIT | {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}
-    return subprocess.Popen(
-        hosts.inside("node1", f"exec {command}"), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, env=environ,
-    )  # fmt: skip
+    inside, none, pipe = hosts.inside("node1", f"exec {command}"), subprocess.DEVNULL, subprocess.PIPE
+    return subprocess.Popen(inside, stdin=none, stdout=pipe, stderr=pipe, text=True, env=environ)
 
 
 def errors(hosts: SshHosts, job: subprocess.Popen[str], timeout_s: float = 60) -> list[str]:

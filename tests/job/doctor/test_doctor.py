@@ -25,7 +25,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.doctor import agent, checks, hashes, host_checks, inquiry, ring
 from pipeinfer.job.doctor.agent import ADDRESS_SPACE, LOCKED_MEMORY, OPEN_FILES
 from pipeinfer.job.doctor.checks import CHECKS
-from pipeinfer.job.doctor.findings import Cluster, Fault, Finding, HostReport, Level
+from pipeinfer.job.doctor.findings import Cluster, Fault, Finding, HostReport, Severity
 from pipeinfer.job.doctor.host_list import HostList, read_host_list
 from pipeinfer.job.doctor.host_session import HostSession, NoAnswer, remote_words
 from pipeinfer.job.doctor.pairs import Way, connect_all, measure_all, rounds
@@ -35,18 +35,34 @@ from pipeinfer.models.demo import TARGET
 from tests.support.jobs import COMMAND, ROOT, environment
 from tests.support.planned import options_of
 
+LIMITS = {OPEN_FILES: 4096, LOCKED_MEMORY: -1, ADDRESS_SPACE: -1}
 BASE = {
-    "host": "node", "user": "me", "interpreter": sys.version.split()[0], "program": "", "disk_bytes": 10**12,
-    "addresses": {"eth0": ["10.0.0.1", 10_000]}, "shm": {"bytes": 10**9, "error": ""}, "has_fabric": False,
-    "limits": {OPEN_FILES: 4096, LOCKED_MEMORY: -1, ADDRESS_SPACE: -1}, "flags": ["avx2"], "ports": ["32768", "60999"],
-}  # fmt: skip
+    "host": "node",
+    "user": "me",
+    "interpreter": sys.version.split()[0],
+    "program": "",
+    "disk_bytes": 10**12,
+    "addresses": {"eth0": ["10.0.0.1", 10_000]},
+    "shm": {"bytes": 10**9, "error": ""},
+    "has_fabric": False,
+    "limits": LIMITS,
+    "flags": ["avx2"],
+    "ports": ["32768", "60999"],
+}
 HOST = {"processor": "P", "n_cores": 4, "memory": {"host": 10**9}, "repacked": [[2, 32, "a"]], "grouped": []}
+MODEL = {"n_bytes": 100, "fingerprint": "f", "error": ""}
 FACTS = {
-    "version": version_text(), "place": ["node", "x"], "packages": {"numpy": "2"}, "build": "b",
+    "version": version_text(),
+    "place": ["node", "x"],
+    "packages": {"numpy": "2"},
+    "build": "b",
     "features": "AVX2 = 1 | ",
-    "mpi": {"library": "MPICH Version: 4.3.2", "error": None}, "amx_works": True, "gpus": [], "host": HOST,
-    "models": {"/m.gguf": {"n_bytes": 100, "fingerprint": "f", "error": ""}},
-}  # fmt: skip
+    "mpi": {"library": "MPICH Version: 4.3.2", "error": None},
+    "amx_works": True,
+    "gpus": [],
+    "host": HOST,
+    "models": {"/m.gguf": MODEL},
+}
 
 
 def cluster(launcher: str = "mpich", **changes: Any) -> Cluster:
@@ -67,7 +83,7 @@ def findings(made: Cluster, host: str = "node2") -> list[Finding]:
     """What is wrong."""
     report = made.reports[host]
     results = [check.finding(report, made) for check in CHECKS]
-    return [finding for finding in results if finding and finding.level > Level.OK]
+    return [finding for finding in results if finding and finding.level > Severity.OK]
 
 
 def test_nothing_is_wrong_of_hosts_that_are_alike() -> None:
@@ -96,15 +112,15 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"host": HOST | {"repacked": [[2, 32, "b"]]}}, "kernels", "repacked"),
     ({"shm": {"bytes": 0, "error": "Read-only file system"}}, "shared memory", "Read-only"),
     ({"shm": {"bytes": 1000, "error": ""}}, "shared memory", "bus error"),
-    ({"limits": BASE["limits"] | {OPEN_FILES: 256}}, "limits", "256"),  # type: ignore[operator]
-    ({"limits": BASE["limits"] | {ADDRESS_SPACE: 10**9}}, "limits", "1.0 GB"),  # type: ignore[operator]
-    ({"limits": BASE["limits"] | {LOCKED_MEMORY: 65536}, "has_fabric": True}, "limits", "memlock"),  # type: ignore[operator]
+    ({"limits": LIMITS | {OPEN_FILES: 256}}, "limits", "256"),
+    ({"limits": LIMITS | {ADDRESS_SPACE: 10**9}}, "limits", "1.0 GB"),
+    ({"limits": LIMITS | {LOCKED_MEMORY: 65536}, "has_fabric": True}, "limits", "memlock"),
     ({"clock_s": -30.0}, "clock", "30.0 s behind"),
-    ({"models": {"/m.gguf": {"n_bytes": None, "fingerprint": "", "error": ""}}}, "models", "layers from rank 0"),
-    ({"models": {"/m.gguf": {"n_bytes": 90, "fingerprint": "g", "error": ""}}}, "models", "90 bytes, not 100"),
-    ({"models": {"/m.gguf": {"n_bytes": 100, "fingerprint": "g", "error": ""}}}, "models", "samples"),
-    ({"models": {"/m.gguf": {"n_bytes": 100, "fingerprint": "", "error": "no GGUF"}}}, "models", "no GGUF"),
-]  # fmt: skip
+    ({"models": {"/m.gguf": MODEL | {"n_bytes": None}}}, "models", "layers from rank 0"),
+    ({"models": {"/m.gguf": MODEL | {"n_bytes": 90}}}, "models", "90 bytes, not 100"),
+    ({"models": {"/m.gguf": MODEL | {"fingerprint": "g"}}}, "models", "samples"),
+    ({"models": {"/m.gguf": MODEL | {"error": "no GGUF"}}}, "models", "no GGUF"),
+]
 
 
 @pytest.mark.parametrize(("changes", "check", "text"), WRONG)
@@ -137,7 +153,7 @@ def test_an_error_of_ssh_is_named(code: int | None, errors: str, fix: str) -> No
     made = cluster(failure=NoAnswer(code, errors))
     made.reports["node2"].base, made.reports["node2"].facts = {}, {}
     (finding,) = findings(made)
-    assert finding.check == "ssh" and finding.level is Level.ERROR and fix in finding.fix
+    assert finding.check == "ssh" and finding.level is Severity.ERROR and fix in finding.fix
 
 
 def test_a_node_that_starts_nothing_is_slurms() -> None:
@@ -154,7 +170,7 @@ def test_a_name_that_ssh_does_not_know_either_has_no_address() -> None:
     made = cluster(failure=NoAnswer(255, errors), has_address=False)
     made.reports["node2"].base, made.reports["node2"].facts = {}, {}
     (finding,) = findings(made)
-    assert finding.check == "name" and finding.level is Level.ERROR
+    assert finding.check == "name" and finding.level is Severity.ERROR
 
 
 def test_a_host_without_hashes_is_a_fault() -> None:
@@ -199,8 +215,10 @@ def test_words_of_another_host_neither_steer_a_terminal_nor_add_commands() -> No
     assert findings(made)[0].fix.startswith("echo '$(reboot)' node1 | ")
 
 
-@pytest.mark.parametrize(("address", "seen"), [("127.0.1.1", "10.0.0.1"), ("fe80::1%eth0", "10.0.0.1"),
-                                               (None, "10.0.0.1"), ("10.9.9.9", "10.9.9.9")])  # fmt: skip
+SEEN = {"127.0.1.1": "10.0.0.1", "fe80::1%eth0": "10.0.0.1", None: "10.0.0.1", "10.9.9.9": "10.9.9.9"}
+
+
+@pytest.mark.parametrize(("address", "seen"), SEEN.items())
 def test_other_hosts_get_an_address_that_is_one_there(
     address: str | None, seen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -211,6 +229,9 @@ def test_other_hosts_get_an_address_that_is_one_there(
         def ask(self, *_: object, **__: object) -> dict[str, Any]:
             return BASE | {"time_s": time.time()}
 
+        def close(self) -> None:
+            pass
+
     def resolve(*_: object, **__: object) -> list[Any]:
         if address is None:
             raise socket.gaierror
@@ -219,7 +240,8 @@ def test_other_hosts_get_an_address_that_is_one_there(
     hosts = HostList(read_host_list("node1", "mpich").nodes, "mpich")
     monkeypatch.setattr(inquiry, "HostSession", Session)
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    report = inquiry.open_sessions(hosts, Path("/"))["node1"]
+    with inquiry.host_sessions(hosts) as reports:
+        report = reports["node1"]
     assert report.session and report.address == seen and report.has_address == (address is not None)
 
 
@@ -246,12 +268,14 @@ def test_a_firewall_is_named_with_its_direction() -> None:
 
 def test_a_slow_way_counts_when_it_was_timed_for_long() -> None:
     made = cluster()
-    made.ways = [Way("node1", "node2", 1, "open", "10.0.0.2", "eth0", 1e-4, 1e9),
-                 Way("node2", "node1", 1, "open", "10.0.0.1", "eth0", 1e-4, 1e8)]  # fmt: skip
+    made.ways = [
+        Way("node1", "node2", 1, "open", "10.0.0.2", "eth0", 1e-4, 1e9),
+        Way("node2", "node1", 1, "open", "10.0.0.1", "eth0", 1e-4, 1e8),
+    ]
     assert findings(made) == []
     made.is_timed = True
     (finding,) = findings(made)
-    assert finding.check == "links" and finding.level is Level.WARNING and "0.8 Gbit/s to node1" in finding.text
+    assert finding.check == "links" and finding.level is Severity.WARNING and "0.8 Gbit/s to node1" in finding.text
 
 
 def test_rings_that_fail() -> None:
@@ -290,8 +314,8 @@ def test_hosts_are_a_file_or_names(tmp_path: Path) -> None:
     ranks = {"node1": 2, "node2": 1}
     assert made.words(made.names, ranks) == ["mpirun", "-hosts", "node1:2,node2:1", "-np", "3"]
     other = replace(made, launcher="openmpi").words(made.names, ranks, "eth1")
-    assert other == ["mpirun", "--host", "node1:2,node2:1", "--bind-to", "none", "--mca", "btl_tcp_if_include", "eth1",
-                     "-np", "3"]  # fmt: skip
+    of_network = "--mca btl_tcp_if_include eth1"
+    assert other == f"mpirun --host node1:2,node2:1 --bind-to none {of_network} -np 3".split()
     slurm = replace(made, launcher="srun").words(made.names, ranks)
     assert slurm == ["srun", "--mpi=pmi2", "-N", "2", "-n", "3", "-w", "node1,node2"]
     for wrong in ("node1,", "node1;reboot", "node1:0", "-oProxyCommand=x"):
@@ -323,9 +347,8 @@ def test_two_agents_reach_each_other_and_are_timed() -> None:
     sessions = {name: HostSession(remote_words("mpich", name, True)) for name in ("localhost", "127.0.0.1")}
     try:
         ways = connect_all(sessions, dict.fromkeys(sessions, "127.0.0.1"))
-        assert [(way.start, way.to, way.state) for way in ways] == [
-            ("localhost", "127.0.0.1", "open"), ("127.0.0.1", "localhost", "open"),
-        ]  # fmt: skip
+        ends = [("localhost", "127.0.0.1"), ("127.0.0.1", "localhost")]
+        assert [(way.start, way.to, way.state) for way in ways] == [(*pair, "open") for pair in ends]
         measure_all(sessions, ways, 0.05)
         assert all(0 < way.latency_s < 0.1 and way.bytes_per_s > 1e6 for way in ways)
         base = sessions["localhost"].ask("base", 10, python="/no/python", folder="/", disk="/no/disk", environ={})
@@ -427,11 +450,11 @@ def test_this_host_is_looked_at_by_the_same_checks(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(agent, "machine", lambda: fine | {"shm": {"bytes": 10**7, "error": ""}})
     assert check_this_host(2) == []
     (finding,) = check_this_host(8)
-    assert finding.level is Level.WARNING and "10.0 MB free" in finding.text and "11.2 MB" in finding.text
-    bad = {"shm": {"bytes": 0, "error": "Read-only"}, "limits": BASE["limits"] | {OPEN_FILES: 99}}  # type: ignore[operator]
+    assert finding.level is Severity.WARNING and "10.0 MB free" in finding.text and "11.2 MB" in finding.text
+    bad = {"shm": {"bytes": 0, "error": "Read-only"}, "limits": LIMITS | {OPEN_FILES: 99}}
     monkeypatch.setattr(agent, "machine", lambda: fine | bad)
     first, second = check_this_host(2)
-    assert first.level is Level.ERROR and first.host == socket.gethostname() and "ssh" not in first.fix
+    assert first.level is Severity.ERROR and first.host == socket.gethostname() and "ssh" not in first.fix
     assert second.check == "limits" and "99" in second.text
 
 

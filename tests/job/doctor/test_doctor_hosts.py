@@ -221,9 +221,8 @@ def test_models_that_differ(hosts: SshHosts, model: Path, tmp_path: Path) -> Non
     hosts.await_all()
     done = doctor(hosts, model)
     assert done.returncode == 2
-    assert (
-        "samples of its tensors differ" in (line := problem(done, "node2", "models")) and f"scp {model} node2:" in line
-    )
+    line = problem(done, "node2", "models")
+    assert "samples of its tensors differ" in line and f"scp {model} node2:" in line
     assert "m.gguf" in problem(done, "node3", "models")
     assert "layers from rank 0" in problem(done, "node4", "models")
 
@@ -235,9 +234,8 @@ def test_faults_of_the_machine(hosts: SshHosts, model: Path, tmp_path: Path) -> 
     hosts.start("node2", "mount -t tmpfs -o ro none /dev/shm")
     hosts.start("node3", "ulimit -n 200")
     hosts.start("node4", f"mount --bind {names} /etc/hosts")
-    for words in (["link", "add", "docker0", "type", "bridge"], ["addr", "add", "172.17.0.1/16", "dev", "docker0"],
-                  ["link", "set", "docker0", "up"]):  # fmt: skip
-        subprocess.run(["ip", "-n", hosts.made.prefix + "node1", *words], check=True)
+    for words in ("link add docker0 type bridge", "addr add 172.17.0.1/16 dev docker0", "link set docker0 up"):
+        subprocess.run(["ip", "-n", hosts.made.prefix + "node1", *words.split()], check=True)
     hosts.await_all()
     try:
         done = doctor(hosts, model)

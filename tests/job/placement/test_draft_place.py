@@ -15,7 +15,7 @@ from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.options.values import Backend
 from pipeinfer.job.placement.devices import RankDevices, plan_devices
 from pipeinfer.job.placement.job_plan import JobPlan
-from pipeinfer.job.planning.prepare import describe_host
+from pipeinfer.job.profiling.describe import describe_host
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.ggml import Device
@@ -93,8 +93,8 @@ def test_layers_of_torch_are_not_counted() -> None:
 
 def test_a_gpu_that_only_the_draft_has_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     two = [Device(f"CUDA{number}", "H200", "gpu", 100, 100) for number in range(2)]
-    monkeypatch.setattr("pipeinfer.job.planning.prepare.gpus", lambda: two)
-    monkeypatch.setattr("pipeinfer.job.planning.prepare.has_gpu", lambda: True)
+    monkeypatch.setattr("pipeinfer.job.profiling.describe.gpus", lambda: two)
+    monkeypatch.setattr("pipeinfer.job.profiling.describe.has_gpu", lambda: True)
     places = [replace(host, name="a") for host in hosts(2)]
     options = asked(n_gpu_layers=(0,), n_gpu_layers_draft=ALL_LAYERS)
     found = [describe_host(options, places, rank) for rank in range(2)]

@@ -55,31 +55,28 @@ def texts() -> dict[str, list[int]]:
     return {SAMPLED[1]: sampled["tokens"], GREEDY[1]: plain_tokens(TARGET, sampled["prompt_tokens"], 48)}
 
 
-@pytest.mark.parametrize(
-    ("n_ranks", "policy", "sampling", "where", "devices"),
-    [
-        (1, "auto", SAMPLED, ["-ngl", "4", "--device", "RPC1", "-ngld", "0"], ["RPC1"]),
-        (1, "pipeinfer", GREEDY, ALL, ["RPC0+RPC1"]),
-        (2, "speculative", SAMPLED, [*ALL, "-ngld", "0"], [None, "RPC0+RPC1"]),
-        (2, "pipedec", GREEDY, ["-ngl", "2"], ["RPC0+RPC1"] * 2),
-        (3, "flowspec", GREEDY, ["-ngl", "all,1,all", "--device", "RPC1"], ["RPC1"] * 3),
-        (
-            3,
-            "pipeinfer",
-            SAMPLED,
-            ["-ngl", "all,0,all", "--device", "RPC0,none,RPC1+RPC0"],
-            ["RPC0", "none", "RPC1+RPC0"],
-        ),
-        (3, "pipespec", GREEDY, ["-ngl", "2,all,1", "-ngld", "0"], [None, *["RPC0+RPC1"] * 2]),
-        (3, "auto", SAMPLED, [*ALL, "--device", "RPC0+RPC1,RPC1,auto"], ["RPC0+RPC1", "RPC1", "RPC0+RPC1"]),
-    ],
-)
+BOTH = "RPC0+RPC1"
+CASES: list[tuple[int, str, list[str], str, list[str | None]]] = [
+    (1, "auto", SAMPLED, "-ngl 4 --device RPC1 -ngld 0", ["RPC1"]),
+    (1, "pipeinfer", GREEDY, "-ngl all", [BOTH]),
+    (2, "speculative", SAMPLED, "-ngl all -ngld 0", [None, BOTH]),
+    (2, "pipedec", GREEDY, "-ngl 2", [BOTH, BOTH]),
+    (3, "flowspec", GREEDY, "-ngl all,1,all --device RPC1", ["RPC1"] * 3),
+    (3, "pipeinfer", SAMPLED, "-ngl all,0,all --device RPC0,none,RPC1+RPC0", ["RPC0", "none", "RPC1+RPC0"]),
+    (3, "pipespec", GREEDY, "-ngl 2,all,1 -ngld 0", [None, BOTH, BOTH]),
+    (3, "auto", SAMPLED, "-ngl all --device RPC0+RPC1,RPC1,auto", [BOTH, "RPC1", BOTH]),
+]
+
+
+@pytest.mark.parametrize("case", CASES)
 def test_all_texts_are_one(
-    n_ranks: int, policy: str, sampling: list[str], where: list[str], devices: list[str | None],
-    three: list[Server], texts: dict[str, list[int]],
-) -> None:  # fmt: skip
+    case: tuple[int, str, list[str], str, list[str | None]], three: list[Server], texts: dict[str, list[int]]
+) -> None:
+    n_ranks, policy, sampling, where, devices = case
     there = [None if each == "none" else server for each, server in zip(devices, three, strict=False)]
-    done = finish(n_ranks, ["run", "--json", *PROMPT, *sampling, *TYPES, "--policy", policy, *where, *of(there)])
+    done = finish(
+        n_ranks, ["run", "--json", *PROMPT, *sampling, *TYPES, "--policy", policy, *where.split(), *of(there)]
+    )
     assert done.returncode == 0 and "exact does not hold" not in done.stderr, done.stderr
     result = json.loads(done.stdout)
     assert result["tokens"] == texts[sampling[1]]
