@@ -170,7 +170,9 @@ def _data(part: Part) -> Iterator[bytes | memoryview]:
 
 def _entries(info: ModelInfo, n_layer: int) -> Iterator[bytes]:
     """The metadata: the model's own as they are in its file, the vocabulary with them, but for what counts layers."""
-    known = info.layers.written_metadata([_origin(info, layer) for layer in range(n_layer)])
+    copied = info.layers.metadata_of([_origin(info, layer) for layer in range(n_layer)])
+    left_out = ("general.alignment", "general.tensor_extra", "split.")
+    known = {key: raw for key, raw in copied.items() if not key.startswith(left_out)}
     with open(info.paths[0], "rb") as file:
         for key, (start, end) in read_header(info.paths[0]).spans.items():
             if key not in known:

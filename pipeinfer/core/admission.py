@@ -5,12 +5,13 @@ evaluate in the same way are shared.
 """
 
 from bisect import insort
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
+from typing import NamedTuple
 
 from pipeinfer.core.blocks import common, n_alike
 from pipeinfer.core.levels import Level
-from pipeinfer.core.policy import ActiveRequest
+from pipeinfer.core.policy import Active, ActiveRequest
 from pipeinfer.core.requests import Prefix, Request
 from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.speculator import Speculator
@@ -28,10 +29,10 @@ def ahead_of(n_tokens: int) -> int:
 
 
 class Prefixes:
-    """Of the requests that are `active`, by id, and of finished ones that are retained. Where sequences of the `target`
-    do not rewind, what is retained can only move, as a whole."""
+    """Of open requests and of finished ones that are retained. Where sequences of the `target` do not rewind, what is
+    retained can only move, as a whole."""
 
-    def __init__(self, target: Level, active: Mapping[int, ActiveRequest]) -> None:
+    def __init__(self, target: Level, active: Active) -> None:
         self._target, self._pool, self._active = target, target.pool, active
         self._retained: dict[int, Request] = {}  # finished requests, the oldest first
 
@@ -72,14 +73,12 @@ class Prefixes:
         is_whole = best.source.id in self._retained and best.n_tokens == best.source.n_retained
         return best._replace(moves=is_whole and (request.keep or not self._pool.rewinds))
 
-    def waits(self, request: Request, is_worth: Callable[[int], bool]) -> bool:
-        """Whether the request should wait for tokens that an open one is about to evaluate. `is_worth`: whether so many
-        are worth it."""
+    def n_saved(self, request: Request) -> int:
+        """How many tokens more the request need not evaluate if it waits until an open one has."""
         reading = (each for each in self._sources if not each.n_generated)
         n_most = max((self._n_to_come(each, request) for each in reading), default=0)
         best = self.best(request) if n_most else None
-        n_saved = n_most - (best.n_tokens if best else 0)
-        return n_saved > 0 and is_worth(n_saved)
+        return max(0, n_most - (best.n_tokens if best else 0))
 
     def is_awaited(self, request: Request, others: Sequence[Request]) -> bool:
         """Whether one of the others starts with all of the request's prompt, which is possible only until its root is
@@ -108,17 +107,33 @@ class Prefixes:
         return n_alike(source.spans or (), request.spans or (), n) if self._target.blocks else n
 
 
+class OpenLimits(NamedTuple):
+    """n_open     open requests
+    n_prompts  of these, requests that read their prompts in blocks
+    ahead      tokens beyond its text for which an opened request must have cells; None: by the cells of the target
+    """
+
+    n_open: int = 1 << 30
+    n_prompts: int = 1 << 30
+    ahead: int | None = None
+
+
+UNLIMITED = OpenLimits()
+
+
 class Admission:
-    """`levels`: the target first. `active`: the open requests by id. `n_open`: open requests at most. `n_prompts`: of
-    these, requests that read their prompts in blocks. `ahead`: tokens beyond its text for which an opened request must
-    have cells; None: by the cells of the target. `waiting`: in the order in which they are opened."""
+    """`levels`: the target first. `waiting`: in the order in which they are opened."""
 
     def __init__(
-        self, levels: Sequence[Level], speculator: Speculator, active: Mapping[int, ActiveRequest],
-        run_cost: RunCost | None, n_open: int, n_prompts: int, ahead: int | None,
-    ) -> None:  # fmt: skip
+        self,
+        levels: Sequence[Level],
+        speculator: Speculator,
+        active: Active,
+        run_cost: RunCost | None,
+        limits: OpenLimits,
+    ) -> None:
         self.levels, self.speculator, self.active, self.run_cost = levels, speculator, active, run_cost
-        self.target, self.n_open, self.n_prompts = levels[0], n_open, n_prompts
+        self.target, (self.n_open, self.n_prompts, ahead) = levels[0], limits
         self.ahead = ahead_of(self.target.pool.n_cells) if ahead is None else ahead
         self.prefixes = Prefixes(self.target, active)
         self.waiting: list[ActiveRequest] = []
@@ -152,7 +167,7 @@ class Admission:
         for active in list(self.waiting):
             if len(self.active) >= self.n_open:
                 break
-            if self.prefixes.waits(active.request, self._is_worth_waiting):
+            if (n_rows := self.prefixes.n_saved(active.request)) and self._is_worth_waiting(n_rows):
                 continue
             if self._reads_enough(active.request) or not self._make_room(active.request):
                 break

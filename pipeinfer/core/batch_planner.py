@@ -6,13 +6,13 @@ chunks follow each other at a distance, and a token waits for about one chunk in
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from pipeinfer.core.blocks import BLOCK
 from pipeinfer.core.levels import Level, RequestSlice
-from pipeinfer.core.policy import ActiveRequest
+from pipeinfer.core.policy import Active
 from pipeinfer.core.run_cost import Pacer, RunCost
 from pipeinfer.core.types import Clock
 
@@ -68,13 +68,12 @@ class BatchBudget:
 
 
 class BatchPlanner:
-    """When the next run of the target goes, and what it carries. `active`: the open requests by id. `max_delay_s`: how
-    much later a token may come, in all stages together, because other requests' prompts are read."""
+    """When the next run of the target goes, and what it carries. `max_delay_s`: how much later a token may come, in all
+    stages together, because other requests' prompts are read."""
 
     def __init__(
-        self, target: Level, run_cost: RunCost | None, clock: Clock, active: Mapping[int, ActiveRequest],
-        max_delay_s: float,
-    ) -> None:  # fmt: skip
+        self, target: Level, run_cost: RunCost | None, clock: Clock, active: Active, max_delay_s: float
+    ) -> None:
         self.target, self.run_cost, self.active, self.max_delay_s = target, run_cost, active, max_delay_s
         self.pacer = Pacer(run_cost, clock)
         self._passed: set[int] = set()  # requests whose roots waited when the last chunk was sent
@@ -85,17 +84,17 @@ class BatchPlanner:
 
     @property
     def _budget(self) -> BatchBudget:
-        target = self.target
+        target, n_open = self.target, max(1, self.n_open)
         n_cheap = self.run_cost.n_cheap_rows(0) if self.run_cost else target.n_rows
-        return BatchBudget.for_load(
-            max(1, self.n_open), target.pipeline.n_stages, n_cheap, target.n_rows, target.n_chunk
-        )
+        return BatchBudget.for_load(n_open, target.pipeline.n_stages, n_cheap, target.n_rows, target.n_chunk)
 
     def n_chunk(self, context: int) -> int:
         """Committed tokens that a run may carry after `context` tokens."""
         most, cost = self.target.n_chunk, self.run_cost
-        if cost is None or self.max_delay_s == ONE_CHUNK or not self._delays_others():
+        if cost is None or self.max_delay_s in (ONE_CHUNK, math.inf):
             return most
+        if all(self.target.n_context_left(active.request) for active in self.active.values()):
+            return most  # no text has begun that could be delayed
         limit_s = self.max_delay_s / self.target.pipeline.n_stages
         n_rows = bisect_right(range(1, most + 1), limit_s, key=lambda n: cost.chunk_seconds(n, context))
         return n_rows or min(most, cost.n_cheap_rows(context))  # where one row is too long, a few are hardly longer
@@ -128,7 +127,8 @@ class BatchPlanner:
         limited, budget = self.max_delay_s < math.inf, self._budget
         if chunk_rows := [flight.n_rows for flight in self.target.useful_flights if flight.n_context]:
             budget = budget.beside_chunks(len(chunk_rows), max(chunk_rows))
-        if limited and (chunk_rows or self._were_passed(wants)):
+        # or a root waited when the last chunk was sent, and would wait for a second one now
+        if limited and (chunk_rows or any(part.request.id in self._passed for part in wants if _is_root(part))):
             wants = sorted(wants, key=lambda part: not _is_root(part))
             budget = replace(budget, n_roots=budget.n_rows)  # roots left behind may have to wait for a chunk
         chosen = choose(wants, budget, False, self._n_chunk_rows)
@@ -139,10 +139,6 @@ class BatchPlanner:
         elif limited:
             self._passed.difference_update(part.request.id for part in chosen)
         return chosen
-
-    def _were_passed(self, wants: Sequence[RequestSlice]) -> bool:
-        """Whether a root waited when the last chunk was sent, and would wait for a second one now."""
-        return any(part.request.id in self._passed for part in wants if _is_root(part))
 
     def _n_chunk_rows(self, first: RequestSlice, n_left: int) -> int:
         """Rows of the next chunk, which starts with `first`; `n_left`: rows of all waiting prompts."""
@@ -158,11 +154,6 @@ class BatchPlanner:
         covers = self.max_delay_s == math.inf and not self.target.blocks
         reads = covers and any(part.n_context for part in parts)
         return self._budget.can_dispatch(n_roots, certain, n_inflight, reads)
-
-    def _delays_others(self) -> bool:
-        """Whether there is a limit of delays, and a request that has read its prompt."""
-        n_left = self.target.n_context_left
-        return self.max_delay_s < math.inf and not all(n_left(active.request) for active in self.active.values())
 
 
 def _is_root(part: RequestSlice) -> bool:

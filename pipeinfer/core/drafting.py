@@ -31,9 +31,14 @@ def coupled(logits: FloatArray, width: int, params: SamplingParams, position: in
 
 
 def guess_next(
-    logits: FloatArray, params: SamplingParams, position: int, history: Sequence[int], width: int, couple: bool,
+    logits: FloatArray,
+    params: SamplingParams,
+    position: int,
+    history: Sequence[int],
+    width: int,
+    couple: bool,
     allowed: Allowed | None = None,
-) -> list[Guess]:  # fmt: skip
+) -> list[Guess]:
     """A draft's guesses for the token at `position`, made as the target chooses: from its logits (n_vocab,), which are
     changed in place, and `history`, the newest tokens before it."""
     adjust(logits, params, history)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 
-from pipeinfer.core.admission import Admission
+from pipeinfer.core.admission import UNLIMITED, Admission, OpenLimits
 from pipeinfer.core.batch_planner import BatchPlanner
 from pipeinfer.core.interfaces import Drafter, Waiter
 from pipeinfer.core.levels import InFlightRun, Level, RequestSlice
@@ -15,8 +15,6 @@ from pipeinfer.core.speculator import Speculator
 from pipeinfer.core.tree import Node, Settled
 from pipeinfer.core.types import Clock, RoundRobin
 
-UNLIMITED = 1 << 30
-
 
 class Engine:
     """Does the first of these that it can: hear a verdict, open a request, send a run, ask a draft on another rank, do
@@ -27,16 +25,24 @@ class Engine:
 
     `drafter`: the smallest draft, a Level where another rank has it. `on_tokens`: called with the new tokens of all
     requests in one run; it may add and stop requests. `drafts`: larger drafts, which refine its guesses, the smallest
-    first. `run_cost`: with it a run is held back until the slowest stage is about to want it. `n_open`, `n_prompts`,
-    `ahead`: as in `Admission`. `max_delay_s`: as in `BatchPlanner`. `draft_s`: as in `Speculator`.
+    first. `run_cost`: with it a run is held back until the slowest stage is about to want it. `max_delay_s`: as in
+    `BatchPlanner`. `draft_s`: as in `Speculator`.
     """
 
     def __init__(
-        self, target: Level, drafter: Drafter | Level | None, waiter: Waiter, clock: Clock,
-        on_tokens: Callable[[Sequence[Emission]], object] = lambda emissions: None, *,
-        drafts: Sequence[Level] = (), run_cost: RunCost | None = None, n_open: int = UNLIMITED,
-        n_prompts: int = UNLIMITED, ahead: int | None = None, max_delay_s: float = math.inf, draft_s: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        target: Level,
+        drafter: Drafter | Level | None,
+        waiter: Waiter,
+        clock: Clock,
+        on_tokens: Callable[[Sequence[Emission]], object] = lambda emissions: None,
+        *,
+        drafts: Sequence[Level] = (),
+        run_cost: RunCost | None = None,
+        limits: OpenLimits = UNLIMITED,
+        max_delay_s: float = math.inf,
+        draft_s: float = 0.0,
+    ) -> None:
         remote = [drafter] if isinstance(drafter, Level) else []
         self.target, self.levels = target, (target, *remote, *drafts)
         self.waiter, self.clock, self.on_tokens = waiter, clock, on_tokens
@@ -50,9 +56,9 @@ class Engine:
         self.batches = BatchPlanner(target, run_cost, clock, self._active, max_delay_s)
         self._pacer = self.batches.pacer
         self.speculator = Speculator(
-            drafter, drafts, clock, self._active, lambda: self.version, self._senders.add, target.n_inflight, draft_s
+            drafter, drafts, clock, self._active, lambda: self.version, self._senders.add, draft_s
         )
-        self.admission = Admission(self.levels, self.speculator, self._active, run_cost, n_open, n_prompts, ahead)
+        self.admission = Admission(self.levels, self.speculator, self._active, run_cost, limits)
 
     # -- requests
 
@@ -282,7 +288,6 @@ class Engine:
         return bool(chosen) and self._submit(chosen)
 
     def _next_slice(self, active: ActiveRequest) -> RequestSlice | None:
-        """What the request would send now."""
         request, root, target = active.request, active.request.tree.root, self.target
         if n_left := target.n_context_left(request):
             if target.n_inflight(request) <= 2 * target.pipeline.n_stages:

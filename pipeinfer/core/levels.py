@@ -17,6 +17,7 @@ from pipeinfer.core.tree import Node, State
 from pipeinfer.core.types import POSITION_END
 
 NO_ROWS: Set[int] = frozenset()
+Requests = Sequence[Request]
 
 
 @dataclass(slots=True, eq=False)
@@ -90,6 +91,7 @@ class InFlightRun:
     whole: bool = True  # every stage evaluates all of its rows
 
 
+@dataclass(eq=False)
 class Level:
     """Makes runs of nodes and context, submits them, and keeps what is in flight.
 
@@ -97,12 +99,14 @@ class Level:
     rows are dead; off for ablation studies. `blocks`: prompts are evaluated in blocks, see there.
     """
 
-    def __init__(
-        self, pipeline: Pipeline[Any], pool: SequencePool, *, n_chunk: int = 128, n_rows: int = 64,
-        cancel: bool = True, blocks: bool = False,
-    ) -> None:  # fmt: skip
-        self.pipeline, self.pool, self.n_chunk, self.n_rows, self.cancel = pipeline, pool, n_chunk, n_rows, cancel
-        self.blocks = blocks
+    pipeline: Pipeline[Any]
+    pool: SequencePool
+    n_chunk: int = 128
+    n_rows: int = 64
+    cancel: bool = True
+    blocks: bool = False
+
+    def __post_init__(self) -> None:
         self._next_run_id = 1
         self._flights: dict[int, InFlightRun] = {}
         self._of_request: dict[int, dict[int, InFlightRun]] = {}
@@ -147,9 +151,8 @@ class Level:
         return min(prefix.n_tokens, n_there)
 
     def has_room(
-        self, request: Request, prefix: Prefix | None, opened: Sequence[Request], retained: Sequence[Request],
-        ahead: int,
-    ) -> bool:  # fmt: skip
+        self, request: Request, prefix: Prefix | None, opened: Requests, retained: Requests, ahead: int
+    ) -> bool:
         """Whether there are cells for the text of one more request and `ahead` tokens more, beside the same for open
         requests and what is retained. The `prefix` that it starts with counts once."""
         n_shared = 0
@@ -163,7 +166,7 @@ class Level:
                 n_shared = 0
         return self.n_reserved(opened, others, ahead) + request.n_soon(ahead) - n_shared <= self.pool.n_cells
 
-    def n_reserved(self, opened: Sequence[Request], others: Mapping[int, int], ahead: int) -> int:
+    def n_reserved(self, opened: Requests, others: Mapping[int, int], ahead: int) -> int:
         """Distinct cells of open requests, with `ahead` tokens more each, and of the first tokens of `others`."""
         n_to_come = sum(each.n_soon(ahead) - self.pool.placed_end(each.id) for each in opened)
         return n_to_come + self.pool.n_held({**others, **{each.id: each.n_tokens_most for each in opened}})
@@ -183,7 +186,6 @@ class Level:
         return sum(not flight.dead for flight in flights.values()) if self._n_dead else len(flights)
 
     def n_dead(self, request: Request) -> int:
-        """Dead runs of the request in flight."""
         return len(self._of_request[request.id]) - self.n_inflight(request)
 
     def n_evaluated(self, request: Request) -> int:

@@ -43,6 +43,8 @@ N_ROWS = 32
 OURS, PAPER = "ours", "paper"
 """Presets: our settings and additions, or the rule and the settings of the policy's paper."""
 
+PRESET_HELP = "paper: the paper's rule and published settings, without our additions."
+
 
 class PolicyView(Protocol):
     """What the policy of one request may look at."""
@@ -217,10 +219,7 @@ class Policy(ABC):
 class PaperPolicy(Policy):
     """A policy of a paper. Settings that are our additions are off in the preset `paper`; `from_paper` makes that."""
 
-    preset: str = setting(
-        OURS, "--preset", choices=(OURS, PAPER),
-        help="paper: the paper's rule and published settings, without our additions.",
-    )  # fmt: skip
+    preset: str = setting(OURS, "--preset", choices=(OURS, PAPER), help=PRESET_HELP)
 
     @classmethod
     def from_paper(cls: "type[P]", **settings: Any) -> "P":
@@ -252,3 +251,7 @@ class ActiveRequest:
     def rank(self) -> tuple[int, int]:
         """Lower ranks are opened first and preempted last."""
         return self.request.priority, self.arrival
+
+
+Active = Mapping[int, ActiveRequest]
+"""The open requests, by id."""

@@ -39,6 +39,13 @@ TILED = 2.0
 """How much cheaper than linear rows beyond those timed may be, as kernels are tiled."""
 
 
+RowTimes = Mapping[int, float]
+"""Rows of a run -> seconds."""
+
+ChunkTime = tuple[int, float] | None
+"""Rows and seconds of a chunk of a prompt."""
+
+
 class RunCost:
     """Seconds of a run of n rows after a context: scale × (timed(n) + timed slope × n × context) + slope × n × context.
 
@@ -51,9 +58,13 @@ class RunCost:
     """
 
     def __init__(
-        self, timed: Mapping[int, float], crowding: float = 1.0, chunk: tuple[int, float] | None = None,
-        context_s: float = 0.0, n_sharing: int = 1,
-    ) -> None:  # fmt: skip
+        self,
+        timed: RowTimes,
+        crowding: float = 1.0,
+        chunk: ChunkTime = None,
+        context_s: float = 0.0,
+        n_sharing: int = 1,
+    ) -> None:
         self._row_s, self._crowding, self._n_sharing = timed[1], crowding, n_sharing
         self._rows = tuple(timed)
         self._known_shares: dict[int, float] = {}  # results of `_timed`
@@ -100,13 +111,10 @@ class RunCost:
         return max(n for n, share in took.items() if share <= NEARLY * best)
 
     def _prompt_share(self, n_rows: int, n_left: int, n_stages: int) -> float:
-        n_chunks = -(-n_left // n_rows)
-        return max(n_stages - 1 + n_chunks, self._crowding * n_chunks) * self._chunk_share(n_rows)
-
-    def _chunk_share(self, n_rows: int) -> float:
-        if n_rows <= self._rows[-1]:
-            return self._timed(n_rows)
-        return max(self._shares[-1], self._timed(n_rows) / TILED)
+        n_chunks, share = -(-n_left // n_rows), self._timed(n_rows)
+        if n_rows > self._rows[-1]:
+            share = max(self._shares[-1], share / TILED)
+        return max(n_stages - 1 + n_chunks, self._crowding * n_chunks) * share
 
     def learn(self, n_rows: int, context: int, seconds: float) -> None:
         """A run took the slowest stage so many seconds."""
@@ -139,15 +147,11 @@ class RunCost:
         """In units of one row's time, at an empty cache."""
         share = self._known_shares.get(n_rows)
         if share is None:
-            share = self._known_shares[n_rows] = self._continued(n_rows)
+            share = float(n_rows) if len(self._rows) == 1 else interpolate(self._rows, self._shares, n_rows)
+            if n_rows > self._rows[-1] and len(self._rows) > 1:
+                share = max(share, self._shares[-1])  # more rows than were timed never cost less
+            self._known_shares[n_rows] = share
         return share
-
-    def _continued(self, n_rows: int) -> float:
-        if len(self._rows) == 1:
-            return float(n_rows)
-        share = interpolate(self._rows, self._shares, n_rows)
-        # more rows than were timed never cost less
-        return max(share, self._shares[-1]) if n_rows > self._rows[-1] else share
 
 
 @lru_cache(maxsize=1 << 14)

@@ -46,6 +46,8 @@ MAX_BIASES = 2048
 BIAS = re.compile(r"([0-9]{1,10})([+-](?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?|-inf(?:inity)?)")
 MAX_TOKEN_ID, MAX_BIAS = 2**31 - 1, 1e9
 
+TEMPERATURE = ("--temp", "--temperature")
+
 IDS_A_JUMP = 700
 """So many consecutive numbers take as long as a jump to one number."""
 
@@ -65,13 +67,7 @@ class SamplingParams:
     heading = "Sampling"
     seed: int = setting(-1, "--seed", "-s", help="-1: a random one.", least=-1, most=2**32 - 1)
     temp: float = setting(
-        0.8,
-        "--temp",
-        "--temperature",
-        aliases=("temperature",),
-        help="Temperature; 0 is greedy.",
-        most=1000,
-        first=True,
+        0.8, *TEMPERATURE, aliases=("temperature",), help="Temperature; 0 is greedy.", most=1000, first=True
     )
     top_k: int = setting(40, "--top-k", help="0 switches it off.", least=-1)
     top_p: float = setting(0.95, "--top-p", help="1 switches it off.", most=1)
@@ -108,7 +104,7 @@ def choose(
     """The token for `position` given its logits (n_vocab,): greedy, or a Gumbel-max sample of the kept candidates.
 
     As in llama.cpp, tokens that are not allowed are left out only if one of them would be chosen. `history`: as in
-    `penalise`. The logits are changed in place.
+    `adjust`. The logits are changed in place.
     """
     adjust(logits, params, history)
     token = _pick(logits, params, position)
@@ -126,14 +122,12 @@ def _pick(logits: Logits, params: SamplingParams, position: int) -> int:
 
 
 def adjust(logits: Logits, params: SamplingParams, history: Sequence[int]) -> None:
-    """Apply biases, then penalties, to logits (n_vocab,), in place; llama.cpp's order."""
+    """Apply biases, then penalties for tokens of `history`, at most `params.looks_back`, to logits (n_vocab,), in
+    place; llama.cpp's order."""
     if params.logit_bias:
-        add_biases(logits, params.logit_bias)
-    penalise(logits, params, history)
-
-
-def penalise(logits: Logits, params: SamplingParams, history: Sequence[int]) -> None:
-    """Penalise the tokens of `history`, at most `params.looks_back`, in logits (n_vocab,), in place."""
+        ids, biases = read_biases(params.logit_bias)
+        n = int(np.searchsorted(ids, len(logits)))  # tokens beyond the vocabulary are ignored
+        logits[ids[:n]] += biases[:n]
     if not history or not params.looks_back:
         return
     ids, counts = np.unique(np.asarray(history), return_counts=True)
@@ -290,13 +284,6 @@ def read_biases(text: str) -> tuple[Ids, Logits]:
     """(token ids, ascending; biases)."""
     pairs = [read_bias(each) for each in text.split()]
     return np.array([token for token, _ in pairs], np.intp), np.array([bias for _, bias in pairs], np.float32)
-
-
-def add_biases(logits: Logits, text: str) -> None:
-    """Add the biases to logits (n_vocab,), in place; tokens beyond them are ignored."""
-    ids, biases = read_biases(text)
-    n = int(np.searchsorted(ids, len(logits)))
-    logits[ids[:n]] += biases[:n]
 
 
 # -- noise

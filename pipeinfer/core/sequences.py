@@ -42,8 +42,9 @@ class SequencePool:
     attention window see; 0: all see everything. Unless `parked`, libllama takes cells outside of it for others.
     """
 
-    def __init__(self, n_seq: int, n_cells: int, parked: bool = False, rewinds: bool = True, n_guesses: int = 0,
-                 window: int = 0) -> None:  # fmt: skip
+    def __init__(
+        self, n_seq: int, n_cells: int, parked: bool = False, rewinds: bool = True, n_guesses: int = 0, window: int = 0
+    ) -> None:
         self.n_seq, self.n_cells, self.parked, self.rewinds, self.n_guesses = n_seq, n_cells, parked, rewinds, n_guesses
         self.window = 0 if parked else window
         self.n_committed = self.n_parked = 0  # cells of committed tokens; out of sight until cells are packed

@@ -12,6 +12,11 @@ REQUIRED = MISSING
 MAX_WIDTH, MAX_DEPTH, MAX_TREE = 16, 64, 1000
 """Limits of policies' settings: guesses after one token, after each other, and of one tree."""
 
+N_DRAFT = ("--draft", "--draft-max", "--draft-n", "--spec-draft-n-max")
+P_MIN = ("--accept-cutoff", "-pa", "--draft-p-min", "--spec-draft-p-min")
+P_SPLIT = ("--split-cutoff", "-ps", "--draft-p-split", "--spec-draft-p-split")
+"""Flags of settings that llama.cpp has too."""
+
 MAX_RUN, MAX_RUNS = 128, 1000
 """Limits of policies' settings: guesses of a run, and runs in flight. Messages and buffers have room for that."""
 

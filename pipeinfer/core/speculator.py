@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from pipeinfer.core.interfaces import Drafter, FeatureDrafter, InstantDrafter
 from pipeinfer.core.levels import Level, RequestSlice
-from pipeinfer.core.policy import ActiveRequest
+from pipeinfer.core.policy import Active, ActiveRequest
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.tree import LOOKED_UP, Node
@@ -35,23 +35,27 @@ class Speculator:
     """Drafts are numbered by size. Draft 0, the `drafter`, proposes children of nodes, one step at a time: a Drafter in
     this process, or a Level where another rank has it. The larger `drafts` refine what smaller ones proposed.
 
-    `active`: the open requests by id. `version`: the engine's. `grown`: is told which request's tree has changed.
-    `in_flight`: runs of a request at the target. `draft_s`: seconds of a step until the first one has been timed; 0:
-    unknown.
+    `version`: the engine's. `grown`: is told which request's tree has changed. `draft_s`: seconds of a step until the
+    first one has been timed; 0: unknown.
     """
 
     def __init__(
-        self, drafter: Drafter | Level | None, drafts: Sequence[Level], clock: Clock,
-        active: Mapping[int, ActiveRequest], version: Callable[[], int], grown: Callable[[ActiveRequest], None],
-        in_flight: Callable[[Request], int], draft_s: float = 0.0,
-    ) -> None:  # fmt: skip
+        self,
+        drafter: Drafter | Level | None,
+        drafts: Sequence[Level],
+        clock: Clock,
+        active: Active,
+        version: Callable[[], int],
+        grown: Callable[[ActiveRequest], None],
+        draft_s: float = 0.0,
+    ) -> None:
         self.drafter = None if isinstance(drafter, Level) else drafter
         self.remote = drafter if isinstance(drafter, Level) else None
         self._reader = drafter if isinstance(drafter, FeatureDrafter) else None  # asking a Protocol takes a while
         self._lookup = drafter if isinstance(drafter, InstantDrafter) else None
         self.drafts, self.n_drafts = tuple(drafts), (drafter is not None) + len(drafts)
         self._levels = [*([(0, self.remote)] if self.remote else []), *enumerate(self.drafts, start=1)]
-        self.clock, self._active, self._version, self._grown, self._in_flight = clock, active, version, grown, in_flight
+        self.clock, self._active, self._version, self._grown = clock, active, version, grown
         self._turns = [RoundRobin[ActiveRequest]() for _ in range(1 + len(self.drafts))]  # of each draft
         self._step: _Step | None = None
         self._deferred: list[Callable[[], None]] = []  # what the drafter hears after its step
@@ -93,7 +97,6 @@ class Speculator:
             self._tell(partial(self._reader.read, part.request, part.start, part.nodes, rows))
 
     def close(self, active: ActiveRequest) -> None:
-        """The request is no longer open."""
         for turns in self._turns:
             turns.discard(active)
         self._past_prompt.discard(active.request.id)
@@ -101,7 +104,6 @@ class Speculator:
             self._end(self.drafter.close, active.request)
 
     def forget(self, request: Request) -> None:
-        """Free what a finished request has left."""
         if self.drafter:
             self._end(self.drafter.forget, request)
 
@@ -175,17 +177,14 @@ class Speculator:
     def prefer(self, active: ActiveRequest) -> bool:
         """Make the request the next one that the smallest draft steps for. Returns whether any draft has something to
         do for it."""
-        if not active.context.drafting[0] and not self._has_step(active):
-            return False
-        self._turns[0].prefer(active)
-        return True
-
-    def _has_step(self, active: ActiveRequest) -> bool:
-        has_first = self.n_drafts > len(self.drafts)
-        return bool(has_first and self._to_draft(active)) or any(
+        steps = active.context.drafting[0] or (self.n_drafts > len(self.drafts) and self._to_draft(active))
+        has_work = bool(steps) or any(
             level.n_inflight(active.request) or active.policy.refine(active.context, draft)
             for draft, level in enumerate(self.drafts, start=1)
         )
+        if has_work:
+            self._turns[0].prefer(active)
+        return has_work
 
     # -- drafts that are asked by runs
 
@@ -253,7 +252,10 @@ class Speculator:
                     self._take(active, step.nodes, guesses)
             for node in guesses if draft else ():
                 if node.refined < draft:
-                    self._refine(active, node, guesses[node], draft)
+                    chosen = active.policy.keep(node, guesses[node], draft)
+                    active.observer.refined()
+                    active.observer.grown(len(active.request.tree.refine(node, chosen, _log_probs(chosen), draft)))
+                    self._grown(active)
         return True
 
     # -- guesses
@@ -280,19 +282,13 @@ class Speculator:
                 chosen = active.policy.keep(node, guesses[node])
                 active.observer.grown(len(active.request.tree.grow(node, chosen, _log_probs(chosen))))
         if not guesses:  # there was no room, and only verdicts make some
-            if self._in_flight(active.request):
+            if active.context.n_inflight:
                 return False
             for node in nodes:
                 node.expanded = True
         self.look_up(active)
         self._grown(active)
         return True
-
-    def _refine(self, active: ActiveRequest, node: Node, guesses: list[Guess], draft: int) -> None:
-        chosen = active.policy.keep(node, guesses, draft)
-        active.observer.refined()
-        active.observer.grown(len(active.request.tree.refine(node, chosen, _log_probs(chosen), draft)))
-        self._grown(active)
 
 
 def _answers(part: RequestSlice, verdict: Any) -> dict[Node, list[Guess]]:

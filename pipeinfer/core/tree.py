@@ -82,7 +82,6 @@ class Settled:
 
     @property
     def n_contested(self) -> int:
-        """Tokens that were guessed at."""
         return len(self.contests)
 
     @property

@@ -72,7 +72,6 @@ class RoundRobin(Generic[T]):
         self._members.pop(member, None)
 
     def prefer(self, member: T) -> None:
-        """Move a member to the front."""
         if len(self._members) > 1 and member in self._members:
             self._members = {member: None, **self._members}
 

@@ -112,10 +112,8 @@ def choose_files(name: HubName, sizes: Mapping[str, int]) -> list[str]:
         chosen = next(matches, None if name.quant else next(iter(models), None))
     if chosen is None:
         there = ", ".join(f"{file if name.file else quant_of(file) or file} ({_size(file, sizes)})" for file in models)
-        raise UserError(
-            f"{name.repo} has no {name.file or name.quant or 'GGUF file of a model'}; "
-            + (f"there are {there}" if there else "look for a repository with GGUF files")
-        )
+        way_out = f"there are {there}" if there else "look for a repository with GGUF files"
+        raise UserError(f"{name.repo} has no {name.file or name.quant or 'GGUF file of a model'}; {way_out}")
     files = parts_of(chosen, list(sizes))
     if len(files) != n_parts(chosen):
         raise UserError(f"of {n_parts(chosen)} parts of {chosen} {name.repo} has {len(files)}; take another file")
@@ -230,10 +228,8 @@ def _cached(hub: ModuleType, name: HubName, reason: str) -> Path:
     revision = _revision(hub, name.repo)
     files = {} if revision is None else _files(revision)
     if not any(map(is_model, files)):
-        raise UserError(
-            f"{name.repo} is not in the hub's cache {hub.constants.HF_HUB_CACHE}, and {reason}; "
-            "download it once where the hub can be asked, or give a GGUF file"
-        )
+        way_out = "download it once where the hub can be asked, or give a GGUF file"
+        raise UserError(f"{name.repo} is not in the hub's cache {hub.constants.HF_HUB_CACHE}, and {reason}; {way_out}")
     try:
         (first, *_) = choose_files(name, {file: path.stat().st_size for file, path in files.items()})
     except UserError as error:

@@ -15,7 +15,7 @@ one-row run later if a verdict is there by then. It waits for a draft step that 
 
     EARLIER · run_s(1) · (P(best new guess) − P(guess it replaces)) > t · P(best guess of the run)
 
-A lone stage, of which one request is alone, has runs of its own: `lone_stage`.
+A lone stage, of which one request is alone, has runs of its own: see `likeliest`.
 
 In a step the draft expands as many nodes as a run carries, the likeliest first, if guesses after them could go with the
 next run. A pipeline's draft starts none of t seconds while the next verdict is nearer than t · (1 − P(one of the nodes
@@ -34,19 +34,29 @@ from pipeinfer.core.policy import NOTHING, Answer, AwaitDraft, Policy, PolicyVie
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.settings import MAX_WIDTH
 from pipeinfer.core.tree import LOOKED_UP, Node, Settled
-from pipeinfer.policies.calibration import Calibration, TemperatureScaling
-from pipeinfer.policies.likeliest import chance, to_expand, to_look_up, to_refine, unsent_in_reach
-from pipeinfer.policies.lone_stage import (
+from pipeinfer.policies.learning import (
+    Calibration,
+    PauseNotices,
+    SpeculationBackoff,
+    SpeculationTrial,
+    TemperatureScaling,
+    WithoutGuesses,
+)
+from pipeinfer.policies.likeliest import (
+    WAS_LOOKED_UP,
     best_ahead,
     best_run,
+    chance,
     most_rows,
     pays_ahead,
     pays_alone,
     round_s,
     saved_share,
+    to_expand,
     to_expand_ahead,
+    to_refine,
+    unsent_in_reach,
 )
-from pipeinfer.policies.pauses import PauseNotices, SpeculationBackoff, SpeculationTrial, WithoutGuesses
 
 LEAST, LEAST_LOOKED_UP = 0.003, 0.06
 """Less probable guesses do not enter the tree."""
@@ -200,7 +210,7 @@ class Auto(Policy):
         if self._all_guesses_rest(context):
             return []
         n_rows = most_rows(context) if context.n_stages == 1 and context.is_alone else context.n_cheap_rows
-        return to_look_up(context, n_rows) if n_rows > 0 else []
+        return to_expand(context, n_rows, WAS_LOOKED_UP) if n_rows > 0 else []
 
     def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
         if draft == LOOKED_UP:
@@ -229,17 +239,16 @@ class Auto(Policy):
         if self._trial.rests and context.tree.root.position <= self._guesses_end:
             return ""
         rested = self._trial.rests
-        line = self._trial.settled(
-            n_tokens,
-            self._settled_s - last_s,
-            partial(_least_s, context),
-            context.tree.root.position,
-            lambda: self._last_drafted < 0 or self._may_repay(context),
-        )
+        position, token_s = context.tree.root.position, self._settled_s - last_s
+        may_try = partial(self._may_end_rest, context)
+        line = self._trial.settled(n_tokens, token_s, partial(_least_s, context), position, may_try)
         if self._trial.rests > rested:
             sent = (node.position for node in context.tree.nodes if node.run_id is not None)
-            self._guesses_end = 1 + max(sent, default=context.tree.root.position)
+            self._guesses_end = 1 + max(sent, default=position)
         return line
+
+    def _may_end_rest(self, context: PolicyView) -> bool:
+        return self._last_drafted < 0 or self._may_repay(context)
 
     def _draft_rests(self, context: PolicyView) -> bool:
         """Whether the draft makes no guesses, as they cost more time than they save."""

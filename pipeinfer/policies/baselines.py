@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from pipeinfer.core.policy import N_ROWS, NOTHING, PAPER, Answer, AwaitDraft, PaperPolicy, Policy, PolicyView, Send
 from pipeinfer.core.runs import Guess
-from pipeinfer.core.settings import MAX_RUN, MAX_WIDTH, setting
+from pipeinfer.core.settings import MAX_RUN, MAX_WIDTH, N_DRAFT, P_MIN, setting
 from pipeinfer.core.tree import Node
 
 
@@ -32,17 +32,11 @@ class Speculative(PaperPolicy):
 
     name: ClassVar[str] = "speculative"
 
-    n_draft: int = setting(
-        4, "--draft", "--draft-max", "--draft-n", "--spec-draft-n-max", help="Guesses a tree.", least=1, most=MAX_RUN,
-        shown=True,
-    )  # fmt: skip
+    n_draft: int = setting(4, *N_DRAFT, help="Guesses a tree.", least=1, most=MAX_RUN, shown=True)
     width: int = setting(
         4, "--width", help="Guesses after each token at most.", least=1, most=MAX_WIDTH, shown=True, paper=1
     )
-    accept_cutoff: float = setting(
-        0.05, "--accept-cutoff", "-pa", "--draft-p-min", "--spec-draft-p-min", most=1, paper=0.001,
-        help="Probability from which a guess counts.",
-    )  # fmt: skip
+    accept_cutoff: float = setting(0.05, *P_MIN, most=1, paper=0.001, help="Probability from which a guess counts.")
     _reads: bool = field(default=False, init=False, repr=False, compare=False)  # the draft's step only reads the prompt
 
     @property

@@ -12,6 +12,8 @@ from pipeinfer.core.settings import MAX_DEPTH, MAX_RUN, MAX_TREE, MAX_WIDTH, set
 from pipeinfer.core.tree import Node, Settled
 from pipeinfer.policies.likeliest import SCORE
 
+EXPANSION_HELP = "Layers added in a step; 0: as many as are drafted while a stage works on a run, --depth at least."
+
 Selection = Callable[[Sequence[Node]], list[Node]]
 
 
@@ -41,10 +43,7 @@ class FlowSpec(PaperPolicy):
     tree_size: int = setting(80, "--tree-size", help="Nodes of that tree.", least=1, most=MAX_TREE, shown=True)
     width: int = setting(10, "--width", help="Guesses after each token at most.", least=1, most=MAX_WIDTH, shown=True)
     segment: int = setting(16, "--segment", help="Rows a run.", least=1, most=MAX_RUN, shown=True)
-    expansion_depth: int = setting(
-        0, "--expansion-depth", most=MAX_DEPTH, shown=True, paper=5,
-        help="Layers added in a step; 0: as many as are drafted while a stage works on a run, --depth at least.",
-    )  # fmt: skip
+    expansion_depth: int = setting(0, "--expansion-depth", most=MAX_DEPTH, shown=True, paper=5, help=EXPANSION_HELP)
     expansion_size: int = setting(64, "--expansion-size", help="Nodes of these.", least=1, most=MAX_TREE, shown=True)
     scored: bool = setting(True, "--no-score-order", help="Ablation: segments layer by layer, not the best first.")
     expansion: bool = setting(True, "--no-expansion", help="Ablation: a round ends with its first tree.")

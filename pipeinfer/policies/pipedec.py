@@ -40,7 +40,7 @@ class PipeDec(PaperPolicy):
         root = context.tree.root
         if root.run_id is None:
             return Send([root])
-        if context.n_inflight >= self._n_groups(context):
+        if context.n_inflight >= -(-context.n_stages // self.group):
             return NOTHING
         if context.n_inflight and (early := context.early()):
             return early
@@ -50,9 +50,6 @@ class PipeDec(PaperPolicy):
         """All nodes of the layer that was sent last, in one batch."""
         layer = self._last_layer(context)
         return {node: self.children for node in layer if not node.expanded and context.may_branch(node)}
-
-    def _n_groups(self, context: PolicyView) -> int:
-        return -(-context.n_stages // self.group)
 
     def _last_layer(self, context: PolicyView) -> list[Node]:
         """X^(l): the deepest nodes that were sent."""

@@ -11,11 +11,14 @@ from typing import ClassVar
 
 from pipeinfer.core.policy import N_ROWS, NOTHING, Answer, AwaitDraft, PaperPolicy, PolicyView, Send
 from pipeinfer.core.runs import Guess
-from pipeinfer.core.settings import MAX_RUN, MAX_RUNS, MAX_WIDTH, setting
+from pipeinfer.core.settings import MAX_RUN, MAX_RUNS, MAX_WIDTH, P_MIN, P_SPLIT, setting
 from pipeinfer.core.tree import Node, Settled
-from pipeinfer.policies.calibration import Calibration
+from pipeinfer.policies.learning import Calibration, PauseNotices, SpeculationBackoff
 from pipeinfer.policies.likeliest import SCORE, to_expand, to_refine, unsent_in_reach
-from pipeinfer.policies.pauses import PauseNotices, SpeculationBackoff
+
+MICROBATCH_HELP = "Guesses a run at most; 0: as many as cost hardly more than one row."
+INFLIGHT_HELP = "Runs in flight at most; 0: one more than there are stages."
+RECOVERY_HELP = "Added to -pa and -ps for each run of guesses after a verdict."
 
 
 @dataclass(unsafe_hash=True)  # by its settings, which stay as they are
@@ -43,33 +46,18 @@ class PipeInfer(PaperPolicy):
     name: ClassVar[str] = "pipeinfer"
     uses: ClassVar[tuple[str, ...]] = ("cancel", "partitions")
 
-    microbatch: int = setting(
-        0, "--microbatch", help="Guesses a run at most; 0: as many as cost hardly more than one row.", most=MAX_RUN,
-        shown=True, paper=4,
-    )  # fmt: skip
-    inflight: int = setting(
-        0, "--inflight", help="Runs in flight at most; 0: one more than there are stages.", most=MAX_RUNS, shown=True,
-        paper=MAX_RUNS,
-    )  # fmt: skip
+    microbatch: int = setting(0, "--microbatch", help=MICROBATCH_HELP, most=MAX_RUN, shown=True, paper=4)
+    inflight: int = setting(0, "--inflight", help=INFLIGHT_HELP, most=MAX_RUNS, shown=True, paper=MAX_RUNS)
     width: int = setting(
         4, "--width", help="Guesses after each token at most.", least=1, most=MAX_WIDTH, shown=True, paper=3
     )
     accept_cutoff: float = setting(
-        0.02, "--accept-cutoff", "-pa", "--draft-p-min", "--spec-draft-p-min", most=1, paper=0.001,
-        help="Probability from which the draft's first guess counts.",
-    )  # fmt: skip
-    split_cutoff: float = setting(
-        0.05, "--split-cutoff", "-ps", "--draft-p-split", "--spec-draft-p-split", most=1, paper=0.8,
-        help="The same for further guesses, which make branches.",
-    )  # fmt: skip
-    recovery: float = setting(
-        0.0,
-        "--recovery",
-        "-pr",
-        most=1,
-        paper=0.4,
-        help="Added to -pa and -ps for each run of guesses after a verdict.",
+        0.02, *P_MIN, most=1, paper=0.001, help="Probability from which the draft's first guess counts."
     )
+    split_cutoff: float = setting(
+        0.05, *P_SPLIT, most=1, paper=0.8, help="The same for further guesses, which make branches."
+    )
+    recovery: float = setting(0.0, "--recovery", "-pr", most=1, paper=0.4, help=RECOVERY_HELP)
     decay: float = setting(
         0.01, "--decay", "-pd", most=1, help="Taken off -pa and -ps for every draft step that finds no guess."
     )
@@ -114,16 +102,14 @@ class PipeInfer(PaperPolicy):
             return AwaitDraft(root) if waits_for_draft else Send([root])
         if self.pacing and context.n_inflight and (early := context.early()):
             return early
-        if context.n_inflight >= self._n_inflight_max(context):
+        # the root's run and one of guesses
+        n_most = (self.inflight or context.n_stages + 1) if self.continuous else 2
+        if context.n_inflight >= n_most:
             return NOTHING
         if self.best_first:
             return Send(context.fitting(self._unsent(context))[: self._n_rows(context)])
         batch = self._microbatch(context)
         return NOTHING if self._open(context, batch) else Send(context.fitting(batch[1:]))
-
-    def _n_inflight_max(self, context: PolicyView) -> int:
-        # the root's run and one of guesses
-        return (self.inflight or context.n_stages + 1) if self.continuous else 2
 
     def _n_rows(self, context: PolicyView) -> int:
         return self.microbatch or context.n_cheap_rows
@@ -169,7 +155,6 @@ class PipeInfer(PaperPolicy):
         return raised - self.decay * self._n_failed
 
     def _counts(self, node: Node, raised: float) -> bool:
-        """Whether a guess passes its cutoff."""
         assert node.parent
         cutoff = self.accept_cutoff if node is node.parent.children[0] else self.split_cutoff
         return math.exp(node.log_prob) >= cutoff + raised

@@ -11,6 +11,10 @@ from pipeinfer.core.tree import Node
 SYNCHRONOUS_WINDOW = 8
 """Tokens a draft makes before it waits, in the paper's baseline (section 4.4)."""
 
+LOOKAHEAD_HELP = (
+    f"Tokens that each model waits for before it verifies them; 0: none, with --no-async {SYNCHRONOUS_WINDOW}."
+)
+
 
 @dataclass(unsafe_hash=True)  # by its settings, which stay as they are
 class PipeSpec(PaperPolicy):
@@ -27,10 +31,7 @@ class PipeSpec(PaperPolicy):
     name: ClassVar[str] = "pipespec"
     uses: ClassVar[tuple[str, ...]] = ("cancel",)
 
-    lookahead: int = setting(
-        0, "--lookahead", most=MAX_RUN,
-        help=f"Tokens that each model waits for before it verifies them; 0: none, with --no-async {SYNCHRONOUS_WINDOW}."
-    )  # fmt: skip
+    lookahead: int = setting(0, "--lookahead", most=MAX_RUN, help=LOOKAHEAD_HELP)
     asynchronous: bool = setting(True, "--no-async", help="Ablation: the draft works only while the pipeline is empty.")
 
     @property
@@ -55,7 +56,8 @@ class PipeSpec(PaperPolicy):
         found, smaller_go_on = list[list[Node]](), False
         outputs = [_rolled_back(context, model) for model in range(context.n_drafts + 1)]  # lines 6 and 7
         for model in range(context.n_drafts + 1):  # line 5
-            batch = _next_token(outputs) if model == 0 else _draft_tokens(outputs, model)  # lines 9 and 11
+            # line 9: M_0's newest token, after which it generates the next; line 11
+            batch = list(outputs[0][-1:]) if model == 0 else _draft_tokens(outputs, model)
             works = _works(context, model)
             awaits_tokens = len(batch) <= self._window and smaller_go_on
             takes = not (works or awaits_tokens or self._rests(context, outputs, model))
@@ -84,11 +86,6 @@ def _rolled_back(context: PolicyView, model: int) -> list[Node]:
     while len(output) < n_left and output[-1].children and _has_chosen(output[-1], model):
         output.append(output[-1].children[0])
     return output
-
-
-def _next_token(outputs: Sequence[Sequence[Node]]) -> list[Node]:
-    """Line 9: M_0's newest token, after which it generates the next."""
-    return list(outputs[0][-1:])
 
 
 def _draft_tokens(outputs: Sequence[Sequence[Node]], model: int) -> list[Node]:

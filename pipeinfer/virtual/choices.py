@@ -98,9 +98,8 @@ class SyntheticChoices:
     ) -> None:
         """Raises UserError if `by_rank` are no probabilities with a sum of 1 at most."""
         if not by_rank or min(by_rank) < 0 or sum(by_rank) > 1 + 1e-9:
-            raise UserError(
-                f"--ranks {','.join(f'{p:g}' for p in by_rank)}: give numbers from 0 to 1 whose sum is 1 at most"
-            )
+            shown = ",".join(f"{p:g}" for p in by_rank)
+            raise UserError(f"--ranks {shown}: give numbers from 0 to 1 whose sum is 1 at most")
         self.by_rank, self.seed = tuple(by_rank), seed
         self.beside, self._further = beside, ageing[-1] if ageing else 1.0
         self._factors = list(accumulate(ageing, mul, initial=1.0))  # of `by_rank`, by age
@@ -132,9 +131,9 @@ class SyntheticChoices:
         self._endures += endures.tolist()
         # rates of 0 and 1 are exact
         hits = first < (confidence if 0 < self.by_rank[0] < 1 else self.by_rank[0])
-        self._rank += [
-            0 if hit else self._later_rank(draw) for hit, draw in zip(hits.tolist(), later.tolist(), strict=True)
-        ]
+        for hit, draw in zip(hits.tolist(), later.tolist(), strict=True):
+            rank = 0 if hit else 1 + bisect_left(self._tail, draw)
+            self._rank.append(rank if rank <= len(self._tail) else MAX_WIDTH)
 
     def _block(self, index: int, n: int = 1024) -> tuple[np.ndarray, ...]:
         """Confidences, tokens, and random draws for the first guess, for further ones and for ageing."""
@@ -142,22 +141,15 @@ class SyntheticChoices:
         draws = (rng.random(n) for _ in range(3))
         return self._confidences(rng, n), rng.integers(0, self.n_vocab, n), *draws
 
-    def _later_rank(self, draw: float) -> int:
-        rank = 1 + bisect_left(self._tail, draw)
-        return rank if rank <= len(self._tail) else MAX_WIDTH
-
     def target(self, position: int) -> int:
         while position >= len(self._tokens):
             self._extend()
         return self._tokens[position]
 
-    def _factor(self, age: int) -> float:
+    def guesses(self, start: int, branch: Branch, width: int, age: int = 0) -> list[Guess]:
         while len(self._factors) <= age:
             self._factors.append(self._factors[-1] * self._further)
-        return self._factors[age]
-
-    def guesses(self, start: int, branch: Branch, width: int, age: int = 0) -> list[Guess]:
-        factor = self._factor(age)
+        factor = self._factors[age]
         if branch:
             h = hash((self.seed, start, *branch))  # integers hash alike in every process
             return self._list(self._wrong_confidence[h % self.N_WRONG], h % self.n_vocab, MAX_WIDTH, width, factor)
@@ -168,13 +160,9 @@ class SyntheticChoices:
     def _list(self, confidence: float, right: int, rank: int, width: int, factor: float) -> list[Guess]:
         """`width` guesses, `right` at its rank; the others are its neighbours. `factor`: of their probabilities."""
         missed = 1 - confidence
-        return [
-            Guess(
-                right if index == rank else (right + 1 + index) % self.n_vocab,
-                factor * (missed * self._decay[index - 1] if index else confidence),
-            )
-            for index in range(min(width, MAX_WIDTH))
-        ]
+        shares = [confidence, *(missed * decay for decay in self._decay)]
+        tokens = (right if index == rank else (right + 1 + index) % self.n_vocab for index in range(MAX_WIDTH))
+        return [Guess(token, factor * share) for token, share in zip(tokens, shares[:width], strict=False)]
 
 
 def synthetic_team(
@@ -254,9 +242,8 @@ class RecordedChoices:
 
     def guesses(self, start: int, branch: Branch, width: int, age: int = 0) -> list[Guess]:
         index = start - self.n_prompt + 1
-        guesses = (
-            self._after_wrong(index, branch) if branch else self.known[index if 0 <= index < len(self.known) else 0]
-        )
+        known = self.known[index if 0 <= index < len(self.known) else 0]
+        guesses = self._after_wrong(index, branch) if branch else known
         return [Guess(token, probability) for token, probability in guesses[:width]]
 
     def _after_wrong(self, index: int, branch: Branch) -> Guesses:

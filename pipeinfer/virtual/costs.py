@@ -116,7 +116,6 @@ class HostWork:
     posted: bool = True
 
     def before_s(self, n_rows: int) -> float:
-        """Seconds to prepare a run's input."""
         return self.prepare_s + self.prepare_row_s * n_rows
 
 

@@ -64,10 +64,8 @@ class SimDrafter:
             return None
         cache.nodes.update(fitting)
         self.clock.advance(self.settle_s)
-        root = request.tree.root
-        return {
-            node: guesses_after(node, root, choices, width) for node, width in widths.items() if node in cache.nodes
-        }
+        placed, root = {node: n for node, n in widths.items() if node in cache.nodes}, request.tree.root
+        return {node: guesses_after(node, root, choices, width) for node, width in placed.items()}
 
     def _catch_up(self, request: Request, cache: _Cache, interrupted: Callable[[], bool]) -> bool:
         """Evaluate the committed tokens that the draft lacks. False if the root moves meanwhile."""
@@ -144,9 +142,8 @@ class SimDraftLevel(Level):
         for part in flight.parts:
             yield from ([] for _ in range(part.n_context))
             choices, root = self.choices[part.request.id], part.request.tree.root
-            yield from (
-                guesses_after(node, root, choices, part.n_wanted(node)) if node.live else [] for node in part.nodes
-            )
+            for node in part.nodes:
+                yield guesses_after(node, root, choices, part.n_wanted(node)) if node.live else []
 
 
 def guesses_after(node: Node, root: Node, choices: Choices, width: int) -> list[Guess]:

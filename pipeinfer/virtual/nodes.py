@@ -27,8 +27,7 @@ MAX_SLOTS, MAX_CORES, MAX_BYTES = 4096, 65536, 1 << 62
 LEAST_BYTES = 10**6  # a smaller number lacks its unit
 LEAST_SPEED, MOST_SPEED = 1e-6, 1e9
 NUMBER = re.compile(r"([0-9]{1,18}\.?[0-9]{0,18})([kKMGT]i?)?B?")
-UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
-         "ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}  # fmt: skip
+UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 
 
@@ -62,10 +61,8 @@ def estimated_machine(name: str, n_cores: int, bytes_per_s: float, flop_per_s: f
 def profiled_nodes(file: ProfileFile) -> list[Node]:
     """A rank on each machine of a profile, in pipeline order. Raises UserError for a profile of measured times."""
     if not file.by_hardware:
-        raise UserError(
-            f"{file.name} has measured times of its own models and says nothing of machines; ask simulate "
-            "about it, or give --hosts"
-        )
+        measured = "has measured times of its own models and says nothing of machines"
+        raise UserError(f"{file.name} {measured}; ask simulate about it, or give --hosts")
     source = f"profile {file.name}"
     return [
         Node(described_host(f"{machine.name}-{number}", UNKNOWN_CORES, machine.memory_bytes), machine, source)
@@ -158,8 +155,8 @@ def _bytes(where: str, key: str, text: str) -> int:
     if not 1 <= n_bytes <= MAX_BYTES:
         raise UserError(f"{where}: {key}={text}; give bytes with a unit, as in 64G, 500GiB")
     if n_bytes < LEAST_BYTES:
-        raise UserError(f"{where}: {key}={text} is {size_text(n_bytes)}, in which nothing fits; give a unit, as in "
-                        "64G, 500GiB")  # fmt: skip
+        size = f"{size_text(n_bytes)}, in which nothing fits"
+        raise UserError(f"{where}: {key}={text} is {size}; give a unit, as in 64G, 500GiB")
     return int(n_bytes)
 
 

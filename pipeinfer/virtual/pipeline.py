@@ -209,7 +209,6 @@ class SimPipeline:
         return self.profile.crowding(sum(each.n_busy() for each in self.neighbours), n_rows)
 
     def n_busy(self) -> int:
-        """Ranks that compute now."""
         return int(self.drafting) + sum(stage.current is not None for stage in self.stages)
 
     def late_s(self, waited_s: float) -> float:

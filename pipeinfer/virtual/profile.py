@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import repeat
 from pathlib import Path
 
 from pipeinfer.cluster.spread import StageRoom, spread_layers
@@ -86,35 +87,25 @@ class ProfileFile:
         if (n_nodes or most) > most:
             raise UserError(f"{self.name} has {most} nodes, {n_nodes} are asked for; give at most {most}")
         if (n_nodes or most) <= n_drafts:
-            raise UserError(f"--nodes {n_nodes or most} of {self.name} is too few, as a draft has a node of its own; "
-                            f"give {1 + n_drafts} at least, or --policy iterative")  # fmt: skip
+            few = f"is too few, as a draft has a node of its own; give {1 + n_drafts} at least"
+            raise UserError(f"--nodes {n_nodes or most} of {self.name} {few}, or --policy iterative")
         machines = list(self.machines())[: n_nodes or most]
         hosts = machines[n_drafts:]
         if len(hosts) > target.layers:
-            raise UserError(
-                f"--nodes {len(machines)}: {target.name} has {target.layers} layers, too few for {len(hosts)} stages; "
-                f"give at most {target.layers + n_drafts}"
-            )
+            few = f"has {target.layers} layers, too few for {len(hosts)} stages"
+            most = target.layers + n_drafts
+            raise UserError(f"--nodes {len(machines)}: {target.name} {few}; give at most {most}")
         counts = share_layers(hosts, target)
-        stages = [
-            host.slice_of(target, count, index + 1 == len(hosts))
-            for index, (host, count) in enumerate(zip(hosts, counts, strict=True))
-        ]
-        return Profile(
-            name=f"{self.name}, {pair or self.pairs[0]}, {len(machines)} nodes",
-            n_embd=target.n_embd,
-            stages=tuple(stages),
-            drafts=tuple(
-                machine.slice_of(draft, draft.layers, True)
-                for machine, draft in zip(machines, drafts[:n_drafts], strict=False)
-            ),
-            link=self.link(),
-            head=self._head(),
-            head_is_first=not has_draft,
-            sleeps=True,
-            acceptance=acceptance,
-            host=self._host_work(),
+        is_last = [False] * (len(hosts) - 1) + [True]
+        parts = zip(hosts, counts, is_last, strict=True)
+        stages = [host.slice_of(target, count, has_output) for host, count, has_output in parts]
+        n_layers = [draft.layers for draft in drafts]
+        name = f"{self.name}, {pair or self.pairs[0]}, {len(machines)} nodes"
+        costs = tuple(map(Machine.slice_of, machines, drafts[:n_drafts], n_layers, repeat(True)))
+        plain = Profile(
+            name, target.n_embd, tuple(stages), costs, self.link(), self._head(), not has_draft, sleeps=True
         )
+        return replace(plain, acceptance=acceptance, host=self._host_work())
 
     def _measured(self, n_nodes: int, pair: str, has_draft: bool) -> Profile:
         stages = tuple(map(_measured_slice, self.top.list_of("stages")))
@@ -193,27 +184,17 @@ class ProfileFile:
 
 
 def _machine(name: str, table: TomlTable) -> Machine:
-    return Machine(
-        name,
-        1e9 * table.positive("gb_per_s"),
-        1e9 * table.positive("gflop_per_s"),
-        1e-6 * table.number("layer_us", 0.0),
-        1e-6 * table.number("run_us", 0.0),
-        1e9 * table.number("memory_gb", 1e6),
-    )
+    read, compute = (1e9 * table.positive(key) for key in ("gb_per_s", "gflop_per_s"))
+    layer_s, run_s = (1e-6 * table.number(key, 0.0) for key in ("layer_us", "run_us"))
+    return Machine(name, read, compute, layer_s, run_s, 1e9 * table.number("memory_gb", 1e6))
 
 
 def _model(name: str, table: TomlTable) -> Model:
-    return Model(
-        name,
-        table.count("layers", most=MAX_LAYERS),
-        table.count("embd", most=MAX_EMBD),
-        1e6 * table.positive("layer_mb"),
-        1e6 * table.positive("layer_mparam"),
-        1e6 * table.positive("output_mb"),
-        1e6 * table.positive("output_mparam"),
-        1e3 * table.number("kv_kb", 0.0),
-    )
+    layers, n_embd = table.count("layers", most=MAX_LAYERS), table.count("embd", most=MAX_EMBD)
+    layer_bytes, layer_params = (1e6 * table.positive(f"layer_{unit}") for unit in ("mb", "mparam"))
+    output_bytes, output_params = (1e6 * table.positive(f"output_{unit}") for unit in ("mb", "mparam"))
+    kv_bytes = 1e3 * table.number("kv_kb", 0.0)
+    return Model(name, layers, n_embd, layer_bytes, layer_params, output_bytes, output_params, kv_bytes)
 
 
 def _measured_slice(table: TomlTable) -> ModelCost:
@@ -255,26 +236,23 @@ def share_layers(machines: Sequence[Machine], model: Model) -> list[int]:
     counts = spread_layers([[layer_s] * (n_layers - 1) + [last_s] for layer_s, last_s in rows], room)
     if not counts:
         n_room = sum(int(machine.memory_bytes // model.layer_bytes) for machine in machines)
-        raise UserError(
-            f"{model.name} has {n_layers} layers and an output table: {n_stages} stages have room for {n_room} layers; "
-            "give more nodes"
-        )
+        need = f"has {n_layers} layers and an output table: {n_stages} stages have room for {n_room} layers"
+        raise UserError(f"{model.name} {need}; give more nodes")
     return counts
 
 
-def spread_over(stages: Sequence[ModelCost], n_ranks: int, sizes: Sequence[float]) -> tuple[ModelCost, ...]:
+def spread_over(slices: Sequence[ModelCost], n_ranks: int, sizes: Sequence[float]) -> tuple[ModelCost, ...]:
     """The same layers on all `n_ranks` ranks, split by size as in `run`. Ranks of drafts are as fast as the first
     stage."""
-    n_layers = sum(stage.layers for stage in stages)
+    n_layers = sum(each.layers for each in slices)
     if n_layers < n_ranks:
         raise UserError(f"{n_layers} layers were measured: no {n_ranks} stages without a draft")
-    hosts = [*[stages[0]] * (n_ranks - len(stages)), *stages]
+    hosts = [*[slices[0]] * (n_ranks - len(slices)), *slices]
     counts = spread_layers([sizes] * n_ranks) or []
-    outputs = [NOTHING] * (n_ranks - 1) + [stages[-1].output]
-    return tuple(
-        replace(host, name=f"{count} layers", layers=count, output=output)
-        for host, count, output in zip(hosts, counts, outputs, strict=True)
-    )
+    stages = [
+        replace(host, name=f"{n} layers", layers=n, output=NOTHING) for host, n in zip(hosts, counts, strict=True)
+    ]
+    return (*stages[:-1], replace(stages[-1], output=hosts[-1].output))
 
 
 def load_profile(name: str) -> ProfileFile:

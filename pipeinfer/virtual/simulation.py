@@ -59,14 +59,12 @@ class Simulated:
             role: {"name": experiment[role], "bytes": 0, "quantisation": "simulated"} if experiment[role] else None
             for role in ("model", "model_draft")
         }
-        return make_result(
-            self.request, self.metrics, experiment, SHOWN, self._tracks(), hops, pipeline.ledger.n_cancel_messages,
-            profile=self.profile.name, **models,
-        )  # fmt: skip
+        request, tracks, n_cancels = self.request, self._tracks(), pipeline.ledger.n_cancel_messages
+        known = dict(profile=self.profile.name, **models)
+        return make_result(request, self.metrics, experiment, SHOWN, tracks, hops, n_cancels, **known)
 
     @property
     def _first_rank(self) -> int:
-        """The rank of the first stage."""
         return 0 if self.profile.head_is_first else max(1, len(self.profile.drafts))
 
     def _tracks(self) -> list[Track]:
@@ -118,9 +116,9 @@ def simulate(
     draft. Raises UserError if the choices end too early."""
     n_prompt = len(choices.prompt)
     if n_prompt + n_predict > choices.n_tokens:
+        n_recorded = choices.n_tokens - n_prompt
         raise UserError(
-            f"-n {n_predict} is more than the {choices.n_tokens - n_prompt} tokens that were recorded; "
-            "lower it or record more"
+            f"-n {n_predict} is more than the {n_recorded} tokens that were recorded; lower it or record more"
         )
     clock = VirtualClock()
     tracer = Tracer(clock)
@@ -139,11 +137,9 @@ def simulate(
         pipeline.neighbours = pipelines
     local = SimDrafter(profile, [choices], pipelines, n_rows) if profile.drafts and not remote else None
     pool = SequencePool(n_seq, n_cells, parked=profile.parked)
-    engine = Engine(
-        Level(target, pool, n_chunk=N_CHUNK, n_rows=n_rows, cancel=cancel, blocks=profile.blocks),
-        remote[0] if remote else local or lookup, SimWaiter(clock), clock, drafts=drafts,
-        run_cost=run_cost(profile, n_cells),
-    )  # fmt: skip
+    level = Level(target, pool, n_chunk=N_CHUNK, n_rows=n_rows, cancel=cancel, blocks=profile.blocks)
+    drafter = remote[0] if remote else local or lookup
+    engine = Engine(level, drafter, SimWaiter(clock), clock, drafts=drafts, run_cost=run_cost(profile, n_cells))
     if local:
         local.timeout_s = engine.timeout_s
     request = Request(0, choices.prompt, n_predict, SamplingParams(temp=0.0), n_ctx)
@@ -251,11 +247,9 @@ def simulate_load(profile: Profile, policy: Policy, load: Load, choices: Sequenc
     chunk_s = max(stage.seconds(BLOCK, 0) for stage in profile.stages)
     drafter = SimDrafter(profile, choices, (pipeline,), policy.n_rows) if profile.drafts else None
     emissions: list[Emission] = []
-    engine = Engine(
-        Level(pipeline, pool, n_chunk=N_CHUNK, n_rows=max(policy.n_rows, load.n_open), blocks=profile.blocks),
-        drafter, waiter, clock, emissions.extend, run_cost=run_cost(profile, n_cells, (BLOCK, chunk_s)),
-        max_delay_s=load.max_delay_s,
-    )  # fmt: skip
+    level = Level(pipeline, pool, n_chunk=N_CHUNK, n_rows=max(policy.n_rows, load.n_open), blocks=profile.blocks)
+    cost, max_delay_s = run_cost(profile, n_cells, (BLOCK, chunk_s)), load.max_delay_s
+    engine = Engine(level, drafter, waiter, clock, emissions.extend, run_cost=cost, max_delay_s=max_delay_s)
     if drafter:
         drafter.timeout_s = engine.timeout_s
     metrics = [RequestMetrics() for _ in choices]

@@ -20,8 +20,18 @@ from pipeinfer.virtual.costs import Profile
 from pipeinfer.virtual.simulation import Load, Simulated, simulate, simulate_load, synthetic_texts
 
 DEFAULT_ACCEPTANCE = 0.7
-COLUMNS = ("policy", "settings", "tokens/s", "over iterative", "of the limit", "TTFT ms", "ITL ms p50 / p95 / p99",
-           "rows a token", "hit rate", "busiest stage")  # fmt: skip
+COLUMNS = (
+    "policy",
+    "settings",
+    "tokens/s",
+    "over iterative",
+    "of the limit",
+    "TTFT ms",
+    "ITL ms p50 / p95 / p99",
+    "rows a token",
+    "hit rate",
+    "busiest stage",
+)
 LIMIT = "limit"
 Generation = tuple[Simulated, Result]
 
@@ -48,10 +58,9 @@ class Study:
         """Simulate a generation. `seed`: or the number of a recorded text. Raises UserError if it is impossible."""
         profile = self.lay_out(policy.drafts)
         first, *larger = [self.texts[seed]] if self.texts else self._synthetic(profile, seed)
-        simulated = simulate(
-            profile, first, policy.begin(), n_predicted(first, self.predict), cancel=self.cancel,
-            partitions=self.partitions, larger=larger if profile.drafts else [],
-        )  # fmt: skip
+        n_predict, larger = n_predicted(first, self.predict), larger if profile.drafts else []
+        ablated: dict[str, Any] = {"cancel": self.cancel, "partitions": self.partitions}
+        simulated = simulate(profile, first, policy.begin(), n_predict, larger=larger, **ablated)
         request, prompt = simulated.request, tuple(simulated.request.prompt)
         experiment = self._experiment(profile, policy, seed, repetition) | {
             "variant": variant_text(policy, self.cancel, self.partitions),
@@ -133,10 +142,8 @@ class Study:
         n_drafts = len(profile.drafts)
         team = synthetic_team(self._ranks(profile), seed, self.prompt_tokens, self.ageing)
         if n_drafts and len(team) != n_drafts:
-            raise UserError(
-                f"{profile.name} has {n_drafts} draft{'s' * (n_drafts > 1)}, and --acceptance or --ranks is given for "
-                f"{len(team)}; give it once for each"
-            )
+            drafts = f"{n_drafts} draft{'s' * (n_drafts > 1)}, and --acceptance or --ranks is given for {len(team)}"
+            raise UserError(f"{profile.name} has {drafts}; give it once for each")
         return team
 
     def _ranks(self, profile: Profile) -> Sequence[Sequence[float]]:
@@ -167,16 +174,19 @@ def _rows(generations: Sequence[Generation]) -> Iterator[tuple[str, ...]]:
         spread = f" ± {number(stdev(_timings(samples, 'predicted_per_second')))}" if len(samples) > 1 else ""
         itl_s = (fmean(_timings(samples, f"itl_p{rank}_s")) for rank in (50, 95, 99))
         yield (
-            policy, str(samples[0][1].data["settings"]), number(speeds[policy]) + spread,
-            number(speeds[policy] / plain), number(speeds[policy] / limit),
+            policy,
+            str(samples[0][1].data["settings"]),
+            number(speeds[policy]) + spread,
+            number(speeds[policy] / plain),
+            number(speeds[policy] / limit),
             number(1e3 * fmean(_timings(samples, "ttft_s")), 1),
             " / ".join(number(1e3 * mean_s, 1) for mean_s in itl_s),
             number(fmean((each.n_root_runs + each.n_sent) / len(each.token_s) for each in metrics), 1),
             number(fmean(result.data["speculation"]["hit_rate"] for _, result in samples)),
             f"{100 * fmean(map(_busiest, samples)):.0f}%",
-        )  # fmt: skip
-    yield (LIMIT, "a token whenever the slowest stage has done a row", number(limit), number(limit / plain),
-           "1.00", *["-"] * 5)  # fmt: skip
+        )
+    rate = "a token whenever the slowest stage has done a row"
+    yield (LIMIT, rate, number(limit), number(limit / plain), "1.00", *["-"] * 5)
 
 
 def _timings(samples: Sequence[Generation], name: str) -> Iterable[float]:

@@ -136,19 +136,15 @@ class ModelTimes:
         same_kind_s = {size: s for size, s in self.in_context_s.items() if is_chunk(size) == is_chunk(n_rows)}
         timed_s = same_kind_s or self.in_context_s
         sizes = tuple(map(float, timed_s))
-        grown_s = tuple(
-            max(0.0, seconds - self.by_rows[size]) / (self.context * self.layers * size)
-            for size, seconds in timed_s.items()
-        )
+        whole = self.context * self.layers
+        grown_s = tuple(max(0.0, s - self.by_rows[size]) / (whole * size) for size, s in timed_s.items())
         return interpolate(sizes, grown_s, min(n_rows, sizes[-1])) if sizes else 0.0
 
     @property
     def disorder(self) -> float:
         """The largest ratio of a run's time to that of a run with more rows; above 1 if the timing was disturbed."""
-        kinds = [
-            [seconds for size, seconds in sorted(self.by_rows.items()) if is_chunk(size) is chunks]
-            for chunks in (False, True)
-        ]
+        runs = sorted(self.by_rows.items())
+        kinds = [[seconds for size, seconds in runs if is_chunk(size) is chunks] for chunks in (False, True)]
         return max((few / more for runs_s in kinds for few, more in combinations(runs_s, 2)), default=0.0)
 
     def row_s(self, context: float) -> float:
@@ -161,10 +157,8 @@ def disturbed_line(models: Sequence[ModelTimes]) -> str:
     worst = max((times.disorder for times in models), default=0.0)
     if worst <= DISORDER_MAX:
         return ""
-    return (
-        f"a run took up to {worst:.1f} times as long as one of more rows: something else computed meanwhile, and this "
-        "profile is as wrong; measure again when the machine is quiet"
-    )
+    took = f"a run took up to {worst:.1f} times as long as one of more rows: something else computed meanwhile"
+    return f"{took}, and this profile is as wrong; measure again when the machine is quiet"
 
 
 @dataclass(frozen=True, slots=True)

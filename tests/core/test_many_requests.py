@@ -106,9 +106,14 @@ def run_case(seed: int) -> Counts:
     if seed % 2:  # runs are held back, as where it is known what rows cost
         cost, ticks, waiter = RunCost({1: 0.02, 4: 0.03, 16: 0.2}), count(), PacedWaiter(pipeline.rng)
         engine = Engine(
-            engine.target, drafter, waiter, lambda: 1e-3 * next(ticks), drafts=drafts, run_cost=cost,
+            engine.target,
+            drafter,
+            waiter,
+            lambda: 1e-3 * next(ticks),
+            drafts=drafts,
+            run_cost=cost,
             max_delay_s=random.Random(~seed).choice([math.inf, 0.2, 0.01]),
-        )  # fmt: skip
+        )
         waiter.listen = engine.listen
     to_come, stopped, n_trees = random_requests(rng, n_ctx), set[int](), 0
     if seed % 4 > 1:

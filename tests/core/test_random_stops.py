@@ -87,9 +87,12 @@ def run_case(seed: int, kind: type[Policy] | None = None) -> tuple[int, int]:
         each.neighbours = tuple(pipelines)
     engine = Engine(
         Level(pipeline, SequencePool(n_seq, n_cells, parked=profile.parked), n_chunk=rng.choice([8, 128]), n_rows=32),
-        drafter, waiter, clock, run_cost=run_cost(profile, n_cells) if rng.random() < 0.9 else None,
+        drafter,
+        waiter,
+        clock,
+        run_cost=run_cost(profile, n_cells) if rng.random() < 0.9 else None,
         max_delay_s=rng.choice([math.inf, math.inf, 5 * profile.stages[0].seconds(1, 0)]),
-    )  # fmt: skip
+    )
     waiter.engine = engine
     if isinstance(drafter, SimDrafter):
         drafter.timeout_s = engine.timeout_s

@@ -180,8 +180,19 @@ def test_an_answer_that_is_cut_off_tells_what_it_has() -> None:
     assert parts == [AnswerPart("call", "add"), AnswerPart("arguments", '{"a": 1, "b')]
 
 
-MARKS_OF_CALLS = ("<tool_call", "</tool", "<function", "<parameter", "[TOOL_CALLS", "<|python_tag", "<arg_", "<｜tool",
-                  "<|channel", '{"name"', "```json")  # fmt: skip
+MARKS_OF_CALLS = (
+    "<tool_call",
+    "</tool",
+    "<function",
+    "<parameter",
+    "[TOOL_CALLS",
+    "<|python_tag",
+    "<arg_",
+    "<｜tool",
+    "<|channel",
+    '{"name"',
+    "```json",
+)
 WITH_MARKS = [name for name, (text, (_, _, calls)) in SAMPLES.items() if calls]
 
 
@@ -230,8 +241,9 @@ def test_pairs_that_were_cut_are_arguments_without_their_end() -> None:
     reader = AnswerReader(TOOLS)
     text = "<tool_call>\n<function=list_files>\n<parameter=path>\nsrc\n</parameter>\n<parameter=deep>\ntr"
     assert [*reader.push(text), *reader.finish(is_cut=True)] == [
-        AnswerPart("call", "list_files"), AnswerPart("arguments", '{"path": "src"'),
-    ]  # fmt: skip
+        AnswerPart("call", "list_files"),
+        AnswerPart("arguments", '{"path": "src"'),
+    ]
 
 
 def test_the_beginning_of_an_answer_may_leave_its_reasoning_open() -> None:

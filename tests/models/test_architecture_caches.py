@@ -150,8 +150,24 @@ def test_long_prompts_read_as_in_plain_llama(tmp_path: Path, name: str) -> None:
 
 def test_a_job_guesses_for_layers_with_windows_and_experts(tmp_path: Path) -> None:
     path = write_random_model(tmp_path / "target.gguf", replace(MODELS["gpt-oss"], with_vocab=True))
-    result = run_json(3, ["-m", str(path), "-md", str(path), "-p", "the model of a layer", "-n", "40", "--temp", "0",
-                          "--ignore-eos", "--policy", "pipeinfer"])  # fmt: skip
+    result = run_json(
+        3,
+        [
+            "-m",
+            str(path),
+            "-md",
+            str(path),
+            "-p",
+            "the model of a layer",
+            "-n",
+            "40",
+            "--temp",
+            "0",
+            "--ignore-eos",
+            "--policy",
+            "pipeinfer",
+        ],
+    )
     prompt, tokens = result["prompt_tokens"], result["tokens"]
     assert tokens == rows_of_whole(path, [*prompt, *tokens[:-1]])[len(prompt) - 1 :].argmax(axis=1).tolist()
     assert result["speculation"]["acceptance_rate"] > 0.5

@@ -63,17 +63,22 @@ def render(source: str, tokenizer: Tokenizer, **variables: object) -> str:
 @pytest.mark.parametrize(
     ("source", "text"),
     [
-        (CHAT_TEMPLATE, "<s><|system|>\nof<|end|>\n<|user|>\nthe <b><|end|>\n<|assistant|>\n a<|end|>\n<|user|>\nand?"
-         "<|end|>\n<|assistant|>\n"),
+        (
+            CHAT_TEMPLATE,
+            "<s><|system|>\nof<|end|>\n<|user|>\nthe <b><|end|>\n<|assistant|>\n a<|end|>\n<|user|>\nand?"
+            "<|end|>\n<|assistant|>\n",
+        ),
         (PLAIN_TEMPLATE, "of\n\nUser: the <b>\n\nAssistant: a\n\nUser: and?\n\nAssistant:"),
         ("{{ messages[1] | tojson }}", '{"role": "user", "content": "the <b>"}'),
-        ("{% for m in messages %}\n  {% if loop.last %}{% break %}{% endif %}\n{{ m.role[0] }}\n{% endfor %}",
-         "s\nu\na\n"),
+        (
+            "{% for m in messages %}\n  {% if loop.last %}{% break %}{% endif %}\n{{ m.role[0] }}\n{% endfor %}",
+            "s\nu\na\n",
+        ),
         ("{% generation %}{{ eos_token }}{% endgeneration %}", "</s>"),
         ("{{ strftime_now('%Y') in ('1969', '1970') }} {{ tools is none }} {{ thinking }}", "True True no"),
         ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "4"),
     ],
-)  # fmt: skip
+)
 def test_templates_say_what_they_say_elsewhere(tokenizer: Tokenizer, source: str, text: str) -> None:
     assert render(source, tokenizer, thinking="no") == text
 
@@ -295,8 +300,23 @@ def test_a_hostile_template_ends_a_job_of_ranks_in_one_line(tmp_path: Path) -> N
 
 def test_templates_may_look_at_variables(model: Path, tokenizer: Tokenizer, tmp_path: Path) -> None:
     (tmp_path / "file.jinja").write_text("{% if thinking %}<think>{% else %}the{% endif %}")
-    words = ["run", "--json", "-m", str(model), "-md", "none", "--chat", "-f", "-", "-n", "1", "--chat-template-file",
-             str(tmp_path / "file.jinja"), "--chat-template-kwargs", '{"thinking": true}']  # fmt: skip
+    words = [
+        "run",
+        "--json",
+        "-m",
+        str(model),
+        "-md",
+        "none",
+        "--chat",
+        "-f",
+        "-",
+        "-n",
+        "1",
+        "--chat-template-file",
+        str(tmp_path / "file.jinja"),
+        "--chat-template-kwargs",
+        '{"thinking": true}',
+    ]
     done = subprocess.run([*COMMAND, *words], input="x", capture_output=True, text=True, env=environment(), timeout=60)
     assert json.loads(done.stdout)["prompt_tokens"] == encode_rendered(tokenizer, Rendered("<think>"))
 

@@ -218,8 +218,13 @@ print(refused)
 def test_damaged_headers_end_in_user_errors(tmp_path: Path) -> None:
     path = write_model(tmp_path / "small.gguf", Shape(n_layer=2))
     n_header = min(tensor.offset for tensor in read_header(path).tensors)
-    run = subprocess.run([sys.executable, "-c", FUZZ, str(path), str(n_header)], capture_output=True, text=True,
-                         timeout=100, cwd=Path(__file__).parents[2])  # fmt: skip
+    run = subprocess.run(
+        [sys.executable, "-c", FUZZ, str(path), str(n_header)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=Path(__file__).parents[2],
+    )
     assert run.returncode == 0, run.stderr[-2000:]
     assert 100 < int(run.stdout) < 400
 

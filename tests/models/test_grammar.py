@@ -329,9 +329,11 @@ def test_what_may_follow_is_what_llama_cpp_lets_follow(tokenizer: Tokenizer, nam
     """Of tokens that are text: characters that no grammar can mean, and control tokens, are never let through here."""
     rng = random.Random(str(name))
     rest = rng.choice(["", " x", ' | "q"'])
-    text = getattr(llama_grammar, name) if isinstance(name, str) else (
-        f"root ::= {some_gbnf(rng)} (\",\" x)*\nx ::= [b-d] {some_gbnf(rng)}{rest}"
-    )  # fmt: skip
+    text = (
+        getattr(llama_grammar, name)
+        if isinstance(name, str)
+        else (f'root ::= {some_gbnf(rng)} ("," x)*\nx ::= [b-d] {some_gbnf(rng)}{rest}')
+    )
     texts = {token for token in range(tokenizer.n_vocab) if is_text(tokenizer, token)}
     plain, grammar, output = Plain(tokenizer, text), grammar_of(tokenizer, text), list[int]()
     for _ in range(25):

@@ -24,11 +24,18 @@ constants = pytest.importorskip("huggingface_hub.constants", reason="models of t
 
 FILES = dict.fromkeys(
     [
-        "README.md", "mmproj-F16.gguf", "imatrix.gguf", "m-IQ2_M.gguf", "m-Q8_0.gguf", "m.q6_k.gguf",
-        "BF16/m-BF16-00001-of-00002.gguf", "BF16/m-BF16-00002-of-00002.gguf", "UD/m-UD-Q4_K_XL.gguf",
+        "README.md",
+        "mmproj-F16.gguf",
+        "imatrix.gguf",
+        "m-IQ2_M.gguf",
+        "m-Q8_0.gguf",
+        "m.q6_k.gguf",
+        "BF16/m-BF16-00001-of-00002.gguf",
+        "BF16/m-BF16-00002-of-00002.gguf",
+        "UD/m-UD-Q4_K_XL.gguf",
     ],
     2_000_000,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize(

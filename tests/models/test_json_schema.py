@@ -22,15 +22,21 @@ __all__ = ["tokenizer"]
 
 @pytest.mark.parametrize(
     ("schema", "said"),
-    [("5", "is an object"), ("{", "not JSON"), ('{"type": "x"}', "Invalid type: x"),
-     ('{"$ref": "#/no"}', "'/no' does not"),
-     ('{"$ref": "https://example.org/x"}', "is not fetched"), ("[" * 100_000, "not JSON"),
-     ('{"type": "integer", "const": "a"}', "Unsatisfiable"), ('{"type": "string", "pattern": "["}', "unclosed"),
-     ('{"type": "integer", "minimum": 3, "exclusiveMaximum": 3}', "minimum .3. is equal"),
-     ('{"type": "integer", "multipleOf": 999983}', "takes too"),
-     ('{"items":' * 150 + "{}" + "}" * 150, "takes too")],
+    [
+        ("5", "is an object"),
+        ("{", "not JSON"),
+        ('{"type": "x"}', "Invalid type: x"),
+        ('{"$ref": "#/no"}', "'/no' does not"),
+        ('{"$ref": "https://example.org/x"}', "is not fetched"),
+        ("[" * 100_000, "not JSON"),
+        ('{"type": "integer", "const": "a"}', "Unsatisfiable"),
+        ('{"type": "string", "pattern": "["}', "unclosed"),
+        ('{"type": "integer", "minimum": 3, "exclusiveMaximum": 3}', "minimum .3. is equal"),
+        ('{"type": "integer", "multipleOf": 999983}', "takes too"),
+        ('{"items":' * 150 + "{}" + "}" * 150, "takes too"),
+    ],
     ids=lambda text: text[:40],
-)  # fmt: skip
+)
 def test_what_cannot_be_held_to_is_said(tokenizer: Tokenizer, schema: str, said: str) -> None:
     with pytest.raises(UserError, match=said) as caught:
         check_grammar(tokenizer, schema_grammar(read_schema(schema)))
@@ -46,8 +52,10 @@ def test_a_large_schema_is_quickly_looked_at(tokenizer: Tokenizer) -> None:
     assert len(schema) > 57_000 and time.process_time() - begin_s < 0.1
     check_grammar(tokenizer, schema)
     with pytest.raises(UserError, match="bytes is too long; 131072 are possible"):
-        check_grammar(tokenizer, schema_grammar({"properties": {f"{at}{key}": each for at in range(19)
-                                                                for key, each in parts.items()}}))  # fmt: skip
+        check_grammar(
+            tokenizer,
+            schema_grammar({"properties": {f"{at}{key}": each for at in range(19) for key, each in parts.items()}}),
+        )
 
 
 STRINGS = 'ab"\\\n\t\r\x1b\0\x7fé漢😀/[]{}'
@@ -95,34 +103,68 @@ def test_a_text_by_a_schema_is_json_that_holds_it(tokenizer: Tokenizer, seed: in
     assert tokenizer.is_end(output[-1]) and holds(schema, json.loads(text)), (schema, text)
 
 
-NODE = {"type": "object", "required": ["v", "next"],
-        "properties": {"v": {"type": "integer", "minimum": 3},
-                       "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a~1b"}]}}}  # fmt: skip
+NODE = {
+    "type": "object",
+    "required": ["v", "next"],
+    "properties": {
+        "v": {"type": "integer", "minimum": 3},
+        "next": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/a~1b"}]},
+    },
+}
 
 
 @pytest.mark.parametrize(
     ("schema", "texts", "others"),
     [
-        ({"properties": {"a": {"type": "null"}}, "additionalProperties": {"type": "integer"}},
-         ['{"a":null}', "{}", '{"a":null,"b":1}'], ['{"a":null"b":1}', '{"a":null,"a":1}', '{"b":""}']),
+        (
+            {"properties": {"a": {"type": "null"}}, "additionalProperties": {"type": "integer"}},
+            ['{"a":null}', "{}", '{"a":null,"b":1}'],
+            ['{"a":null"b":1}', '{"a":null,"a":1}', '{"b":""}'],
+        ),
         ({"$defs": {"string": {"type": "integer"}}, "$ref": "#/$defs/string"}, ["5"], ['"x"']),
-        ({"$defs": {"b": {"const": 1}}, "properties": {"b": {"const": "x"}, "c": {"$ref": "#/$defs/b"}},
-          "required": ["b", "c"]}, ['{"b":"x","c":1}'], ['{"b":"x","c":"x"}', '{"b":1,"c":1}']),
-        ({"$defs": {"a/b": NODE}, "$ref": "#/$defs/a~1b"},
-         ['{"v":3,"next":null}', '{"v":31,"next":{"v":4,"next":null}}'], ['{"v":2,"next":null}', '{"v":3,"next":{}}']),
-        ({"$defs": {"e": {"enum": ["x", "y"]}}, "properties": {"e": {"allOf": [{"$ref": "#/$defs/e"}]}},
-          "required": ["e"]}, ['{"e":"y"}'], ['{"e":{}}', "{}"]),
+        (
+            {
+                "$defs": {"b": {"const": 1}},
+                "properties": {"b": {"const": "x"}, "c": {"$ref": "#/$defs/b"}},
+                "required": ["b", "c"],
+            },
+            ['{"b":"x","c":1}'],
+            ['{"b":"x","c":"x"}', '{"b":1,"c":1}'],
+        ),
+        (
+            {"$defs": {"a/b": NODE}, "$ref": "#/$defs/a~1b"},
+            ['{"v":3,"next":null}', '{"v":31,"next":{"v":4,"next":null}}'],
+            ['{"v":2,"next":null}', '{"v":3,"next":{}}'],
+        ),
+        (
+            {
+                "$defs": {"e": {"enum": ["x", "y"]}},
+                "properties": {"e": {"allOf": [{"$ref": "#/$defs/e"}]}},
+                "required": ["e"],
+            },
+            ['{"e":"y"}'],
+            ['{"e":{}}', "{}"],
+        ),
         ({"type": "string", "pattern": "^(a|b[0-9])$"}, ['"a"', '"b7"'], ['"a', '"b"']),
         ({"type": "string", "pattern": '^[^a]"|c$'}, [r'"b\""', '"xc"'], ['"bb"', r'"a\""']),
         ({"type": "number", "minimum": 0.5, "multipleOf": 0.5}, ["0.5", "12"], ["0.4", "-1"]),
-        ({"allOf": [{"$ref": "#/$defs/a"}, {"properties": {"c": {"const": 2}}, "required": ["c"]}],
-          "$defs": {"a": {"properties": {"b": {"const": 1}}}}}, ['{"b":1,"c":2}', '{"c":2}'], ['{"b":1}']),
-        ({"properties": {"properties": {"properties": {"const": {}}}}}, ['{"properties":{"const":[1]}}'],
-         ['{"a":1}', '{"properties":{"a":1}}']),
+        (
+            {
+                "allOf": [{"$ref": "#/$defs/a"}, {"properties": {"c": {"const": 2}}, "required": ["c"]}],
+                "$defs": {"a": {"properties": {"b": {"const": 1}}}},
+            },
+            ['{"b":1,"c":2}', '{"c":2}'],
+            ['{"b":1}'],
+        ),
+        (
+            {"properties": {"properties": {"properties": {"const": {}}}}},
+            ['{"properties":{"const":[1]}}'],
+            ['{"a":1}', '{"properties":{"a":1}}'],
+        ),
         ({"properties": {"a": {}}, "additionalProperties": True}, ['{"a":1,"b":2}'], ['{"a"}']),
         ({"type": "array", "items": {"type": "integer"}}, ["[ 1, 2]", "[\n 1]"], ["[  1]", "[\n\n\n1]"]),
     ],
-)  # fmt: skip
+)
 def test_what_is_held_to(tokenizer: Tokenizer, schema: dict[str, Any], texts: list[str], others: list[str]) -> None:
     grammar = grammar_of(tokenizer, schema_grammar(schema))
     end = next(token for token in range(9) if tokenizer.is_end(token))
@@ -143,7 +185,7 @@ RELAXED = [
     ('{"propertyNames": {"maxLength": 1}}', "propertyNames", '{"ab": 1}', '{"a": 1}'),
     ('{"dependentRequired": {"a": ["b"]}}', "dependentRequired", '{"a": 1}', '{"a": 1, "b": 1}'),
     ('{"contains": {"type": "null"}}', "contains", "[1]", "[null]"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "keyword", "wrong", "right"), RELAXED, ids=lambda text: text[:40])
@@ -158,13 +200,23 @@ def test_what_no_grammar_holds_a_text_to_is_left_out_and_checked(
 
 def test_annotations_and_names_of_properties_are_no_keywords(tokenizer: Tokenizer) -> None:
     names = {name: {"type": "string"} for name in ("not", "if", "format", "uniqueItems")}
-    schema = {"type": "object", "properties": names, "$comment": "x", "title": "y", "deprecated": True,
-              "examples": [{"not": 1}], "description": "z"}  # fmt: skip
+    schema = {
+        "type": "object",
+        "properties": names,
+        "$comment": "x",
+        "title": "y",
+        "deprecated": True,
+        "examples": [{"not": 1}],
+        "description": "z",
+    }
     assert relaxed(schema) == (schema, ())
     for extra in (
-        {"type": "string", "format": "new"}, {"type": "integer", "format": "int64"}, {"uniqueItems": False},
-        {"type": ["string", "null"], "format": "binary"}, {"format": "binary"},
-    ):  # fmt: skip
+        {"type": "string", "format": "new"},
+        {"type": "integer", "format": "int64"},
+        {"uniqueItems": False},
+        {"type": ["string", "null"], "format": "binary"},
+        {"format": "binary"},
+    ):
         check_grammar(tokenizer, schema_grammar(extra))
         assert not relaxations(extra)
     check_grammar(tokenizer, schema_grammar({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}))

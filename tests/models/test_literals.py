@@ -91,9 +91,10 @@ def test_calls_and_tools_are_messages_too(tokenizer: Tokenizer) -> None:
     assert isinstance(found, Rendered)
     literals = [found.text[slice(*each)] for each in found.literals]
     assert literals == ["<|system|>", "<|end|>", "<|user|>"]
-    assert controls(tokenizer, encode_rendered(tokenizer, found)) == [
-        "<s>", "<|user|>", "<|end|>", "<|assistant|>", "<|end|>", "<|end|>",
-    ]  # fmt: skip
+    assert (
+        controls(tokenizer, encode_rendered(tokenizer, found))
+        == "<s> <|user|> <|end|> <|assistant|> <|end|> <|end|>".split()
+    )
 
 
 def test_a_text_without_literals_is_cut_as_libllama_cuts_it(tokenizer: Tokenizer) -> None:

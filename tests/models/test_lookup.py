@@ -16,7 +16,7 @@ from pipeinfer.core.tree import LOOKED_UP, Node, TokenTree
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.drafts.lookup import LENGTHS, LONGEST, PRIOR, LookupDrafter, Trust
 from pipeinfer.policies import Auto, PipeInfer
-from pipeinfer.policies.calibration import Calibration
+from pipeinfer.policies.learning import Calibration
 from pipeinfer.virtual import simulation
 from pipeinfer.virtual.choices import Branch, SyntheticChoices, ranks_for
 from pipeinfer.virtual.drafts import SimDrafter

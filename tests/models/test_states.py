@@ -62,8 +62,9 @@ def model_and_cut(folder: Path, name: str) -> tuple[Path, tuple[int, ...]]:
 
 def rows(seqs: Sequence[int], tokens: Sequence[int], positions: Sequence[int]) -> Batch:
     n = len(tokens)
-    return Batch(np.array(tokens, np.int32), np.array(positions, np.int32), [(seq,) for seq in seqs], None,
-                 np.ones(n, bool))  # fmt: skip
+    return Batch(
+        np.array(tokens, np.int32), np.array(positions, np.int32), [(seq,) for seq in seqs], None, np.ones(n, bool)
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -20,10 +20,16 @@ from pipeinfer.models.text.tools import (
     plain_conversation,
 )
 
-SUM = {"type": "object", "properties": {"a": {"type": "integer"}, "kind": {"$ref": "#/$defs/kind"}},
-       "required": ["a"], "$defs": {"kind": {"enum": ["int", "float"]}}}  # fmt: skip
-FUNCTIONS = ({"type": "function", "function": {"name": "add", "parameters": SUM}},
-             {"type": "function", "function": {"name": "now"}})  # fmt: skip
+SUM = {
+    "type": "object",
+    "properties": {"a": {"type": "integer"}, "kind": {"$ref": "#/$defs/kind"}},
+    "required": ["a"],
+    "$defs": {"kind": {"enum": ["int", "float"]}},
+}
+FUNCTIONS = (
+    {"type": "function", "function": {"name": "add", "parameters": SUM}},
+    {"type": "function", "function": {"name": "now"}},
+)
 CONTROLS = ("[TOOL_CALLS]", "[ARGS]", "<|channel|>", "<|message|>", "<|constrain|>", "<|start|>", "<|end|>")
 GIVEN: list[tuple[str, Any]] = [("add", {"a": 1, "kind": "int"}), ("now", {}), ("add", {"a": -2})]
 ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
@@ -42,8 +48,11 @@ class Bytes:
 def tokens_of(text: str) -> list[int]:
     for at, name in enumerate(CONTROLS):
         text = text.replace(name, chr(0xE000 + at))
-    return [token for each in text
-            for token in ([256 + ord(each) - 0xE000] if "\ue000" <= each < "\ue100" else each.encode())]  # fmt: skip
+    return [
+        token
+        for each in text
+        for token in ([256 + ord(each) - 0xE000] if "\ue000" <= each < "\ue100" else each.encode())
+    ]
 
 
 def takes(grammar: str, text: str) -> bool:

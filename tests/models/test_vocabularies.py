@@ -35,9 +35,16 @@ from tests.support.other_vocabulary import reorder
 N_DEMO, N_LARGE = 4096, 60_000
 PROMPT = "def read_lines(path):\n"
 EXTENDED: Sequence[int | bytes] = [
-    b"<|pad|>", 2, 1, b"<|im_start|>", 0, *reversed(range(3, 259)), *range(259, 3900), *range(3940, N_DEMO),
+    b"<|pad|>",
+    2,
+    1,
+    b"<|im_start|>",
+    0,
+    *reversed(range(3, 259)),
+    *range(259, 3900),
+    *range(3940, N_DEMO),
     b"<|im_end|>",
-]  # fmt: skip
+]
 """The shipped vocabulary with its special tokens and bytes elsewhere, some more, and forty words missing."""
 
 
@@ -183,8 +190,13 @@ def test_a_stage_reads_and_guesses_the_targets_ids() -> None:
     assert stage.n_vocab == 5
     for tokens in ([0, 2], [1, 3, 4], [2]):
         inputs = [ids.inputs[token] for token in tokens]
-        batch = Batch(np.array(tokens, np.int32), np.arange(len(tokens), dtype=np.int32), [(0,)] * len(tokens), None,
-                      np.ones(len(tokens), bool))  # fmt: skip
+        batch = Batch(
+            np.array(tokens, np.int32),
+            np.arange(len(tokens), dtype=np.int32),
+            [(0,)] * len(tokens),
+            None,
+            np.ones(len(tokens), bool),
+        )
         logits = stage.evaluate(batch, lambda: False)
         assert logits is not None and logits.tolist() == [[3.0, 2.0, -np.inf, 1.0, token] for token in inputs]
 

@@ -16,7 +16,7 @@ from pipeinfer.core.runs import Guess
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import Node, Settled, TokenTree
 from pipeinfer.policies import Auto, FlowSpec, Iterative, PipeDec, PipeInfer
-from pipeinfer.policies.calibration import TemperatureScaling
+from pipeinfer.policies.learning import TemperatureScaling
 from pipeinfer.virtual.choices import ranks_for, synthetic_team
 from pipeinfer.virtual.profile import load_profile
 from pipeinfer.virtual.simulation import Simulated, simulate

@@ -15,9 +15,13 @@ from tests.support.timesteps import TEXT, GivenChoices, timesteps
 STAGE_S = 2.0
 SMALL = FlowSpec(width=2, depth=2, tree_size=7, segment=3, expansion_depth=2, expansion_size=4)
 FOLLOWS = {
-    1: {2: 0.6, 10: 0.4}, 2: {3: 0.9, 11: 0.1}, 10: {12: 0.5, 13: 0.5}, 3: {4: 0.8, 14: 0.2}, 4: {5: 0.8, 15: 0.2},
+    1: {2: 0.6, 10: 0.4},
+    2: {3: 0.9, 11: 0.1},
+    10: {12: 0.5, 13: 0.5},
+    3: {4: 0.8, 14: 0.2},
+    4: {5: 0.8, 15: 0.2},
     5: {6: 0.8, 16: 0.2},
-}  # fmt: skip
+}
 HIT = GivenChoices(FOLLOWS)
 MISS = GivenChoices({**FOLLOWS, 1: {10: 0.6, 20: 0.4}})
 FIRST_TREE = [(2.0, [1, 2, 3]), (3.999, [10, 12, 13]), (5.999, [11])]

@@ -14,8 +14,8 @@ from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.tree import Node, Settled, TokenTree
 from pipeinfer.policies import Auto
-from pipeinfer.policies.calibration import HIT_MEMORY
-from pipeinfer.policies.lone_stage import best_run, pays_alone
+from pipeinfer.policies.learning import HIT_MEMORY
+from pipeinfer.policies.likeliest import best_run, pays_alone
 
 STEEP = (1.0, 1.8, 2.2, 2.5, 2.8, 3.0, 3.1, 3.2, 3.4)
 """Of runs of one row, two, …: a second row costs nearly as much as the first one, further ones little."""

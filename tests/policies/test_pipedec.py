@@ -14,9 +14,14 @@ def test_a_layer_a_timestep_as_in_figure_2() -> None:
     """Three nodes, two guesses a token, layers of three at most. The root's verdict is in after three timesteps: the
     tree is pruned to the subtree of the hit, and only then is it decided what the next layer is, so that it is full."""
     follows = {
-        1: SURE, 2: {3: 0.5, 11: 0.49}, 10: {12: 0.9, 13: 0.1},
-        12: {14: 0.6, 15: 0.4}, 3: {4: 0.9, 16: 0.1}, 11: {17: 0.5, 18: 0.4}, 4: {5: 0.9, 19: 0.05},
-    }  # fmt: skip
+        1: SURE,
+        2: {3: 0.5, 11: 0.49},
+        10: {12: 0.9, 13: 0.1},
+        12: {14: 0.6, 15: 0.4},
+        3: {4: 0.9, 16: 0.1},
+        11: {17: 0.5, 18: 0.4},
+        4: {5: 0.9, 19: 0.05},
+    }
     sent = timesteps(PipeDec(children=2, layer_width=3), GivenChoices(follows), 3, 5)
     assert sent[:4] == [(0.0, [1]), (1.0, [2, 10]), (2.0, [12, 3, 11]), (3.0, [4, 17, 18])]
     when_s, layer = sent[4]

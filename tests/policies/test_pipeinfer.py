@@ -12,7 +12,7 @@ import pytest
 
 from experiments.cells import Setting, lengths, run
 from pipeinfer.policies import Iterative, PipeInfer, Speculative
-from pipeinfer.policies.calibration import Calibration
+from pipeinfer.policies.learning import Calibration
 from pipeinfer.virtual.choices import ranks_for, synthetic_team
 from pipeinfer.virtual.pipeline import SimPipeline
 from pipeinfer.virtual.profile import load_profile

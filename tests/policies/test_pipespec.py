@@ -71,9 +71,13 @@ def test_two_models_as_in_figure_2(batches: dict[str, Batches]) -> None:
     the draft begins anew at once; of what was produced meanwhile the first tells whether the next step verifies."""
     generate(PipeSpec(), [Known({7, 15})], 4.0, [1.0], 20)
     assert batches["4 s"][:6] == [
-        (0.0, [0]), (4.0, [1, 2, 3, 4]), (8.0, [5, 6, -107, -108]), (12.0, [7]), (16.0, [8, 9, 10, 11]),
+        (0.0, [0]),
+        (4.0, [1, 2, 3, 4]),
+        (8.0, [5, 6, -107, -108]),
+        (12.0, [7]),
+        (16.0, [8, 9, 10, 11]),
         (20.0, [12, 13, 14, -115]),
-    ]  # fmt: skip
+    ]
 
 
 def test_the_middle_of_three_models_filters(batches: dict[str, Batches]) -> None:

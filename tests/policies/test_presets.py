@@ -23,15 +23,19 @@ from pipeinfer.virtual.simulation import simulate
 
 PUBLISHED: dict[str, dict[str, float]] = {
     "speculative": {"n_draft": 4, "width": 1, "accept_cutoff": 0.001},
-    "pipeinfer": {"microbatch": 4, "width": 3, "accept_cutoff": 0.001, "split_cutoff": 0.8, "recovery": 0.4,
-                  "decay": 0.01},
+    "pipeinfer": {
+        "microbatch": 4,
+        "width": 3,
+        "accept_cutoff": 0.001,
+        "split_cutoff": 0.8,
+        "recovery": 0.4,
+        "decay": 0.01,
+    },
     "pipedec": {"children": 16, "layer_width": 32, "group": 1},
     "flowspec": {"depth": 5, "tree_size": 80, "width": 10, "segment": 16, "expansion_depth": 5, "expansion_size": 64},
     "pipespec": {"lookahead": 0},
-}  # fmt: skip
-ADDITIONS = {
-    "pipeinfer": {"pacing", "best_first", "calibrated", "backoff", "pruning", "early"},
-}  # fmt: skip
+}
+ADDITIONS = {"pipeinfer": {"pacing", "best_first", "calibrated", "backoff", "pruning", "early"}}
 PAPERS = [name for name, kind in POLICIES.items() if issubclass(kind, PaperPolicy)]
 
 
@@ -92,10 +96,13 @@ def test_a_policy_without_a_paper_has_no_preset() -> None:
 
 
 WIDE = (
-    PipeDec(layer_width=64), PipeDec(layer_width=128), FlowSpec(segment=64, tree_size=200), FlowSpec(segment=128,
-    tree_size=300, expansion_size=200), Speculative(n_draft=64, width=8, accept_cutoff=0.0), PipeInfer(microbatch=64,
-    width=16, accept_cutoff=0.0, split_cutoff=0.0),
-)  # fmt: skip
+    PipeDec(layer_width=64),
+    PipeDec(layer_width=128),
+    FlowSpec(segment=64, tree_size=200),
+    FlowSpec(segment=128, tree_size=300, expansion_size=200),
+    Speculative(n_draft=64, width=8, accept_cutoff=0.0),
+    PipeInfer(microbatch=64, width=16, accept_cutoff=0.0, split_cutoff=0.0),
+)
 
 
 @pytest.mark.parametrize("policy", WIDE, ids=settings_text)

@@ -9,7 +9,7 @@ import pytest
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.tree import Node, Settled
 from pipeinfer.policies import Auto, Iterative
-from pipeinfer.policies.pauses import (
+from pipeinfer.policies.learning import (
     LEAST_REST,
     LONGEST_REST,
     LONGEST_TRY,
@@ -92,11 +92,16 @@ def test_what_a_token_takes_is_not_moved_by_what_is_learned_of_costs() -> None:
 
 def test_each_change_is_said_once_whichever_request_meets_it() -> None:
     first = SpeculationTrial()
-    said = [line for with_s in (1.2, 1.3, 0.5, 0.6, 1.2)
-            for line in told(SpeculationTrial(first.without, first.notices), 60, with_s)[1]]  # fmt: skip
+    said = [
+        line
+        for with_s in (1.2, 1.3, 0.5, 0.6, 1.2)
+        for line in told(SpeculationTrial(first.without, first.notices), 60, with_s)[1]
+    ]
     assert [line.partition(":")[0] for line in said] == [
-        "guesses cost time here", "guesses save time again", "guesses cost time here"
-    ]  # fmt: skip
+        "guesses cost time here",
+        "guesses save time again",
+        "guesses cost time here",
+    ]
     backoffs, root = [SpeculationBackoff(PauseNotices())], Node(1, 0)
     settled = Settled([root, root], [1])
     backoffs += [SpeculationBackoff(backoffs[0].notices) for _ in range(3)]
@@ -134,9 +139,16 @@ def profile(n_stages: int, row_share: float, slowdown: tuple[float, ...], elsewh
     stage = ModelCost("stage", 1, Work(rows, tuple(0.03 / n_stages * each for each in shares)))
     draft = ModelCost("d", 1, Work(rows, (0.01, 0.015, 0.045)))
     return Profile(
-        "one host", 1536, (stage,) * n_stages, (draft,), LinkCost(3e-5, 1e9), HeadCost(), head_is_first=elsewhere,
-        sleeps=True, slowdown=slowdown,
-    )  # fmt: skip
+        "one host",
+        1536,
+        (stage,) * n_stages,
+        (draft,),
+        LinkCost(3e-5, 1e9),
+        HeadCost(),
+        head_is_first=elsewhere,
+        sleeps=True,
+        slowdown=slowdown,
+    )
 
 
 def tokens_a_second(policy: Policy, cluster: Profile, acceptance: float) -> float:

@@ -47,9 +47,12 @@ def hold_up(
     pipeline = SimPipeline(profile, choices, clock)
     engine = Engine(
         Level(pipeline, SequencePool(64, 80_000, parked=True), n_chunk=N_CHUNK, blocks=blocks),
-        None, SimWaiter(clock), clock, run_cost=RunCost(row_costs(profile), chunk=(64, BLOCK_S)),
+        None,
+        SimWaiter(clock),
+        clock,
+        run_cost=RunCost(row_costs(profile), chunk=(64, BLOCK_S)),
         max_delay_s=max_delay_s,
-    )  # fmt: skip
+    )
     requests = [
         Request(number, found.prompt, 400 if number < n_open else 3, SamplingParams(temp=0.0), 5000)
         for number, found in enumerate(choices)
@@ -116,8 +119,9 @@ def test_prompts_by_themselves_are_read_as_without_a_limit() -> None:
         profile, clock = Profile("even", 4096, (STAGE,) * 3, (), LinkCost(50e-6, 1.25e9), HeadCost()), VirtualClock()
         choices = [SyntheticChoices((0.7,), seed, N_PROMPT) for seed in range(2)]
         level = Level(SimPipeline(profile, choices, clock), SequencePool(8, 9000, parked=True))
-        engine = Engine(level, None, SimWaiter(clock), clock, run_cost=RunCost(row_costs(profile)),
-                        max_delay_s=max_delay_s)  # fmt: skip
+        engine = Engine(
+            level, None, SimWaiter(clock), clock, run_cost=RunCost(row_costs(profile)), max_delay_s=max_delay_s
+        )
         for number, found in enumerate(choices):
             engine.add(Request(number, found.prompt, 1, SamplingParams(temp=0.0), 5000), Iterative())
         engine.complete()
@@ -140,8 +144,7 @@ def test_what_chunks_take_is_learned() -> None:
 
 # -- the command line
 
-SIMULATE = ["--profile", "sipipe", "--requests", "6", "--concurrency", "3", "-n", "8", "-p", "600", "--policy",
-            "iterative", "--json"]  # fmt: skip
+SIMULATE = "--profile sipipe --requests 6 --concurrency 3 -n 8 -p 600 --policy iterative --json".split()
 
 
 def simulated(words: Sequence[str]) -> tuple[dict[str, Any], str]:
@@ -152,8 +155,9 @@ def simulated(words: Sequence[str]) -> tuple[dict[str, Any], str]:
 
 
 def test_it_is_simulated_and_a_limit_that_cannot_be_held_is_named() -> None:
-    (free, _), (held, silent), (short, said) = (simulated(words) for words in ((), ("--max-delay", "0.2"),
-                                                                               ("--max-delay", "1e-5")))  # fmt: skip
+    (free, _), (held, silent), (short, said) = (
+        simulated(words) for words in ((), ("--max-delay", "0.2"), ("--max-delay", "1e-5"))
+    )
     assert held["itl_p99_s"] < free["itl_p99_s"] and not silent
     assert free["max_delay_s"] is None and held["max_delay_s"] == 0.2
     assert "--max-delay 1e-05 cannot be held: a single row of a prompt takes" in said and said.count("\n") == 1
@@ -182,10 +186,12 @@ def test_loads_with_other_limits_are_other_loads() -> None:
 def test_real_ranks_write_the_same_texts_and_say_what_a_block_takes(tmp_path: Path) -> None:
     asked = tmp_path / "asked.jsonl"
     prompts = [("def main():\n    " * (1 + 60 * (number % 2)), number) for number in range(6)]
-    asked.write_text("".join(
-        json.dumps({"prompt": prompt + str(number), "max_tokens": 24, "ignore_eos": True}) + "\n"
-        for prompt, number in prompts
-    ))  # fmt: skip
+    asked.write_text(
+        "".join(
+            json.dumps({"prompt": prompt + str(number), "max_tokens": 24, "ignore_eos": True}) + "\n"
+            for prompt, number in prompts
+        )
+    )
 
     def answers(name: str, *words: str) -> tuple[dict[int, str], str]:
         output = tmp_path / name

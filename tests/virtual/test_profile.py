@@ -472,9 +472,12 @@ main()
 
 def test_measure_says_which_rank_cannot_load() -> None:
     done = subprocess.run(
-        [*launcher(2), sys.executable, "-c", LACKS, "measure", "-o", "m.toml", "-t", "1"], env=environment(),
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        [*launcher(2), sys.executable, "-c", LACKS, "measure", "-o", "m.toml", "-t", "1"],
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert done.returncode == 2 and "target.gguf differs" in done.stderr, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("pipeinfer: ")]
     assert line.startswith("pipeinfer: rank 1 (") and not Path("m.toml").exists()

@@ -81,14 +81,18 @@ def test_the_command_simulates_each_text(tmp_path: Path) -> None:
     assert done.returncode == 0 and " ± " in done.stdout, done.stderr
     rows = list(csv.DictReader(results.open()))
     assert [(row["policy"], row["prompt"], row["prompt_n"], row["predicted_n"], row["choices"]) for row in rows] == [
-        ("iterative", "set/0", "2", "2", "pair"), ("auto", "set/0", "2", "2", "pair"),
-        ("iterative", "set/1", "5", "30", "pair"), ("auto", "set/1", "5", "30", "pair"),
-    ]  # fmt: skip
+        ("iterative", "set/0", "2", "2", "pair"),
+        ("auto", "set/0", "2", "2", "pair"),
+        ("iterative", "set/1", "5", "30", "pair"),
+        ("auto", "set/1", "5", "30", "pair"),
+    ]
     done = finish(1, [*common, "--requests", "3", "--results", str(loads)])
     assert done.returncode == 0, done.stderr
     rows = list(csv.DictReader(loads.open()))
     assert [(row["policy"], row["prompt"], row["prompt_n"], row["choices"]) for row in rows] == [
-        ("iterative", "pair", "9", "pair"), ("auto", "pair", "9", "pair")]  # fmt: skip
+        ("iterative", "pair", "9", "pair"),
+        ("auto", "pair", "9", "pair"),
+    ]
     for others in (["--acceptance", "0.5"], ["--ranks", "0.5,0.1"]):
         assert "give one of" in finish(1, [*common, *others]).stderr
     done = finish(

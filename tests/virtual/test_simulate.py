@@ -344,9 +344,19 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_the_command_prints_a_table_and_writes_results_and_trace(tmp_path: Path) -> None:
     results, trace = tmp_path / "results.csv", tmp_path / "trace.json"
     done = command(
-        "--profile", "pipeinfer-c", "--nodes", "8", "-n", "64", "--policy", ",".join(USUAL),
-        "--results", str(results), "--trace", str(trace),
-    )  # fmt: skip
+        "--profile",
+        "pipeinfer-c",
+        "--nodes",
+        "8",
+        "-n",
+        "64",
+        "--policy",
+        ",".join(USUAL),
+        "--results",
+        str(results),
+        "--trace",
+        str(trace),
+    )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 2 + len(USUAL) and "0 B" not in done.stdout, "a profile has no size"
     assert len(results.read_text().splitlines()) == 1 + len(USUAL)
@@ -405,8 +415,10 @@ def test_a_larger_draft_pays_where_the_paper_says_so() -> None:
 
 def test_drafts_of_one_target_find_the_same_tokens_easy() -> None:
     small, large = synthetic_team([ranks_for(0.6), ranks_for(0.8)], seed=3, n_prompt=4)
-    right = [[team.guesses(start, (), 1)[0].token == small.target(start + 1) for start in range(4, 2004)]
-             for team in (small, large)]  # fmt: skip
+    right = [
+        [team.guesses(start, (), 1)[0].token == small.target(start + 1) for start in range(4, 2004)]
+        for team in (small, large)
+    ]
     assert [sum(hits) / 2000 for hits in right] == pytest.approx([0.6, 0.8], abs=0.03)
     both = sum(one and other for one, other in zip(*right, strict=True))
     assert both > 0.99 * sum(right[0]), "the better draft is right wherever the other is"
@@ -417,9 +429,17 @@ def test_rows_that_were_simulated_otherwise_are_told_apart(tmp_path: Path) -> No
     results = tmp_path / "results.csv"
     common = ["--profile", "pipeinfer-c", "--policy", "pipeinfer", "-n", "8", "--results", str(results)]
     questions: list[list[str]] = [
-        [], ["--gbit", "0.1"], ["--acceptance", "0.3"], ["--width", "1"], ["--decay", "0.5"], ["-s", "3"],
-        ["--nodes", "3"], ["--pair", "falcon-7"], ["--no-cancel"], ["-p", "9"],
-    ]  # fmt: skip
+        [],
+        ["--gbit", "0.1"],
+        ["--acceptance", "0.3"],
+        ["--width", "1"],
+        ["--decay", "0.5"],
+        ["-s", "3"],
+        ["--nodes", "3"],
+        ["--pair", "falcon-7"],
+        ["--no-cancel"],
+        ["-p", "9"],
+    ]
     for question in questions:
         done = CliRunner().invoke(simulate_command, [*common, *question])
         assert done.exception is None, done.output

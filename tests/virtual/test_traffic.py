@@ -97,10 +97,13 @@ def test_prompts_hold_a_long_pipeline_up_for_small_chunks_only() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "load", "gain"), [("sipipe", Load(32, 4000, 96, 16, concurrency=16), 1.05),
-                                  ("pipedec-14", Load(128, 512, 32, 64, concurrency=64), 1.03),
-                                  ("pipeinfer-c", Load(32, 64, 48, 16, concurrency=16), 0.995)]
-)  # fmt: skip
+    ("cluster", "load", "gain"),
+    [
+        ("sipipe", Load(32, 4000, 96, 16, concurrency=16), 1.05),
+        ("pipedec-14", Load(128, 512, 32, 64, concurrency=64), 1.03),
+        ("pipeinfer-c", Load(32, 64, 48, 16, concurrency=16), 0.995),
+    ],
+)
 def test_roots_share_fewer_runs_while_prompts_are_read(
     cluster: str, load: Load, gain: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,7 +173,10 @@ def test_the_command() -> None:
     done = finish(1, [*words[:3], *asked])
     loads = [json.loads(line) for line in done.stdout.splitlines()]
     assert [(load["concurrency"], load["rate"], load["n_requests"], load["parallel"]) for load in loads] == [
-        (1, None, 64, 32), (4, None, 64, 32), (0, 9.0, 64, 32)]  # fmt: skip
+        (1, None, 64, 32),
+        (4, None, 64, 32),
+        (0, 9.0, 64, 32),
+    ]
     for refused in (["--max-delay", "5"], ["--parallel", "2"], ["--requests", "4", "--trace", "/tmp/never.json"]):
         done = finish(1, ["simulate", "--profile", "sipipe", *refused])
         assert done.returncode == 2 and "--requests" in done.stderr

@@ -21,11 +21,10 @@ from pipeinfer.job.options.values import PROBABILITY, File, Number, TextType, Wh
 from pipeinfer.job.placement.job_plan import SHARED_CORES
 from pipeinfer.job.placement.model_files import draft_translation, open_models, translation_note
 from pipeinfer.job.placement.numerics import may_repack
-from pipeinfer.job.planning.hosts_in_use import with_best_hosts
 from pipeinfer.job.planning.plan_table import plan_cells, plan_rows
 from pipeinfer.job.planning.planner import ETHERNET, N_PROMPT, UNFIT, Planner, Prediction, open_planner
 from pipeinfer.job.planning.prepare import find_hosts, with_files
-from pipeinfer.job.planning.suggestions import shortage_text, suggestions
+from pipeinfer.job.planning.suggestions import shortage_text, suggestions, with_best_hosts
 from pipeinfer.job.profiling.describe import describe_host, gpu_names
 from pipeinfer.job.profiling.hosts import host_speeds, rank_speed, with_speeds
 from pipeinfer.models.llama.ggml import has_gpu

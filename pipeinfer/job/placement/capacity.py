@@ -11,11 +11,9 @@ N_CELLS_SPARE = 512  # cells above the context, for guesses and, with exact nume
 CELLS_PADDING = 256  # libllama's
 MAX_PROMPTS = 4  # in blocks that are read at a time: each has a context of its own meanwhile
 
-MEANINGS = {
-    "n_ctx": "tokens of context", "n_cells": "cells", "n_batch": "prompt tokens a run", "n_requests": "requests",
-    "n_guess_rows": "guesses a run", "n_nodes": "nodes a run", "n_prompts": "prompts at a time", "n_seq": "branches",
-    "n_target_seq": "sequences", "n_target_guesses": "guesses at a time",
-}  # fmt: skip
+MEANINGS = "tokens of context,cells,prompt tokens a run,guesses a run,nodes a run,requests,prompts at a time,branches"
+MEANINGS += ",sequences,guesses at a time"
+"""Of the fields of `Capacity`, for users."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,20 +55,19 @@ class Capacity:
 def capacity_of(speculation: Speculation, n_requests: int, batch_size: int, n_ctx: int, rewinds: bool) -> Capacity:
     """`rewinds`: whether a sequence of the target can lose its newest tokens."""
     n_guess_rows = speculation.n_guess_rows
-    return Capacity(
-        n_ctx, cells_for(n_ctx), min(batch_size, MAX_BATCH, n_ctx), n_guess_rows, max(n_guess_rows, n_requests),
-        n_requests, min(MAX_PROMPTS, n_requests), speculation.n_seq(n_requests),
-        speculation.n_target_seq(n_requests, rewinds), speculation.n_target_guesses(n_requests, rewinds),
-    )  # fmt: skip
+    rows = min(batch_size, MAX_BATCH, n_ctx), n_guess_rows, max(n_guess_rows, n_requests)
+    n_target_seq = speculation.n_target_seq(n_requests, rewinds)
+    of_trees = speculation.n_seq(n_requests), n_target_seq, speculation.n_target_guesses(n_requests, rewinds)
+    return Capacity(n_ctx, cells_for(n_ctx), *rows, n_requests, min(MAX_PROMPTS, n_requests), *of_trees)
 
 
 def planned_capacity(plan: PlanFile, needed: Capacity) -> Capacity:
     """The capacity in a plan. Raises UserError where the job needs more."""
     planned = Capacity(**plan.decisions["capacity"])
-    for name, n in asdict(needed).items():
+    for (name, n), meaning in zip(asdict(needed).items(), MEANINGS.split(","), strict=True):
         if n > (room := getattr(planned, name)):
-            raise UserError(f"--plan {plan.path} has room for {room} {MEANINGS[name]}, and this job needs {n}; "
-                            "plan with the same --policy, --parallel and -c")  # fmt: skip
+            lack = f"has room for {room} {meaning}, and this job needs {n}"
+            raise UserError(f"--plan {plan.path} {lack}; plan with the same --policy, --parallel and -c")
     return planned
 
 
@@ -95,7 +92,5 @@ class EngineSettings:
 
 
 def engine_settings(speculation: Speculation, n_requests: int, rewinds: bool) -> EngineSettings:
-    return EngineSettings(
-        speculation.cancel, speculation.looks_up, speculation.n_seq(n_requests),
-        speculation.n_target_seq(n_requests, rewinds),
-    )  # fmt: skip
+    sequences = speculation.n_seq(n_requests), speculation.n_target_seq(n_requests, rewinds)
+    return EngineSettings(speculation.cancel, speculation.looks_up, *sequences)

@@ -25,10 +25,8 @@ def check_head(draft_rank: int | None, drafts: Sequence[ModelInfo]) -> None:
     if n_others := sum(draft.head is not None for draft in drafts[1:]):
         raise UserError(f"{drafts[0].path} is a head, and so are {n_others} of the other drafts; give one head")
     if head and draft_rank:
-        raise UserError(
-            f"--draft-rank {draft_rank}: {head.path} is a head, which drafts on rank 0, where features come; "
-            "leave --draft-rank out"
-        )
+        why = f"{head.path} is a head, which drafts on rank 0, where features come"
+        raise UserError(f"--draft-rank {draft_rank}: {why}; leave --draft-rank out")
 
 
 def check_features(assignment: Assignment, devices: Sequence[RankDevices], drafts: Sequence[ModelInfo]) -> None:
@@ -40,11 +38,10 @@ def check_features(assignment: Assignment, devices: Sequence[RankDevices], draft
     for stage in assignment.stages:
         backend = devices[stage.rank].target.backend
         if backend.is_torch and any(stage.first <= layer < stage.last for layer in layers):
-            raise UserError(
-                f"--backend {backend} gives no features: {draft.path} reads the outputs of layers "
-                f"{', '.join(map(str, layers))}, some of which rank {stage.rank} computes; give --backend llama, "
-                "another draft, or -md none"
-            )
+            shown = f"{', '.join(map(str, layers))}, some of which rank {stage.rank} computes"
+            way_out = "give --backend llama, another draft, or -md none"
+            reads = f"{draft.path} reads the outputs of layers {shown}"
+            raise UserError(f"--backend {backend} gives no features: {reads}; {way_out}")
 
 
 def check_cache_types(
@@ -53,27 +50,20 @@ def check_cache_types(
     """Raises UserError for types that the numerics, a backend or a model does not allow."""
     target, draft = options.cache, options.draft_cache
     if options.numerics == "exact" and target != F16_CACHE and not any(rank.target.uses_gpus for rank in devices):
-        raise UserError(
-            f"--cache-type-k {target.k} --cache-type-v {target.v}: --numerics exact needs types of its "
-            f"own, 16 bits a number; give --numerics fast, or {F16_WAY_OUT}"
-        )
+        given, own = f"--cache-type-k {target.k} --cache-type-v {target.v}", "types of its own, 16 bits a number"
+        raise UserError(f"{given}: --numerics exact needs {own}; give --numerics fast, or {F16_WAY_OUT}")
     if (target, draft) != (F16_CACHE, F16_CACHE):
         for rank, device in enumerate(rank.target for rank in devices):
             if device.is_torch:
-                raise UserError(
-                    f"--cache-type-k and -v are for layers that libllama computes, and rank {rank} has --backend "
-                    f"{device.backend}, whose caches are as its weights; {F16_WAY_OUT}"
-                )
+                torch = f"rank {rank} has --backend {device.backend}, whose caches are as its weights"
+                options_are = "--cache-type-k and -v are for layers that libllama computes"
+                raise UserError(f"{options_are}, and {torch}; {F16_WAY_OUT}")
     for model, types, end in ((info, target, ""), *((model, draft, "-draft") for model in drafts)):
-        for letter, name, lengths in (
-            ("k", types.k, {shape.key for shape in model.kv_shapes}),
-            ("v", types.v, {shape.value for shape in model.kv_shapes}),
-        ):
+        keys, values = {shape.key for shape in model.kv_shapes}, {shape.value for shape in model.kv_shapes}
+        for letter, name, lengths in (("k", types.k, keys), ("v", types.v, values)):
             if wrong := sorted(length for length in lengths if length % block_length(name)):
-                raise UserError(
-                    f"--cache-type-{letter}{end} {name} takes {block_length(name)} numbers together, and a head of "
-                    f"{model.path.name} has {wrong[0]}; give f16, bf16 or f32"
-                )
+                needs = f"takes {block_length(name)} numbers together, and a head of {model.path.name} has {wrong[0]}"
+                raise UserError(f"--cache-type-{letter}{end} {name} {needs}; give f16, bf16 or f32")
 
 
 def check_draft_gpu_layers(n_gpu_layers: int, devices: Sequence[RankDevices], ranks: Sequence[int]) -> None:
@@ -82,10 +72,9 @@ def check_draft_gpu_layers(n_gpu_layers: int, devices: Sequence[RankDevices], ra
         return
     for rank in ranks:
         if (backend := devices[rank].target.backend).is_torch:
-            raise UserError(
-                f"-ngld {n_gpu_layers} is for a draft that libllama computes, and rank {rank} has --backend "
-                f"{backend}; give all, 0 (by libllama on the CPU), or a --backend for each rank"
-            )
+            torch = f"is for a draft that libllama computes, and rank {rank} has --backend {backend}"
+            way_out = "give all, 0 (by libllama on the CPU), or a --backend for each rank"
+            raise UserError(f"-ngld {n_gpu_layers} {torch}; {way_out}")
 
 
 def check_one_backend(devices: Sequence[RankDevices], ranks: Sequence[int]) -> None:

@@ -35,7 +35,6 @@ class DevicePlan:
 
     @property
     def uses_gpus(self) -> bool:
-        """Whether libllama puts layers on GPUs."""
         return self.n_gpu_layers != 0 and not self.is_torch
 
     @property
@@ -85,16 +84,18 @@ def plan_devices(options: JobPlacement, hosts: Sequence[Host]) -> tuple[RankDevi
         return tuple(RankDevices(*map(DevicePlan.from_decisions, both)) for both in planned)
     there = [ranks_there(hosts, rank) for rank in range(len(hosts))]
     by_rank = rank_options(options, len(hosts))
+    # torch chooses the GPU, in turns
+    takes_turns = [each.backend.is_torch and each.backend.device in (AUTO, CUDA) for each in by_rank]
     targets = []
     for rank, host in enumerate(hosts):
-        turn = sum(_takes_turns(by_rank[other].backend) for other in there[rank] if other < rank)
+        turn = sum(takes_turns[other] for other in there[rank] if other < rank)
         targets.append(_target(*by_rank[rank][:3], host.offloads, turn))
-    return tuple(
-        RankDevices(
-            *(_with_share(each, rank, there[rank], targets, hosts) for each in (target, _draft(options, target)))
-        )
-        for rank, target in enumerate(targets)
-    )
+
+    def shared(plan: DevicePlan, rank: int) -> DevicePlan:
+        return _with_share(plan, rank, there[rank], targets, hosts)
+
+    both = ((target, _draft(options, target)) for target in targets)
+    return tuple(RankDevices(shared(target, rank), shared(draft, rank)) for rank, (target, draft) in enumerate(both))
 
 
 def _target(backend: Backend, n_gpu_layers: int, names: tuple[str, ...], offloads: bool, turn: int) -> DevicePlan:
@@ -139,11 +140,6 @@ def share_of(names: Sequence[str], index: int, n_sharers: int) -> Sequence[str]:
     return names[first : max(last, first + 1)]
 
 
-def _takes_turns(backend: Backend) -> bool:
-    """Whether torch chooses the GPU, in turns."""
-    return backend.is_torch and backend.device in (AUTO, CUDA)
-
-
 # -- options of each rank
 
 
@@ -157,10 +153,9 @@ def rank_options(options: JobPlacement, n_ranks: int) -> list[RankOptions]:
     )
     for flag, values, text, further in lists:
         if len(values) not in (1, n_ranks) and not (flag in ("--device", "--rpc") and n_ranks == 1):
-            raise UserError(
-                f"{flag} {','.join(map(text, values))} has {len(values)} values, and the number of ranks is {n_ranks}; "
-                f"give one, or one for each rank{further}"
-            )
+            several = f"has {len(values)} values, and the number of ranks is {n_ranks}"
+            shown = ",".join(map(text, values))
+            raise UserError(f"{flag} {shown} {several}; give one, or one for each rank{further}")
     by_rank = []
     for rank in range(n_ranks):
         n_gpu_layers, backend, names = (values[rank % len(values)] for _, values, *_ in lists[:3])
@@ -179,21 +174,19 @@ def _check_rank(
     """Raises UserError for options that exclude each other."""
     shown = device_text(names)
     if backend.is_torch and n_gpu_layers:
+        torch = f"rank {rank} has --backend {backend}; torch puts all of a rank's layers on its GPU"
         raise UserError(
-            f"-ngl is for layers that libllama computes, and rank {rank} has --backend {backend}; torch puts all of a "
-            "rank's layers on its GPU: leave -ngl out, or give it as 0 there"
+            f"-ngl is for layers that libllama computes, and {torch}: leave -ngl out, or give it as 0 there"
         )
     if len(set(names)) < len(names) or ("none" in names and len(names) > 1):
         raise UserError(f"--device {shown}: rank {rank} has {shown}; name each device once, or none alone")
     if names and backend.is_torch:
-        raise UserError(
-            f"--device is for layers that libllama computes, and rank {rank} has --backend {backend}; say its device "
-            "there (torch:cuda:1), and auto here"
-        )
+        torch = f"rank {rank} has --backend {backend}; say its device there (torch:cuda:1), and auto here"
+        raise UserError(f"--device is for layers that libllama computes, and {torch}")
     for flag, values in (("--device", () if names == NO_DEVICE else names), ("--rpc", servers)):
         if values and not n_gpu_layers:
-            raise UserError(f"{flag} {'+'.join(values)}: rank {rank} has no layers for it, as -ngl is 0 there; give "
-                            "-ngl all, or a number of layers")  # fmt: skip
+            none = f"rank {rank} has no layers for it, as -ngl is 0 there; give -ngl all, or a number of layers"
+            raise UserError(f"{flag} {'+'.join(values)}: {none}")
 
 
 def servers_text(servers: tuple[str, ...]) -> str:

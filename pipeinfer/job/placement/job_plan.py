@@ -51,10 +51,9 @@ class ModelFile:
 
     @classmethod
     def of(cls, info: ModelInfo) -> "ModelFile":
-        return cls(
-            info.path, info.fingerprint, info.n_bytes, info.n_params, info.n_layer, info.n_embd, info.quantisation,
-            sizes_of(info), info.layers.rewinds, info.layers.window, info.states, info.head,
-        )  # fmt: skip
+        counts, layers = (info.n_bytes, info.n_params, info.n_layer, info.n_embd), info.layers
+        sizes = info.quantisation, sizes_of(info), layers.rewinds, layers.window
+        return cls(info.path, info.fingerprint, *counts, *sizes, info.states, info.head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,17 +123,14 @@ class JobPlan:
 
     @cached_property
     def hosts(self) -> tuple[Host, ...]:
-        """Of every rank."""
         return tuple(rank.host for rank in self.ranks)
 
     @property
     def threads(self) -> tuple[int, ...]:
-        """Of every rank."""
         return tuple(rank.threads for rank in self.ranks)
 
     @property
     def memory(self) -> tuple[Memory, ...]:
-        """The memory that every rank will hold."""
         return tuple(rank.memory for rank in self.ranks)
 
     def device(self, rank: int) -> DevicePlan:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import NamedTuple
 
 from pipeinfer.cluster.assignment import Assignment, Stages
 from pipeinfer.cluster.hosts.cores import Host, free_memory
@@ -43,6 +42,9 @@ TORCH_BYTES = 290_000_000
 N_WIDE = 6
 """Rows of gates and up projections that torch holds at a time."""
 
+Place = tuple[DevicePlan, frozenset[str]]
+"""The devices of a rank's layers, and the models without a file there."""
+
 _slice_bytes = lru_cache(maxsize=1 << 16)(slice_bytes)
 """A planner that looks for ways out asks again and again."""
 
@@ -70,7 +72,6 @@ class MemoryNeeds:
     has_samplers: bool = False
 
     def of_ranks(self, assignment: Assignment) -> tuple[Memory, ...]:
-        """Of every rank."""
         return tuple(self._of_ranks(assignment.n_ranks, (*assignment.drafts, assignment.stages)))
 
     def on_gpus(self, assignment: Assignment) -> tuple[int, ...]:
@@ -87,14 +88,16 @@ class MemoryNeeds:
         on_gpus = self._on_gpus(len(hosts), placed)
         gpus, free_on_gpus = left_on_gpus(hosts, ranks, on_gpus)
         memory = cache(self._of_layers)
+
+        def gpu_bytes(place: Place, first: int, last: int) -> int:
+            return self._layers(number, place, first, last).gpu_bytes
+
         return StageRoom(
             needed=lambda stage, first, last: (needs[ranks[stage]] + memory(number, places[stage], first, last)).needed,
             hosts=tuple(hosts[rank].name for rank in ranks),
             free=free | free_on_gpus,
             limits=tuple(hosts[rank].memory.process for rank in ranks),
-            on_gpus=lambda stage, first, last: (
-                on_gpus[ranks[stage]] + self._layers(number, places[stage], first, last).gpu_bytes
-            ),
+            on_gpus=lambda stage, first, last: on_gpus[ranks[stage]] + gpu_bytes(places[stage], first, last),
             gpus=gpus,
         )
 
@@ -124,20 +127,18 @@ class MemoryNeeds:
         """Where a rank has layers of a draft, or of the target, whose number comes after theirs."""
         devices = self.devices[rank]
         lacks = self.lacks[rank] if self.lacks else frozenset[str]()
-        return Place(devices.draft if number < len(self.drafts) else devices.target, lacks)
+        return devices.draft if number < len(self.drafts) else devices.target, lacks
 
     def _layers(self, number: int, place: Place, first: int, last: int) -> Layers:
         """Layers [first, last) of that model, in one context."""
-        numerics, capacity = self.numerics, self.capacity
-        is_draft = number < len(self.drafts)
-        info = self.drafts[number] if is_draft else self.info
-        exact = numerics.exact and not is_draft
-        return Layers(
-            info, first, last, capacity.n_cells, capacity.n_guess_rows if is_draft else capacity.n_rows,
-            self._n_outputs, place.device, exact, numerics.draft_cache if is_draft else numerics.cache,
-            is_mapped=not numerics.repack or (exact and not numerics.repacked), in_file=self.in_cache,
-            is_sent=str(info.path) in place.lacks and not self.in_cache, at_once=0 if is_draft else numerics.at_once,
-        )  # fmt: skip
+        numerics, capacity, is_draft = self.numerics, self.capacity, number < len(self.drafts)
+        info, exact = self.drafts[number] if is_draft else self.info, self.numerics.exact and not is_draft
+        (device, lacks), n_rows = place, capacity.n_guess_rows if is_draft else capacity.n_rows
+        is_mapped = not numerics.repack or (exact and not numerics.repacked)
+        is_sent, at_once = str(info.path) in lacks and not self.in_cache, 0 if is_draft else numerics.at_once
+        numbers = first, last, capacity.n_cells, n_rows, self._n_outputs
+        cache = numerics.draft_cache if is_draft else numerics.cache
+        return Layers(info, *numbers, device, exact, cache, is_mapped, self.in_cache, is_sent, at_once)
 
     def _of_layers(self, number: int, place: Place, first: int, last: int) -> Memory:
         """Of layers [first, last) of that model, with everything that they have beside their context."""
@@ -152,7 +153,7 @@ class MemoryNeeds:
         needs += Memory(buffers=4 * n_read * capacity.n_rows * info.n_embd)
         if layers.is_last and self.has_samplers:
             needs += Memory(buffers=N_BUFFERS * 4 * self._n_outputs * info.n_vocab)
-        if place.device.is_torch:
+        if layers.device.is_torch:
             return needs
         if rows_in_groups(numerics.repacked):
             needs += Memory(kv=GROUP_CELLS * sum(info.kv_bytes_per_cell[first:last]))
@@ -168,21 +169,12 @@ class MemoryNeeds:
 
     @property
     def _n_outputs(self) -> int:
-        """Rows of a run that may want logits."""
         n_outputs = self.capacity.n_outputs
         return in_whole_groups(n_outputs) if rows_in_groups(self.numerics.repacked) else n_outputs
 
     @property
     def layers_read(self) -> tuple[int, ...]:
-        """Of the target, by a draft."""
         return layers_read(draft.head for draft in self.drafts)
-
-
-class Place(NamedTuple):
-    """The devices of a rank's layers. `lacks`: models without a file there."""
-
-    device: DevicePlan
-    lacks: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -329,7 +321,6 @@ def weight_bytes(info: ModelInfo, first: int, last: int, dtype: str, device: str
 
 
 def _group(info: ModelInfo) -> int:
-    """Query heads of a key head."""
     heads = info.layers.of_layers("attention.head_count", 1)[0]
     heads_kv = info.layers.of_layers("attention.head_count_kv", heads if isinstance(heads, int) else 1)[0]
     return max(1, heads // max(1, heads_kv)) if isinstance(heads, int) and isinstance(heads_kv, int) else 1

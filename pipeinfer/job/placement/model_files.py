@@ -31,10 +31,9 @@ def check_drafts(target: ModelInfo, paths: Sequence[Path]) -> None:
         draft.check_rewinds("it cannot be a draft: take another one, or -md none")
         translation = None if draft.head and draft.head.own else draft_translation(target.path, path)
         if draft.head and translation and not translation.padding_only:
-            raise UserError(
-                f"{path} is a head for another model than {target.path}: they share {translation.n_shared} of "
-                f"{len(translation.outputs)} tokens; give the head that was trained for it, another draft, or -md none"
-            )
+            shared = f"they share {translation.n_shared} of {len(translation.outputs)} tokens"
+            way_out = "give the head that was trained for it, another draft, or -md none"
+            raise UserError(f"{path} is a head for another model than {target.path}: {shared}; {way_out}")
 
 
 def read_drafts(paths: Sequence[Path], target: ModelInfo) -> list[ModelInfo]:

@@ -17,6 +17,8 @@ from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.llama.ggml import type_name
 from pipeinfer.models.llama.params import MANY, LlamaParams, TypeRows, in_groups, rows_in_groups, worth_repacking
 
+Devices = Iterable[DevicePlan]
+
 N_DIGITS = 4
 """Of a digest of what repacked kernels add up to: they differ between processors."""
 
@@ -72,29 +74,23 @@ def repacked_alike(hosts: Sequence[Host], info: ModelInfo, n_requests: int, name
     return in_groups(info, in_parts, [type for type, _ in hosts[0].grouped], n_requests) or in_parts
 
 
-def rows_at_once(hosts: Sequence[Host]) -> int:
-    """On all devices of the target's layers. A layer must have the same bits on each: else 0."""
-    results = [each for host in hosts for each in host.exact_rows]
-    return min((n_rows for n_rows, _ in results), default=0) if len({digest for _, digest in results}) == 1 else 0
-
-
 def numerics_of(options: Numerics, repacked: tuple[TypeRows, ...], at_once: int, blocks: bool) -> NumericsPlan:
     """Before ranks have their layers; its name is of the options alone."""
-    return NumericsPlan(
-        options.rounding, options.numerics == "exact", options.repack, repacked, at_once, blocks, False,
-        options.wire_type, options.cache, options.draft_cache,
-    )  # fmt: skip
+    exact, types = options.numerics == "exact", (options.wire_type, options.cache, options.draft_cache)
+    return NumericsPlan(options.rounding, exact, options.repack, repacked, at_once, blocks, False, *types)
 
 
 def unnamed_numerics(
-    options: Numerics, hosts: Sequence[Host], info: ModelInfo, devices: Iterable[DevicePlan], n_requests: int = 1,
-    name: str = "",
-) -> NumericsPlan:  # fmt: skip
+    options: Numerics, hosts: Sequence[Host], info: ModelInfo, devices: Devices, n_requests: int = 1, name: str = ""
+) -> NumericsPlan:
     """The numerics before layers are assigned. `devices`: of the target's ranks; `n_requests`, `name`: see
     `repacked_alike`. Drafts may be on GPUs; with layers of the target there rows come in the parts that were tried."""
     is_exact, is_on_cpus = options.numerics == "exact", all(device.n_gpu_layers == 0 for device in devices)
     repacked = repacked_alike(hosts, info, n_requests, name) if may_repack(options) and is_exact and is_on_cpus else ()
-    at_once = rows_at_once(hosts) if is_exact and not is_on_cpus else 0
+    # a layer must have the same bits on every device
+    proofs = [each for host in hosts for each in host.exact_rows]
+    are_alike = len({digest for _, digest in proofs}) == 1
+    at_once = min(n_rows for n_rows, _ in proofs) if is_exact and not is_on_cpus and are_alike else 0
     return numerics_of(options, repacked, at_once, info.layers.architecture.flash and is_exact and is_on_cpus)
 
 

@@ -4,7 +4,7 @@ they fit. Loads nothing."""
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, starmap
 
 from pipeinfer.cluster.assignment import Assignment, Sizes, assign, draft_widths, parse_split
 from pipeinfer.cluster.hosts.cores import Host, distinct_speeds, spare_cores, threads_of_ranks
@@ -91,10 +91,9 @@ def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: i
         raise DoesNotFit(f"{error}{began if resumed and not allows_others else ''}", plan) from None
     if resumed and plan.numerics.name != resumed:
         if not allows_others:
-            raise UserError(
-                f"what is to go on was begun with numerics {resumed}, and here they are {plan.numerics.name}: the text "
-                "may be another one from here on; start anew, or go on all the same with --allow-other-numerics"
-            )
+            begun = f"what is to go on was begun with numerics {resumed}, and here they are {plan.numerics.name}"
+            way_out = "start anew, or go on all the same with --allow-other-numerics"
+            raise UserError(f"{begun}: the text may be another one from here on; {way_out}")
         plan = replace(plan, notes=(*plan.notes, OTHER_NUMERICS.format(resumed, plan.numerics.name)))
     translations = [None if draft.head else draft_translation(info.path, draft.path) for draft in plan.drafts]
     return replace(plan, translations=tuple(translations), resumed_numerics=resumed)
@@ -114,7 +113,6 @@ def _without_repacking(inputs: PlanInputs) -> PlanInputs:
 
 
 def _way_out(assignment: Assignment, placement: PlacementOptions) -> str:
-    """Where memory is short."""
     is_cut = len(assignment.stages) > 1
     first = "no split was found that fits; " if is_cut else ""
     if placement.plan or placement.layer_split is not None:
@@ -128,36 +126,32 @@ def lay_out(inputs: PlanInputs) -> JobPlan:
     ranks, speculation, n_requests = options.placement, options.speculation, options.traffic.parallel
     devices = plan_devices(ranks, hosts)
     _check(inputs, devices)
-    numerics = unnamed_numerics(
-        options.numerics, hosts, info, [devices[rank].target for rank in options.target_ranks(len(hosts))],
-        options.traffic.n_expected, options.required_numerics,
-    )  # fmt: skip
+    target_devices = [devices[rank].target for rank in options.target_ranks(len(hosts))]
+    traffic, name = options.traffic, options.required_numerics
+    numerics = unnamed_numerics(options.numerics, hosts, info, target_devices, traffic.n_expected, name)
     rewinds = info.layers.rewinds
     capacity = capacity_of(speculation, n_requests, options.context.batch_size, inputs.n_ctx, rewinds)
     if ranks.planned:
         capacity = planned_capacity(ranks.planned, capacity)
-    needs = MemoryNeeds(
-        info, drafts, capacity, numerics, devices, rows_in_blocks(inputs.n_prompt) if numerics.blocks else 0,
-        tuple(host.lacks for host in hosts), options.models.slice_cache is not None,
-        ranks.may_have_samplers(n_requests),
-    )  # fmt: skip
+    n_in_blocks = rows_in_blocks(inputs.n_prompt) if numerics.blocks else 0
+    lacks, in_cache = tuple(host.lacks for host in hosts), options.models.slice_cache is not None
+    has_samplers = ranks.may_have_samplers(n_requests)
+    needs = MemoryNeeds(info, drafts, capacity, numerics, devices, n_in_blocks, lacks, in_cache, has_samplers)
     assignment = _assign(inputs, needs)
     target = [devices[stage.rank].target for stage in assignment.stages]
     _check_computable(inputs, assignment, devices)
     threads = threads_of_ranks(ranks.threads, assignment.computing, hosts)
     last = assignment.stages[-1].rank
     is_spare = target[-1].n_gpu_layers != 0 or spare_cores(hosts, assignment.computing, threads, last) > 0
-    samplers = {last: ranks.n_samplers(n_requests, last, is_spare)}
-    pace = options.experiments.pace
-    by_rank = zip(hosts, devices, threads, needs.of_ranks(assignment), needs.on_gpus(assignment), strict=True)
+    samplers = [ranks.n_samplers(n_requests, last, is_spare) if rank == last else 0 for rank in range(len(hosts))]
+    pace, (targets, drafts_on) = options.experiments.pace, zip(*devices, strict=True)
+    memory, on_gpus = needs.of_ranks(assignment), needs.on_gpus(assignment)
+    by_rank = zip(hosts, targets, drafts_on, threads, memory, on_gpus, samplers, strict=True)
     plan = JobPlan(
         model=ModelFile.of(info),
         drafts=tuple(map(ModelFile.of, drafts)),
         assignment=assignment,
-        ranks=tuple(
-            RankPlan(host, *of_rank, n_threads, memory, on_gpu, samplers.get(rank, 0))
-            for rank, (host, of_rank, n_threads, memory, on_gpu) in enumerate(by_rank)
-        ),
+        ranks=tuple(starmap(RankPlan, by_rank)),
         capacity=capacity,
         numerics=named(numerics, target, hosts[assignment.stages[0].rank]),
         engine=engine_settings(speculation, n_requests, rewinds),
@@ -205,10 +199,10 @@ def schedule_of(options: RunOptions, hosts: Sequence[Host]) -> Schedule | None:
 def _assign(inputs: PlanInputs, needs: MemoryNeeds) -> Assignment:
     hosts, info, ranks = inputs.hosts, inputs.info, inputs.options.placement
     sizes, target = [sizes_of(draft) for draft in inputs.drafts], sizes_of(info)
-    assign_with = partial(
-        assign, len(hosts), sizes, target, parse_split(ranks.layer_split) if ranks.layer_split else None,
-        partial(needs.room, hosts), ranks.draft_split if sizes else (), [host.speed for host in hosts],
-    )  # fmt: skip
+    split = parse_split(ranks.layer_split) if ranks.layer_split else None
+    draft_split = ranks.draft_split if sizes else ()
+    speeds, room = [host.speed for host in hosts], partial(needs.room, hosts)
+    assign_with = partial(assign, len(hosts), sizes, target, split, room, draft_split, speeds)
     if not sizes or len(hosts) == 1 or head_of(inputs.drafts):
         return assign_with(0)
     if inputs.options.may_choose_draft_rank:

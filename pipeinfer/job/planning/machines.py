@@ -15,11 +15,10 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.loading.stages import experiment_key, load_layers
 from pipeinfer.job.placement.job_plan import JobPlan, sizes_of
 from pipeinfer.job.planning.planner import HEAD
-from pipeinfer.job.profiling.layer_times import timed_span
+from pipeinfer.job.profiling.layer_times import timed_span, timing_params
 from pipeinfer.models.drafts.lookup import LookupDrafter
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.slice import open_slice
-from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.observe.figures import timings
 from pipeinfer.policies import Auto, Iterative
 from pipeinfer.text import count_text, number, size_text
@@ -52,11 +51,16 @@ class TimedMachine:
         numerics, room = self.plan.numerics, self.plan.hosts[0].memory.host
         if sum(self.sizes) > n_machines * room:
             raise UserError(f"{self.plan.model.path.name} needs more than the {size_text(room)} of each machine")
+        stages, link = spread_over((self.target,), n_machines, self.sizes), load_profile(ETHERNET).link()
+        name, n_embd, blocks, parked = (
+            f"{n_machines} machines",
+            self.plan.model.n_embd,
+            numerics.blocks,
+            numerics.parked,
+        )
         return Profile(
-            name=f"{n_machines} machines", n_embd=self.plan.model.n_embd,
-            stages=spread_over((self.target,), n_machines, self.sizes), drafts=(), link=load_profile(ETHERNET).link(),
-            head=HEAD, head_is_first=True, sleeps=True, blocks=numerics.blocks, parked=numerics.parked,
-        )  # fmt: skip
+            name, n_embd, stages, (), link, HEAD, head_is_first=True, sleeps=True, blocks=blocks, parked=parked
+        )
 
 
 def time_machine(plan: JobPlan) -> TimedMachine:
@@ -67,11 +71,10 @@ def time_machine(plan: JobPlan) -> TimedMachine:
     span = timed_span(sizes, 1, is_last=True)
     if not span:
         raise UserError(f"{info.path.name} has no part that could be timed")
-    params = LlamaParams(
-        n_cells=N_CELLS, n_seq_max=2, n_batch=max(ROWS), n_outputs_max=max(ROWS), n_threads=threads[0],
-        n_gpu_layers=device.n_gpu_layers, exact=plan.numerics.exact, cache=plan.numerics.cache, devices=device.devices,
-        repack=plan.numerics.repack, repacked=plan.numerics.repacked,
-    )  # fmt: skip
+    n_rows = max(ROWS)
+    params = timing_params(
+        plan.numerics, device, n_cells=N_CELLS, n_batch=n_rows, n_outputs_max=n_rows, n_threads=threads[0]
+    )
     what = f"{plan.model.fingerprint} {span} {plan.numerics.name} with the output"
     key, cache = experiment_key(what, device, [host], threads, 0), user_cache()
     with closing(load_layers(lambda: open_slice(info, *span), params, device)) as model:
@@ -107,19 +110,18 @@ def machine_speeds(
     text, file = KnownText(prompt, tokens), load_profile(ETHERNET)
     (large,) = synthetic_team([ranks_for(file.models_of(LARGE)[2][0])], 0, N_PROMPT)
 
-    def of_text(n: int, policy: Policy) -> float:
+    def of_text(n: int, policy: Policy) -> Simulated:
         lookup = LookupDrafter() if policy.drafts else None
-        return _speed(simulate(machine.cluster(n), text, policy, len(tokens), lookup=lookup))
+        return simulate(machine.cluster(n), text, policy, len(tokens), lookup=lookup)
 
-    def of_large(n: int, policy: Policy) -> float:
-        return _speed(simulate(file.lay_out(n, LARGE, policy.drafts), large, policy, N_LARGE))
+    def of_large(n: int, policy: Policy) -> Simulated:
+        return simulate(file.lay_out(n, LARGE, policy.drafts), large, policy, N_LARGE)
 
     ways = [(of, policy) for of in (of_text, of_large) for policy in (Iterative, Auto)]
-    return {n: [_or_none(partial(of, n, policy().begin())) for of, policy in ways] for n in counts}
+    return {n: [_speed(partial(of, n, policy().begin())) for of, policy in ways] for n in counts}
 
 
 def speed_rows(speeds: Mapping[int, Speeds]) -> list[list[str]]:
-    """Cells of COLUMNS."""
     return [[str(n), *("-" if each is None else number(each) for each in row)] for n, row in speeds.items()]
 
 
@@ -134,13 +136,9 @@ def summary(speeds: Mapping[int, Speeds]) -> str:
     return f"{fastest} machines write this text {number(best[fastest] / best[fewest])} times as fast as {fewest}."
 
 
-def _or_none(simulated: Callable[[], float]) -> float | None:
+def _speed(simulated: Callable[[], Simulated]) -> float | None:
+    """Tokens a second after the first one; None if it does not fit, or has too few layers."""
     try:
-        return simulated()
-    except UserError:  # it does not fit, or has too few layers
+        return float(timings(simulated().metrics)["predicted_per_second"])
+    except UserError:
         return None
-
-
-def _speed(simulated: Simulated) -> float:
-    """Tokens a second after the first one."""
-    return float(timings(simulated.metrics)["predicted_per_second"])

@@ -16,6 +16,7 @@ from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.placement.model_files import read_drafts
 from pipeinfer.job.planning.deploy import PlanInputs, choose_numerics, schedule_of
 from pipeinfer.job.requests.request import fit_context
+from pipeinfer.models.gguf.header import value_of
 from pipeinfer.models.gguf.layers import F16_CACHE, CacheTypes
 from pipeinfer.models.gguf.model_info import ModelInfo, layer_of
 from pipeinfer.policies import Auto, Iterative
@@ -34,6 +35,8 @@ N_SIMULATED = 128
 
 HEAD = HeadCost(run_s=200e-6, verdict_s=200e-6, draft_s=80e-6)
 """Our engine's own work on rank 0; an estimate, as in the shipped profiles."""
+
+EXPERTS = ("used_count", "count")
 
 UNFIT = "its plan does not fit"
 """The reason why no speed of a policy is predicted, if it is this."""
@@ -65,7 +68,6 @@ class Planner:
     is_described: bool = False
 
     def changed(self, **changes: Any) -> "Planner":
-        """With other options."""
         return replace(self, options=self.options.changed(**changes))
 
     @property
@@ -128,16 +130,20 @@ class Planner:
 
 
 def open_planner(
-    options: RunOptions, info: ModelInfo, nodes: Sequence[Node], link: LinkCost, n_prompt: int,
-    acceptances: Sequence[float], is_described: bool = False,
-) -> Planner:  # fmt: skip
+    options: RunOptions,
+    info: ModelInfo,
+    nodes: Sequence[Node],
+    link: LinkCost,
+    n_prompt: int,
+    acceptances: Sequence[float],
+    is_described: bool = False,
+) -> Planner:
     """Raises UserError when a draft is no model, or `acceptances` are not one for each draft."""
     drafts = read_drafts(options.models.drafts, info)
     if acceptances and len(acceptances) != len(drafts):
-        raise UserError(
-            f"--acceptance is given {len(acceptances)} times for {len(drafts)} drafts; give it once for each, "
-            "the smallest first, or leave it out"
-        )
+        counts = f"{len(acceptances)} times for {len(drafts)} drafts"
+        way_out = "give it once for each, the smallest first, or leave it out"
+        raise UserError(f"--acceptance is given {counts}; {way_out}")
     return Planner(options, info, drafts, nodes, link, n_prompt, acceptances, is_described)
 
 
@@ -182,31 +188,20 @@ def planned_profile(
 
 def model_of(info: ModelInfo, cache: CacheTypes = F16_CACHE) -> Model:
     """What a row reads and computes, of experts those that one row uses."""
-    used = _share_of_experts(info)
+    n_used, n_experts = (value_of(info.metadata, f"{info.architecture}.expert_{key}", 0) for key in EXPERTS)
+    used = min(1.0, n_used / n_experts) if n_used and n_experts > 0 else 1.0
     end = info.n_layer
     if info.head and info.head.own:
         (end,) = (number + 1 for number in info.head.target_layers)  # its layer has its number in the target
     parts = [tensor for tensor in info.tensors if (layer := layer_of(tensor.name)) is not None and layer < end]
     shares = [used if "_exps" in tensor.name else 1.0 for tensor in parts]
+    n_bytes = sum(part.n_bytes * share for part, share in zip(parts, shares, strict=True))
+    n_params = sum(part.n_elements * share for part, share in zip(parts, shares, strict=True))
     head = info.tensor("output.weight") or info.tensor("token_embd.weight")
     assert head is not None, "read_model_info wants a token table"
-    return Model(
-        name=info.name,
-        layers=info.n_layer,
-        n_embd=info.n_embd,
-        layer_bytes=sum(part.n_bytes * share for part, share in zip(parts, shares, strict=True)) / info.n_layer,
-        layer_params=sum(part.n_elements * share for part, share in zip(parts, shares, strict=True)) / info.n_layer,
-        output_bytes=info.output_bytes,
-        output_params=head.n_elements,
-        kv_bytes=sum(cache.cell_bytes(info.kv_shapes)) / info.n_layer,
-    )
-
-
-def _share_of_experts(info: ModelInfo) -> float:
-    used, all_ = (info.metadata.get(f"{info.architecture}.expert_{name}") for name in ("used_count", "count"))
-    if used is None or all_ is None or not isinstance(used.value, int) or not isinstance(all_.value, int):
-        return 1.0
-    return min(1.0, used.value / all_.value) if all_.value > 0 else 1.0
+    n, kv_bytes = info.n_layer, sum(cache.cell_bytes(info.kv_shapes))
+    ends = info.output_bytes, head.n_elements
+    return Model(info.name, n, info.n_embd, n_bytes / n, n_params / n, *ends, kv_bytes / n)
 
 
 def machines_of(plan: JobPlan, info: ModelInfo, nodes: Sequence[Node]) -> list[Machine]:
@@ -215,9 +210,8 @@ def machines_of(plan: JobPlan, info: ModelInfo, nodes: Sequence[Node]) -> list[M
     machines, model = [], model_of(info)
     for rank, node in enumerate(nodes):
         if node.machine is None:
-            raise UserError(
-                f"the speed of {node.host.name} is not known; give gb_per_s and gflop_per_s in the hosts file"
-            )
+            way_out = "give gb_per_s and gflop_per_s in the hosts file"
+            raise UserError(f"the speed of {node.host.name} is not known; {way_out}")
         share = _slowed(node.machine, sharers(plan.hosts, plan.assignment.computing, rank))
         if speed := node.host.speed:
             factor = speed.layer_s(info.layer_bytes) / share.slice_of(model, 1, True).layer.at(1)

@@ -134,8 +134,8 @@ def without_gpus(link: "Link", options: RunOptions) -> RunOptions:
     if any(link.all_gather(has_gpu())):
         return options
     if link.rank == 0:
-        complain("-ngl is without effect: libllama has no GPU here, all layers are computed on CPUs; it takes a "
-                 "GPU and a build with CMAKE_ARGS=-DGGML_CUDA=on, or --rpc")  # fmt: skip
+        way_out = "it takes a GPU and a build with CMAKE_ARGS=-DGGML_CUDA=on, or --rpc"
+        complain(f"-ngl is without effect: libllama has no GPU here, all layers are computed on CPUs; {way_out}")
     return options.changed(n_gpu_layers=(0,), n_gpu_layers_draft=AUTO_LAYERS)
 
 
@@ -190,10 +190,9 @@ def make_request(
     """`n_most`: tokens of the longest prompt that shares its context. Raises UserError when that does not fit."""
     context, text = options.context, options.text
     n_ctx, n_predict = fit_context(context.ctx_size, context.predict, info, max(n_most, len(prompt)))
-    return GenerationRequest(
-        tuple(prompt), n_predict, n_ctx, options.sampling.settled, end_tokens(context.ignore_eos, tokenizer),
-        text.stops, markers=text.chat is not None, policy=options.speculation.policy,
-    )  # fmt: skip
+    sampling, ends = options.sampling.settled, end_tokens(context.ignore_eos, tokenizer)
+    request = GenerationRequest(tuple(prompt), n_predict, n_ctx, sampling, ends, text.stops)
+    return replace(request, markers=text.chat is not None, policy=options.speculation.policy)
 
 
 def open_job(options: RunOptions) -> tuple[RunOptions, ModelInfo, Tokenizer]:

@@ -29,10 +29,9 @@ def host_speeds(link: "Link", hosts: Sequence[Host]) -> list[Speed]:
         """Ranks of a host keep its mean: on busy cores theirs differ a hundredfold."""
         speeds = link.all_gather(rank_speed(hosts, link.rank))
         of_hosts = [[speeds[rank] for rank in ranks_there(hosts, each)] for each in range(link.size)]
-        return [
-            (Speed(fmean(speed.bytes_per_s for speed in there), fmean(speed.flop_per_s for speed in there)), "")
-            for there in of_hosts
-        ]
+        reads = [fmean(speed.bytes_per_s for speed in there) for there in of_hosts]
+        computes = [fmean(speed.flop_per_s for speed in there) for there in of_hosts]
+        return [(Speed(*both), "") for both in zip(reads, computes, strict=True)]
 
     speeds, _ = recall(link, key, Speed, measure, range(link.size))
     return [speed for speed, _ in speeds if speed]

@@ -36,7 +36,7 @@ from pipeinfer.job.options.options import JobPlacement
 from pipeinfer.job.options.sections import Numerics
 from pipeinfer.job.placement.devices import DevicePlan, RankDevices, plan_devices
 from pipeinfer.job.placement.job_plan import sizes_of
-from pipeinfer.job.placement.numerics import unnamed_numerics
+from pipeinfer.job.placement.numerics import NumericsPlan, unnamed_numerics
 from pipeinfer.models.gguf.model_info import ModelHeaders, ModelInfo, read_model_info
 from pipeinfer.models.gguf.slice import open_blank, slice_bytes
 from pipeinfer.models.llama.params import LlamaParams
@@ -111,7 +111,6 @@ def is_doubtful(speeds: Sequence[LayerSpeed | None], kinds: Sequence[Kind]) -> b
 
 
 def _by_kind(speeds: Sequence[LayerSpeed | None], kinds: Sequence[Kind]) -> list[dict[int, LayerSpeed]]:
-    """The timed ranks of each kind."""
     timed = {rank: speed for rank, speed in enumerate(speeds) if speed}
     return [
         {rank: timed[rank] for rank in timed if kinds[rank] == kind}
@@ -162,9 +161,8 @@ def with_layer_times(
     spans = {rank: timed_span(sizes, len(ranks), rank == ranks[-1]) for rank in ranks}
     if not all(spans.values()):
         return hosts
-    timer = _RankTimer(
-        options, hosts, sizes, fingerprint, schedule, link.rank, spans.get(link.rank), crew.watch.describe
-    )
+    span, describe = spans.get(link.rank), crew.watch.describe
+    timer = _RankTimer(options, hosts, sizes, fingerprint, schedule, link.rank, span, describe)
 
     measure = partial(_time_ranks, link, timer, info, schedule.turns, kinds)
     times, are_cached = recall(link, timer.key, LayerSpeed, measure, ranks)
@@ -264,20 +262,8 @@ class _RankTimer:
         self._check_room(slice_bytes(info, *span))
         target = [self.schedule.devices[rank].target for rank in self.schedule.target_ranks]
         numerics = unnamed_numerics(self.options, self.hosts, info, target)  # a row is timed, and no group of rows
-        params = LlamaParams(
-            n_cells=N_CELLS,
-            n_seq_max=2,
-            n_batch=1,
-            n_outputs_max=1,
-            n_threads=self.schedule.threads[self.rank],
-            n_gpu_layers=device.n_gpu_layers,
-            exact=numerics.exact,
-            cache=numerics.cache,
-            devices=device.devices,
-            repack=numerics.repack,
-            repacked=numerics.repacked,
-            at_once=numerics.at_once,
-        )
+        threads = self.schedule.threads[self.rank]
+        params = timing_params(numerics, device, n_cells=N_CELLS, n_batch=1, n_outputs_max=1, n_threads=threads)
         return load_layers(lambda: open_blank(info, *span), params, device)
 
     def _check_room(self, n_bytes: int) -> None:
@@ -286,6 +272,12 @@ class _RankTimer:
         room = min(memory.process, memory.host // len(ranks_there(self.hosts, self.rank)))
         if n_bytes > room:
             raise UserError(f"{n_bytes / 1e6:.0f} MB of layers are more than the {room / 1e6:.0f} MB that it has")
+
+
+def timing_params(numerics: NumericsPlan, device: DevicePlan, **sizes: Any) -> LlamaParams:
+    """Of layers of the target that are timed. `sizes`: further fields."""
+    kernels = {name: getattr(numerics, name) for name in ("exact", "cache", "repack", "repacked", "at_once")}
+    return LlamaParams(n_seq_max=2, n_gpu_layers=device.n_gpu_layers, devices=device.devices, **kernels, **sizes)
 
 
 # -- times that are kept

@@ -9,7 +9,7 @@ from pipeinfer.cluster.idle import Idle
 from pipeinfer.cluster.timed_runs import largest_question, slowest_stage, time_row
 from pipeinfer.cluster.transport import progress_between
 from pipeinfer.cluster.verdicts import decode_guess_verdict, decode_verdict, verdict_bytes
-from pipeinfer.core.admission import ahead_of
+from pipeinfer.core.admission import OpenLimits, ahead_of
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import Drafter, LoadedModel
 from pipeinfer.core.levels import Level
@@ -169,7 +169,7 @@ class LoadedRanks:
             target, drafter, HeadWaiter(context.flag.check, self._pipeline, has_work), context.clock, on_tokens,
             drafts=list(levels.values()),
             run_cost=run_cost(self._costs.values(), plan),
-            n_open=capacity.n_requests, n_prompts=capacity.n_prompts, ahead=ahead_of(capacity.n_ctx),
+            limits=OpenLimits(capacity.n_requests, capacity.n_prompts, ahead_of(capacity.n_ctx)),
             max_delay_s=plan.max_delay_s, draft_s=self._draft_s,
         )  # fmt: skip
         if not all(each.is_at_head for each in self._pipelines):  # else nothing comes while this rank evaluates

@@ -15,7 +15,7 @@ import numpy as np
 
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.architectures import Architecture
-from pipeinfer.models.gguf.header import Header, Tensor, Value
+from pipeinfer.models.gguf.header import Header, Tensor, Value, value_of
 from pipeinfer.models.gguf.layers import EXTRA, Layers
 from pipeinfer.models.gguf.model_info import (
     OWN_HEAD,
@@ -37,19 +37,7 @@ TABLE, OUTPUT, TOKEN_IDS, PROJECTION = "token_embd.weight", "output.weight", "d2
 I64 = 27
 COPY_BYTES = 1 << 20
 MTP_TESTED = tuple(
-    [
-        "bailingmoe3",
-        "cohere2moe",
-        "deepseek2",
-        "deepseek32",
-        "glm-dsa",
-        "glm4moe",
-        "hy_v3",
-        "qwen35",
-        "qwen35moe",
-        "qwen3next",
-        "step35",
-    ]
+    "bailingmoe3 cohere2moe deepseek2 deepseek32 glm-dsa glm4moe hy_v3 qwen35 qwen35moe qwen3next step35".split()
 )
 """Architectures whose MTP heads guess as in llama.cpp (tests/models/test_heads.py)."""
 
@@ -76,9 +64,7 @@ def _describe_draft(headers: Sequence[Header]) -> ModelInfo:
 
 
 def is_eagle3(header: Header) -> bool:
-    """Whether a file is an EAGLE-3 head."""
-    value = header.metadata.get("general.architecture")
-    return value is not None and value.value == EAGLE3
+    return value_of(header.metadata, "general.architecture", "") == EAGLE3
 
 
 def describe_eagle3(header: Header) -> ModelInfo:
@@ -119,10 +105,8 @@ def _check_tables(model: ModelInfo, token_ids: Tensor | None) -> None:
         ids = np.frombuffer(data, np.int64)
         sound = sound and len(set(ids.tolist())) == len(ids) and 0 <= int(ids.min()) <= int(ids.max()) < model.n_vocab
     if not sound:
-        raise UserError(
-            f"{model.path} is damaged: its token table, output or {TOKEN_IDS} do not fit a vocabulary of "
-            f"{model.n_vocab} tokens; convert it again"
-        )
+        tables = f"its token table, output or {TOKEN_IDS} do not fit a vocabulary of {model.n_vocab} tokens"
+        raise UserError(f"{model.path} is damaged: {tables}; convert it again")
 
 
 def fit(model: ModelInfo, target: ModelInfo) -> ModelInfo:
@@ -143,11 +127,10 @@ def fit(model: ModelInfo, target: ModelInfo) -> ModelInfo:
     elif head.lacks and model.n_embd != target.n_embd:
         reason = f"it has no {' and no '.join(head.lacks)} of its own, and {model.n_embd} values a token"
     if reason:
-        raise UserError(
-            f"{model.path} is a head for another model than {target.path}: {reason}; the target has {target.n_layer} "
-            f"layers, {target.n_embd} values a token and {target.n_vocab} tokens; give the head that was trained for "
-            "it, another draft, or -md none"
-        )
+        target_is = f"{target.n_layer} layers, {target.n_embd} values a token and {target.n_vocab} tokens"
+        way_out = "give the head that was trained for it, another draft, or -md none"
+        other = f"is a head for another model than {target.path}: {reason}; the target has {target_is}"
+        raise UserError(f"{model.path} {other}; {way_out}")
     return _completed(model, head.lacks, target) if head.lacks else model
 
 
@@ -216,7 +199,7 @@ def _mtp_file(headers: Sequence[Header], target: ModelInfo) -> ModelInfo:
     path, metadata = headers[0].path, headers[0].metadata
     tensors = tuple(tensor for header in headers for tensor in header.tensors)
     shape = next((tensor.shape for tensor in tensors if tensor.name == TABLE), ())
-    architecture = metadata["general.architecture"].value if "general.architecture" in metadata else ""
+    architecture = value_of(metadata, "general.architecture", "")
     reason = "" if architecture == target.architecture else f"is of a model of architecture {architecture!r}"
     reason = reason or _refusal(target, metadata, tensors)
     if not reason and shape != (target.n_embd, target.n_vocab):
@@ -254,8 +237,7 @@ def _describe_mtp(target: ModelInfo, metadata: Mapping[str, Value], tensors: tup
 
 def _refusal(target: ModelInfo, metadata: Mapping[str, Value], tensors: Iterable[Tensor]) -> str:
     """Why no MTP head behind the target's layers can be used; empty if it can."""
-    count = metadata.get(f"{target.architecture}.{EXTRA}")
-    n_heads = count.value if count is not None and isinstance(count.value, int) else 0
+    n_heads = value_of(metadata, f"{target.architecture}.{EXTRA}", 0)
     if not n_heads or all(tensor.name != f"blk.{target.n_layer}.{PROJECTION}" for tensor in tensors):
         return "has no head of its own"
     if n_heads > 1:

@@ -80,18 +80,12 @@ class _TextIndex:
         suffix = newest_tokens(request, node, LONGEST)
         best: Match | None = None
         for place in reversed(self.places.get(tuple(suffix[-SHORTEST:]), [])[-N_PLACES:]):
-            length = _common(tokens, place, suffix)
+            length = 0  # of the tokens up to the place that equal those at the end of the suffix
+            while length < len(suffix) and place >= length and tokens[place - length] == suffix[-1 - length]:
+                length += 1
             if best is None or length > best.length:
                 best = Match(tokens[place + 1], length, place)
         return best
-
-
-def _common(tokens: Sequence[int], place: int, suffix: Sequence[int]) -> int:
-    """The number of tokens up to `place` that equal those at the end of `suffix`."""
-    length = 0
-    while length < len(suffix) and place >= length and tokens[place - length] == suffix[-1 - length]:
-        length += 1
-    return length
 
 
 class LookupDrafter:

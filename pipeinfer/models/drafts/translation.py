@@ -72,15 +72,13 @@ def _inputs(target: Tokenizer, draft: Tokenizer, ids: Mapping[Piece, int], outpu
     inputs = outputs.copy()
     for token in np.flatnonzero(outputs == NONE).tolist():
         is_end = target.is_end(token) and draft.eos != NO_TOKEN_ID
-        inputs[token] = draft.eos if is_end else _longest_suffix(target.text_of(token), ids)
+        text = target.text_of(token)
+        suffixes = ((text[start:], False) for start in range(1, len(text)))
+        longest = next((ids[suffix] for suffix in suffixes if suffix in ids), 0)
+        inputs[token] = draft.eos if is_end else longest
     if target.bos != NO_TOKEN_ID and draft.bos != NO_TOKEN_ID:
         inputs[target.bos] = draft.bos
     return inputs
-
-
-def _longest_suffix(text: bytes, ids: Mapping[Piece, int]) -> int:
-    suffixes = ((text[start:], False) for start in range(1, len(text)))
-    return next((ids[suffix] for suffix in suffixes if suffix in ids), 0)
 
 
 def vocabulary_differences(target: Tokenizer, draft: Tokenizer) -> Iterator[tuple[int | None, str]]:

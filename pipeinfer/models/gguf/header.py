@@ -10,14 +10,16 @@ import hashlib
 import math
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar, cast
 
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.contents import Extent, FileState, sample_digest, spread
 
 Scalar = int | float | bool | str
+T = TypeVar("T")
 
 # The tables of the `gguf` package, which every rank would wait for: importing it takes 70 to 130 ms (measured). A test
 # compares them. They may know more: the package lacks ggml's newest types.
@@ -27,14 +29,21 @@ UINT32, FLOAT32, BOOL, STRING, ARRAY = 4, 6, 7, 8, 9
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 
 F32 = 0
-# ggml type: (elements in a block, bytes of a block)
+# elements in a block, then the ggml types with such blocks: bytes of one
+_TYPES = """
+1 0:4 1:2 24:1 25:2 26:4 27:8 28:8 30:2
+32 2:18 3:20 6:22 7:24 8:34 9:40 20:18 39:17
+64 40:36 42:18
+128 41:18
+256 10:84 11:110 12:144 13:176 14:210 15:292 16:66 17:74 18:98 19:50 21:110 22:82 23:136 29:56 34:54 35:66
+"""
+_LINES = [line.replace(":", " ").split() for line in _TYPES.split("\n")[1:-1]]
 BLOCKS = {
-    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 40),
-    10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176), 14: (256, 210), 15: (256, 292), 16: (256, 66),
-    17: (256, 74), 18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110), 22: (256, 82), 23: (256, 136),
-    24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2), 34: (256, 54),
-    35: (256, 66), 39: (32, 17), 40: (64, 36), 41: (128, 18), 42: (64, 18),
-}  # fmt: skip
+    int(type): (int(n), int(n_bytes))
+    for n, *each in _LINES
+    for type, n_bytes in zip(each[::2], each[1::2], strict=True)
+}
+"""GGML type -> (elements in a block, bytes of a block)."""
 
 MAX_KEYS = MAX_TENSORS = 1 << 16
 MAX_ARRAY = 1 << 24
@@ -112,8 +121,8 @@ class _Cursor:
         """Advance by n_bytes; the position before."""
         start = self.at
         if not self.reach(start + n_bytes):
-            raise UserError(f"{self.path} is damaged or cut off: its header wants {n_bytes} bytes at byte {start} of "
-                            f"{self.size}; copy or download the file again")  # fmt: skip
+            end = f"its header wants {n_bytes} bytes at byte {start} of {self.size}"
+            raise UserError(f"{self.path} is damaged or cut off: {end}; copy or download the file again")
         self.at = start + n_bytes
         return start
 
@@ -153,7 +162,18 @@ class _Cursor:
         self.take(at - self.at)
 
     def damaged(self, fault: str) -> UserError:
-        return UserError(f"{self.path} is damaged: {fault}; copy or download the file again")
+        return damaged(self.path, fault)
+
+
+def damaged(path: Path, fault: str) -> UserError:
+    return UserError(f"{path} is damaged: {fault}; copy or download the file again")
+
+
+def value_of(metadata: Mapping[str, Value], key: str, default: T) -> T:
+    """The value of a key if it has the default's type (for a float also an int), else the default."""
+    value = metadata[key].value if key in metadata else None
+    types = (int, float) if isinstance(default, float) else type(default)
+    return cast(T, value) if isinstance(value, types) else default
 
 
 def read_header(source: Path | FileHead) -> Header:
@@ -205,8 +225,8 @@ def _read_metadata(cursor: _Cursor) -> tuple[int, dict[str, Value], dict[str, tu
     cursor.take(4)
     version = cursor.number(4)
     if version not in (2, 3):
-        raise UserError(f"{cursor.path} has GGUF version {version}; versions 2 and 3 (little-endian) can be read, "
-                        "convert the model again")  # fmt: skip
+        readable = "versions 2 and 3 (little-endian) can be read"
+        raise UserError(f"{cursor.path} has GGUF version {version}; {readable}, convert the model again")
     n_tensors = cursor.count(10, MAX_TENSORS, "tensors")
     n_keys = cursor.count(10, MAX_KEYS, "metadata keys")
     metadata: dict[str, Value] = {}
@@ -228,8 +248,9 @@ def _parse(cursor: _Cursor) -> Header:
     if not isinstance(alignment, int) or not 0 < alignment <= 1 << 20 or alignment & (alignment - 1):
         raise cursor.damaged(f"alignment {alignment}")
     data_start = (cursor.at + alignment - 1) // alignment * alignment
-    tensors = tuple(Tensor(name, shape, type_, path, data_start + offset, n_bytes)
-                    for name, shape, type_, offset, n_bytes in infos)  # fmt: skip
+    tensors = tuple(
+        Tensor(name, shape, type_, path, data_start + offset, n_bytes) for name, shape, type_, offset, n_bytes in infos
+    )
     if len({tensor.name for tensor in tensors}) != len(tensors):
         raise cursor.damaged("a tensor name comes twice")
     end = max((tensor.offset + tensor.n_bytes for tensor in tensors), default=0)
@@ -283,8 +304,8 @@ def _read_tensor_info(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int, 
     shape = tuple(cursor.count(10, 1 << 40, f"elements in a row of {name}") for _ in range(n_dims))
     ggml_type, offset = int(cursor.number(4)), int(cursor.number(10))
     if ggml_type not in BLOCKS:
-        raise UserError(f"{cursor.path}: tensor {name} has the unknown type {ggml_type}; quantise the model to another "
-                        "type")  # fmt: skip
+        fault = f"tensor {name} has the unknown type {ggml_type}"
+        raise UserError(f"{cursor.path}: {fault}; quantise the model to another type")
     block, block_bytes = BLOCKS[ggml_type]
     n_elements = math.prod(shape)
     if n_elements == 0 or (shape and shape[0] % block):

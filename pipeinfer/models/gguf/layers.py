@@ -5,15 +5,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, TypeVar, cast
+from typing import NamedTuple, TypeVar
 
 from pipeinfer.models.gguf.architectures import Architecture, Number
-from pipeinfer.models.gguf.header import BLOCKS, BOOL, Value
+from pipeinfer.models.gguf.header import BLOCKS, BOOL, Value, value_of
 from pipeinfer.models.gguf.writer import encode_array, encode_number
 
-_TYPES = {
-    "f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q4_1": 3, "iq4_nl": 20, "q5_0": 6, "q5_1": 7,
-}  # fmt: skip
+_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q4_1": 3, "iq4_nl": 20, "q5_0": 6, "q5_1": 7}
 """GGML's numbers."""
 
 CACHE_TYPES = tuple(_TYPES)
@@ -55,12 +53,12 @@ def _bytes(name: str, n: int) -> int:
     return -(-n // length) * n_bytes
 
 
-PER_LAYER_KEYS = frozenset([
-    "attention.head_count", "attention.head_count_kv", "attention.recurrent_layers", "attention.sliding_window_pattern",
-    "attention.compress_ratios", "attention.indexer.types", "attention.rope_pattern", "expert_feed_forward_length",
-    "expert_used_count", "feed_forward_length", "swiglu_clamp_exp", "swiglu_clamp_shexp", "xielu.alpha_n",
-    "xielu.alpha_p", "xielu.beta", "xielu.eps",
-])  # fmt: skip
+PER_LAYER_KEYS = frozenset(
+    """attention.head_count attention.head_count_kv attention.recurrent_layers attention.sliding_window_pattern
+    attention.compress_ratios attention.indexer.types attention.rope_pattern expert_feed_forward_length
+    expert_used_count feed_forward_length swiglu_clamp_exp swiglu_clamp_shexp xielu.alpha_n xielu.alpha_p xielu.beta
+    xielu.eps""".split()
+)
 T = TypeVar("T")
 WINDOW, WINDOWS = "attention.sliding_window", "attention.sliding_window_pattern"
 DENSE_FIRST, EXTRA = "leading_dense_block_count", "nextn_predict_layers"
@@ -160,7 +158,6 @@ class Layers:
 
     @cached_property
     def stateful(self) -> tuple[bool, ...]:
-        """Of each layer, whether it has a state."""
         states = self.architecture.states
         if states is None or states.all:
             return (states is not None,) * self.n
@@ -224,14 +221,6 @@ class Layers:
         value = self._value(key, default)
         return value[: self.n] if isinstance(value, tuple) else (value,) * self.n
 
-    def written_metadata(self, layers: Sequence[int]) -> dict[str, bytes]:
-        """`metadata_of` for a file: without the alignment and the traces of a split."""
-        return {
-            key: raw
-            for key, raw in self.metadata_of(layers).items()
-            if key != "general.alignment" and not key.startswith(("split.", "general.tensor_extra"))
-        }
-
     def metadata_of(self, layers: Sequence[int]) -> dict[str, bytes]:
         """The metadata for a model of these layers, in this order: key -> encoded value. If the first of them is not
         the model's first, they are a slice's. b"" for long arrays (see `Value`)."""
@@ -263,9 +252,7 @@ class Layers:
 
     def get(self, key: str, default: T) -> T:
         """The metadata's value if it has the default's type (for a float also an int), else the default."""
-        value = self._value(key)
-        types = (int, float) if isinstance(default, float) else type(default)
-        return cast(T, value) if isinstance(value, types) else default
+        return value_of(self.metadata, f"{self.name}.{key}", default)
 
     def _value(self, key: str, default: object = None) -> object:
         entry = self.metadata.get(f"{self.name}.{key}")

@@ -10,7 +10,7 @@ from pathlib import Path
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.architectures import ARCHITECTURES
 from pipeinfer.models.gguf.contents import FileState, SourceFile, check_unchanged, sample_digest
-from pipeinfer.models.gguf.header import FileHead, Header, Tensor, Value, read_header, sample_extents
+from pipeinfer.models.gguf.header import FileHead, Header, Tensor, Value, read_header, sample_extents, value_of
 from pipeinfer.models.gguf.layers import EXTRA, F16_CACHE, KvShape, Layers
 from pipeinfer.models.gguf.validation import NumberCheck
 
@@ -19,13 +19,10 @@ OTHER_TYPES = {"mmproj": "a projector of images or sounds", "adapter": "an adapt
 OWN_HEAD = Path("mtp")
 """In the place of a draft's path: the head in the target's own file."""
 
-FILE_TYPES = {
-    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
-    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 19: "IQ2_XXS", 20: "IQ2_XS",
-    21: "Q2_K_S", 22: "IQ3_XS", 23: "IQ3_XXS", 24: "IQ1_S", 25: "IQ4_NL", 26: "IQ3_S", 27: "IQ3_M", 28: "IQ2_S",
-    29: "IQ2_M", 30: "IQ4_XS", 31: "IQ1_M", 32: "BF16", 36: "TQ1_0", 37: "TQ2_0", 38: "MXFP4", 39: "NVFP4",
-    40: "Q1_0", 41: "Q2_0",
-}  # fmt: skip
+_FILE_TYPES = """F32 F16 Q4_0 Q4_1 - - - Q8_0 Q5_0 Q5_1 Q2_K Q3_K_S Q3_K_M Q3_K_L Q4_K_S Q4_K_M Q5_K_S Q5_K_M Q6_K
+IQ2_XXS IQ2_XS Q2_K_S IQ3_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ3_M IQ2_S IQ2_M IQ4_XS IQ1_M BF16 - - - TQ1_0 TQ2_0 MXFP4
+NVFP4 Q1_0 Q2_0"""
+FILE_TYPES = {number: name for number, name in enumerate(_FILE_TYPES.split()) if name != "-"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +135,8 @@ class ModelInfo:
     def check_rewinds(self, otherwise: str) -> None:
         """UserError, ending with `otherwise`, if a sequence cannot lose its newest tokens."""
         if not self.layers.rewinds:
-            raise UserError(f"{self.path} is a {self.architecture} model: its layers keep a state, which cannot go "
-                            f"back to an earlier token; {otherwise}")  # fmt: skip
+            state = f"is a {self.architecture} model: its layers keep a state, which cannot go back to an earlier token"
+            raise UserError(f"{self.path} {state}; {otherwise}")
 
     def source(self, path: Path) -> SourceFile:
         """One of `paths`, to compute from. Raises UserError if it has changed."""
@@ -162,10 +159,10 @@ class ModelInfo:
 
 def check_is_model(path: Path, metadata: dict[str, Value]) -> None:
     """Raises UserError for a GGUF file that belongs to a model."""
-    type_ = _text(metadata, "general.type", "model")
+    type_ = value_of(metadata, "general.type", "model")
     if type_ in OTHER_TYPES:
-        raise UserError(f"{path} is {OTHER_TYPES[type_]} (general.type {type_!r}), which makes no text by itself; give "
-                        "the model that it belongs to")  # fmt: skip
+        kind = f"{OTHER_TYPES[type_]} (general.type {type_!r})"
+        raise UserError(f"{path} is {kind}, which makes no text by itself; give the model that it belongs to")
 
 
 def read_model_info(source: str | Path | ModelHeaders) -> ModelInfo:
@@ -179,27 +176,26 @@ def model_of(headers: Sequence[Header]) -> ModelInfo:
     """A model by its parsed headers. Raises UserError if it cannot be used."""
     path, metadata = headers[0].path, headers[0].metadata
     check_is_model(path, metadata)
-    architecture = _text(metadata, "general.architecture", "")
+    architecture = value_of(metadata, "general.architecture", "")
     if architecture not in ARCHITECTURES:
         names = ", ".join(sorted(name for name, each in ARCHITECTURES.items() if not each.refused))
-        raise UserError(f"{path}: architecture {architecture!r} is not known here; those that can be cut into layer "
-                        f"slices are {names}")  # fmt: skip
+        known = f"those that can be cut into layer slices are {names}"
+        raise UserError(f"{path}: architecture {architecture!r} is not known here; {known}")
     by_name = {tensor.name: tensor for header in headers for tensor in header.tensors}
     table = by_name.get("token_embd.weight")
     n_blocks = whole_number(path, metadata, f"{architecture}.block_count", 0, MAX_LAYERS)
-    extra = metadata.get(f"{architecture}.{EXTRA}")  # for guessing ahead, not for the next token
-    n_layer = n_blocks - (extra.value if extra is not None and isinstance(extra.value, int) else 0)
+    n_layer = n_blocks - value_of(metadata, f"{architecture}.{EXTRA}", 0)  # these guess ahead
     layers = Layers(architecture, ARCHITECTURES[architecture], metadata, n_layer)
-    if layers.refusal():
-        raise UserError(f"{path}, of architecture {architecture!r}, cannot be cut into layer slices: "
-                        f"{layers.refusal()}; take another model")  # fmt: skip
+    if refusal := layers.refusal():
+        reason = f"cannot be cut into layer slices: {refusal}"
+        raise UserError(f"{path}, of architecture {architecture!r}, {reason}; take another model")
     if n_layer <= 0 or table is None or len(table.shape) != 2:
         raise UserError(f"{path} holds no layers or no token table (a vocabulary or an adapter?); give a whole model")
     output = by_name.get("output.weight")
     info = describe(headers, layers, n_blocks, table.shape[1], table, output)
     if table.shape[0] != info.n_embd or (output is not None and output.shape != table.shape):
-        raise UserError(f"{path} is damaged: its token table of shape {table.shape} does not fit embeddings of length "
-                        f"{info.n_embd} or its output head; convert the model again")  # fmt: skip
+        wrong = f"does not fit embeddings of length {info.n_embd} or its output head"
+        raise _to_convert(f"{path} is damaged: its token table of shape {table.shape} {wrong}")
     return info
 
 
@@ -219,12 +215,12 @@ def describe(
         path=path,
         paths=tuple(header.path for header in headers),
         architecture=layers.name,
-        name=_text(metadata, "general.name", path.stem),
+        name=value_of(metadata, "general.name", path.stem),
         n_layer=layers.n,
         n_embd=n_embd,
         n_vocab=n_vocab,
         n_ctx_train=whole_number(path, metadata, f"{layers.name}.context_length", 1, 1 << 31),
-        quantisation=_quantisation(metadata),
+        quantisation=FILE_TYPES.get(value_of(metadata, "general.file_type", -1), "unknown"),
         n_params=sum(tensor.n_elements for tensor in tensors),
         layer_bytes=_layer_bytes(path, tensors, layers.n, n_blocks),
         input_bytes=input_bytes,
@@ -247,13 +243,13 @@ def layer_of(tensor_name: str) -> int | None:
 def read_parts(path: Path) -> list[Header]:
     """The headers of a model's files: one, or all `-0000i-of-0000n` of a split model, in order."""
     first = read_header(path)
-    count = first.metadata.get("split.count")
-    if count is None or not isinstance(count.value, int) or count.value < 2:
+    n_parts = value_of(first.metadata, "split.count", 1)
+    if n_parts < 2:
         return [first]
     paths = part_paths(path)
-    if len(paths) != count.value:
-        raise UserError(f"{path} is one of {count.value} parts but is not named so; rename it to "
-                        f"NAME-00001-of-{count.value:05}.gguf")  # fmt: skip
+    if len(paths) != n_parts:
+        name = f"NAME-00001-of-{n_parts:05}.gguf"
+        raise UserError(f"{path} is one of {n_parts} parts but is not named so; rename it to {name}")
     if path.name != paths[0].name:
         raise UserError(f"{path} is a later part of a split model; give the first, {paths[0].name}")
     for part in paths:
@@ -276,8 +272,7 @@ def _layer_bytes(path: Path, tensors: tuple[Tensor, ...], n_layer: int, n_blocks
     for tensor in tensors:
         layer = layer_of(tensor.name)
         if layer is not None and layer >= n_blocks:
-            raise UserError(f"{path} is damaged: tensor {tensor.name} of a model with {n_blocks} layers; "
-                            "convert the model again")  # fmt: skip
+            raise _to_convert(f"{path} is damaged: tensor {tensor.name} of a model with {n_blocks} layers")
         if layer is not None:
             sizes[layer] += tensor.n_bytes
     if 0 in sizes[:n_layer]:
@@ -294,8 +289,7 @@ def kv_shapes_of(path: Path, layers: Layers, n_blocks: int, n_embd: int) -> tupl
         entry = layers.metadata.get(f"{layers.name}.{key}")
         if len(numbers) != layers.n or (entry is not None and entry.n_items not in (0, n_blocks)):
             shown = str(entry and entry.value)[:80]
-            raise UserError(f"{path} is damaged: {layers.name}.{key} is {shown} for {n_blocks} layers; "
-                            "convert the model again")  # fmt: skip
+            raise _to_convert(f"{path} is damaged: {layers.name}.{key} is {shown} for {n_blocks} layers")
         return numbers
 
     heads = per_layer("attention.head_count", None)
@@ -309,19 +303,13 @@ def kv_shapes_of(path: Path, layers: Layers, n_blocks: int, n_embd: int) -> tupl
     return tuple(KvShape(n, k, v) if attends else KvShape() for n, k, v, attends in cells)
 
 
-def _quantisation(metadata: dict[str, Value]) -> str:
-    value = metadata["general.file_type"].value if "general.file_type" in metadata else None
-    return FILE_TYPES.get(value, "unknown") if isinstance(value, int) else "unknown"
-
-
-def _text(metadata: dict[str, Value], key: str, default: str) -> str:
-    value = metadata[key].value if key in metadata else default
-    return value if isinstance(value, str) else default
+def _to_convert(fault: str) -> UserError:
+    return UserError(f"{fault}; convert the model again")
 
 
 def whole_number(path: Path, metadata: dict[str, Value], key: str, low: int, high: int) -> int:
     """A number of the metadata within these limits. Raises UserError."""
     value = metadata[key].value if key in metadata else None
     if not isinstance(value, int) or not low <= value <= high:
-        raise UserError(f"{path}: {key} is {value!r}, {low} to {high} are possible; convert the model again")
+        raise _to_convert(f"{path}: {key} is {value!r}, {low} to {high} are possible")
     return value

@@ -1,5 +1,6 @@
 """A model whose files are on another host: its data there, and the slice of them here. Knows no messages."""
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -12,7 +13,7 @@ from pipeinfer.models.gguf.header import Tensor
 from pipeinfer.models.gguf.model_info import ModelHeaders, ModelInfo, read_model_info
 from pipeinfer.models.gguf.slice import COPY_BYTES, TABLE, Feed, SliceFile, is_cached, open_slice, slice_data
 from pipeinfer.models.gguf.slice_cache import CachedSlice
-from pipeinfer.models.gguf.writer import no_room, reserve_large_pages, tensor_data
+from pipeinfer.models.gguf.writer import reserve_large_pages, tensor_data, written
 from pipeinfer.outputs import whole_file
 
 Content = Literal["layers", "table", "file"]
@@ -48,7 +49,8 @@ def write_table(info: ModelInfo, cache: Path) -> Path:
     n_bytes, pieces = contents(info, "table", 0, 1)
 
     def write(fd: int, place: str) -> None:
-        _write(fd, pieces, n_bytes, place, "make room, or give another")
+        with written(fd, place, n_bytes, "make room, or give another") as file:
+            file.writelines(pieces)
         info.check_unchanged()
 
     place = cached_table(info, cache)
@@ -75,17 +77,20 @@ class RemoteModel:
         self._slice: SliceFile | None = None
         self._table_file: SourceFile | None = None
         if self.is_whole and len(headers.files) > 1 and cache is None:
-            raise UserError(f"{self.info.path} is of {len(headers.files)} files, which memory cannot hold as such; "
-                            "name a directory for them with --slice-cache, or copy them to every host")  # fmt: skip
+            several = f"is of {len(headers.files)} files, which memory cannot hold as such"
+            way_out = "name a directory for them with --slice-cache, or copy them to every host"
+            raise UserError(f"{self.info.path} {several}; {way_out}")
 
     @property
     def is_whole(self) -> bool:
         return (self.first, self.last) == (0, self.info.n_layer)
 
     def missing(self) -> list[Content]:
-        """The contents that the cache lacks."""
         if self.is_whole:
-            return [] if self.cache and self._is_file_cached() else ["file"]
+            with contextlib.suppress(UserError):
+                if self.cache and read_model_info(self._cached_file(self.cache)).fingerprint == self.fingerprint:
+                    return []
+            return ["file"]
         missing: list[Content] = []
         if not self.cache or not is_cached(self.info, self.first, self.last, self.cache, self.info.states):
             missing.append("layers")
@@ -100,7 +105,7 @@ class RemoteModel:
         elif content == "table":
             self._open_table(feed)
         elif self.cache:
-            self._write_files(feed, self._folder(self.cache))
+            self._write_files(feed, self._cached_file(self.cache).parent)
         else:
             self._fd = _memory_file("model", feed, self.info.states[0].n_bytes)
 
@@ -141,15 +146,8 @@ class RemoteModel:
 
     # -- all files
 
-    def _folder(self, cache: Path) -> Path:
-        return cache / self.fingerprint
-
-    def _is_file_cached(self) -> bool:
-        assert self.cache
-        try:
-            return read_model_info(self._folder(self.cache) / self.info.path.name).fingerprint == self.fingerprint
-        except UserError:
-            return False
+    def _cached_file(self, cache: Path) -> Path:
+        return cache / self.fingerprint / self.info.path.name
 
     def _write_files(self, feed: Feed, folder: Path) -> None:
         for path, state in zip(self.info.paths, self.info.states, strict=True):
@@ -164,11 +162,8 @@ class RemoteModel:
                     feed.finish()
 
     def _open_whole(self) -> SliceFile:
-        if self._fd >= 0:
-            path = Path(f"/proc/self/fd/{self._fd}")
-        else:
-            assert self.cache
-            path = self._folder(self.cache) / self.info.path.name
+        assert self.cache or self._fd >= 0
+        path = self._cached_file(self.cache) if self.cache else Path(f"/proc/self/fd/{self._fd}")
         info = read_model_info(path)
         if info.fingerprint != self.fingerprint:
             raise UserError(f"{path} is not what rank 0 has as {self.info.path}; start again")
@@ -178,7 +173,6 @@ class RemoteModel:
 
 
 def _memory_file(content: str, feed: Feed, n_bytes: int) -> int:
-    """A file descriptor."""
     fd = os.memfd_create(f"pipeinfer-{content.split()[0]}", os.MFD_CLOEXEC)
     try:
         reserve_large_pages(fd, n_bytes, [(0, n_bytes)])
@@ -190,13 +184,6 @@ def _memory_file(content: str, feed: Feed, n_bytes: int) -> int:
 
 
 def _write_fed(fd: int, feed: Feed, n_bytes: int, place: str) -> None:
-    _write(fd, feed.take(n_bytes), n_bytes, place, "use --slice-cache with room, or more ranks")
+    with written(fd, place, n_bytes, "use --slice-cache with room, or more ranks") as file:
+        file.writelines(feed.take(n_bytes))
     feed.finish()
-
-
-def _write(fd: int, pieces: Iterator[bytes | memoryview], n_bytes: int, place: str, way_out: str) -> None:
-    try:
-        with open(fd, "wb", closefd=False) as file:
-            file.writelines(pieces)
-    except OSError as error:
-        raise no_room(fd, place, n_bytes, error, way_out) from None

@@ -1,6 +1,7 @@
 """The GGUF of layers [first, last) of a model, on disk or in memory. Computes nothing."""
 
 import os
+import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -12,7 +13,7 @@ import numpy as np
 
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.contents import FileState, SourceFile
-from pipeinfer.models.gguf.header import F32, Tensor
+from pipeinfer.models.gguf.header import F32, STRING, Tensor
 from pipeinfer.models.gguf.model_info import ModelInfo, layer_of, read_model_info
 from pipeinfer.models.gguf.slice_cache import CachedSlice
 from pipeinfer.models.gguf.writer import (
@@ -21,16 +22,19 @@ from pipeinfer.models.gguf.writer import (
     encode_header,
     encode_number,
     encode_text,
-    no_room,
     padded,
     reserve_large_pages,
     tensor_data,
     write_gguf,
+    written,
 )
 
 __all__ = ["ModelInfo", "SliceFile", "open_slice", "read_model_info", "slice_bytes", "slice_path"]
 
 TABLE, HEAD, BIAS = "token_embd.weight", "output.weight", "output.bias"
+UNSHARED = ("tokenizer.", "split.", "general.tensor_extra", "general.alignment")
+"""Keys of a model's metadata, or their beginnings, that a slice has not."""
+
 COPY_BYTES = 8 << 20
 """In large writes: they give the file large pages, from which decoding was 10 to 15% faster than from the small pages
 of sendfile (measured, ext4)."""
@@ -90,8 +94,6 @@ class SliceTensor(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    """A slice's file."""
-
     head: bytes
     tensors: list[SliceTensor]
 
@@ -146,10 +148,14 @@ def _sums(info: ModelInfo) -> tuple[list[int], dict[str, int]]:
 
 
 def open_slice(
-    info: ModelInfo, first: int, last: int, cache_dir: Path | None = None,
-    on_notice: Callable[[str], object] = lambda line: None, elsewhere: Sequence[FileState] = (),
+    info: ModelInfo,
+    first: int,
+    last: int,
+    cache_dir: Path | None = None,
+    on_notice: Callable[[str], object] = lambda line: None,
+    elsewhere: Sequence[FileState] = (),
     feed: Feed | None = None,
-) -> SliceFile:  # fmt: skip
+) -> SliceFile:
     """Layers [first, last) as a file for libllama: the model itself, else a file in cache_dir, else one in memory.
 
     A file in cache_dir is verified before it is used again, and rewritten, with a line to `on_notice`, if it is
@@ -160,7 +166,7 @@ def open_slice(
     if not 0 <= first < last <= info.n_layer:
         raise ValueError(f"layers [{first}, {last}) of {info.n_layer}")
     if (first, last) == (0, info.n_layer) and not info.borrowed:
-        sources = tuple(info.source(path) for path in info.paths)
+        sources = tuple(map(info.source, info.paths))
         return SliceFile(info, first, last, info.path, sum(state.n_bytes for state in info.states), sources=sources)
     layout = _layout(info, first, last)
 
@@ -230,19 +236,15 @@ def _cached(
 
 
 def slice_path(info: ModelInfo, first: int, last: int, cache_dir: Path) -> Path:
-    """The place of a slice in a cache."""
     return cache_dir / f"{info.fingerprint}-{first}-{last}.gguf"
 
 
 def _cut(fd: int, layout: _Layout, place: str, info: ModelInfo, feed: Feed | None) -> None:
     """Write a slice, all of it from the files of `info`, or from the feed."""
-    try:
-        with open(fd, "wb", closefd=False) as file:
-            data = (each.tensor.n_bytes if each.is_hole else _data_of(each, feed) for each in layout.tensors)
-            write_gguf(file, layout.head, data)
-    except OSError as error:
-        needed = sum(end - start for start, end in layout.ranges())
-        raise no_room(fd, place, needed, error, "make room, put slices elsewhere, or use more ranks") from None
+    n_bytes = sum(end - start for start, end in layout.ranges())
+    with written(fd, place, n_bytes, "make room, put slices elsewhere, or use more ranks") as file:
+        data = (each.tensor.n_bytes if each.is_hole else _data_of(each, feed) for each in layout.tensors)
+        write_gguf(file, layout.head, data)
     if feed:
         feed.finish()
     else:
@@ -318,12 +320,12 @@ def _stand_in(tensor: Tensor) -> Tensor:
 
 def _encode_header(info: ModelInfo, first: int, last: int, tensors: list[SliceTensor]) -> bytes:
     """Everything but the vocabulary. The slice's own entries come last: slices in caches begin with these bytes."""
-    arch, model = info.architecture, info.layers.written_metadata(range(first, last))
+    arch, model = info.architecture, info.layers.metadata_of(range(first, last))
     own = {
         f"{arch}.block_count": model[f"{arch}.block_count"],
         f"{arch}.vocab_size": encode_number(tensors[0].tensor.shape[1]),
-        "tokenizer.ggml.model": encode_text("none"),
+        "tokenizer.ggml.model": struct.pack("<I", STRING) + encode_text("none"),
     }
-    shared = {key: raw for key, raw in model.items() if raw and key not in own and not key.startswith("tokenizer.")}
+    shared = {key: raw for key, raw in model.items() if raw and key not in own and not key.startswith(UNSHARED)}
     entries = [encode_entry(key, raw) for key, raw in (shared | own).items()]
     return encode_header(entries, [each[:2] for each in tensors])

@@ -48,7 +48,6 @@ class CachedSlice:
 
     @property
     def is_good(self) -> bool:
-        """Whether it can be used."""
         return self._fault() is None
 
     def _fault(self) -> str | None:
@@ -145,5 +144,5 @@ def sweep(folder: Path) -> None:
 
 
 def _unwritable(folder: Path, error: OSError) -> UserError:
-    return UserError(f"slice cache {folder} cannot be written: {error.strerror}; give another directory "
-                     "or none to keep slices in memory")  # fmt: skip
+    way_out = "give another directory or none to keep slices in memory"
+    return UserError(f"slice cache {folder} cannot be written: {error.strerror}; {way_out}")

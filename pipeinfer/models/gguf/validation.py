@@ -7,11 +7,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import cast
 
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.architectures import PART, WHOLE
 from pipeinfer.models.gguf.contents import FileState
-from pipeinfer.models.gguf.header import read_header, read_texts
+from pipeinfer.models.gguf.header import damaged, read_header, read_texts
 from pipeinfer.models.gguf.layers import Layers
 
 MAX_EXPERTS = 1024
@@ -72,16 +73,12 @@ class NumberCheck:
 
     def _number(self, key: str, default: int) -> int:
         number = self._values(key, default)[0]
-        if isinstance(number, int):
-            return number
-        raise self._damaged(f"{key} is {number!r}")
+        self._require(isinstance(number, int), f"{key} is {number!r}")
+        return cast(int, number)
 
     def _require(self, sound: bool, otherwise: str) -> None:
         if not sound:
-            raise self._damaged(otherwise)
-
-    def _damaged(self, what: str) -> UserError:
-        return UserError(f"{self.path} is damaged: {what[:200]}; copy or download the file again")
+            raise damaged(self.path, otherwise[:200])
 
 
 def _spread(values: tuple[object, ...], n: int) -> tuple[object, ...]:
@@ -121,8 +118,7 @@ class VocabularyCheck:
         # libllama ends a text at a NUL and gives empty ones a name
         self._texts = frozenset(text.split(b"\0", 1)[0] or b"[EMPTY_%d]" % i for i, text in enumerate(texts))
         if len(self._texts) != len(texts):
-            raise UserError(f"{path} is damaged: {len(texts) - len(self._texts)} tokens of its vocabulary come twice; "
-                            "copy or download the file again")  # fmt: skip
+            raise damaged(path, f"{len(texts) - len(self._texts)} tokens of its vocabulary come twice")
 
     def missing_bytes(self) -> frozenset[int]:
         """Bytes that a SentencePiece vocabulary has no token for."""
@@ -136,5 +132,6 @@ class VocabularyCheck:
         for character in sorted({SPACE, *text.replace(" ", SPACE)}):
             data = character.encode("utf-8", "replace")
             if data not in self._texts and any(byte in missing for byte in data):
-                raise UserError(f"the vocabulary of {self._path} has no token for {character!r}: neither it nor all of "
-                                "its bytes; leave it out, or copy or download the model again")  # fmt: skip
+                lack = f"has no token for {character!r}: neither it nor all of its bytes"
+                way_out = "leave it out, or copy or download the model again"
+                raise UserError(f"the vocabulary of {self._path} {lack}; {way_out}")

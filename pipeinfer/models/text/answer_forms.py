@@ -41,36 +41,29 @@ HARMONY = (
     rf"(?:<\|end\|>)?(?:<\|start\|>assistant)?(?:{TO % 'first'})?<\|channel\|>(?:commentary|analysis)"
     rf"(?:{TO % 'name'})?\s*(?:<\|constrain\|>)?(?:json)?\s*<\|message\|>(?=\{{)"
 )
+PARAMETERS = r"<parameter=(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>"
+GLM = r"<tool_call>\n?(?P<name>[\w.-]+)\s*(?=<arg_key>|</tool_call>)"
+DEEPSEEK_CALL = (
+    rf"(?:{DEEPSEEK[0]})?\s*{DEEPSEEK[1]}(?:function<｜tool▁sep｜>)?(?P<name>[\w.-]+)"
+    r"(?:<｜tool▁sep｜>|\n```json\n)\s*(?=\{)"
+)
 FORMS = (
     _form("<tool_call>", rf"<tool_call>\s*{NAMED}", "</tool_call>"),  # Hermes, Qwen
-    _form("<tool_call>", r"<tool_call>\s*<function=(?P<name>[^>\s]+)>", "</function>",
-          r"<parameter=(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>"),  # Qwen3-Coder
-    _form("<tool_call>", r"<tool_call>\n?(?P<name>[\w.-]+)\s*(?=<arg_key>|</tool_call>)", "</tool_call>",
-          r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"),  # GLM
+    _form("<tool_call>", r"<tool_call>\s*<function=(?P<name>[^>\s]+)>", "</function>", PARAMETERS),  # Qwen3-Coder
+    _form(
+        "<tool_call>", GLM, "</tool_call>", r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
+    ),
     _form("<function=", r"<function=(?P<name>[^>\s]+)>\s*(?=\{)"),  # Llama
     _form("<|python_tag|>", rf"<\|python_tag\|>\s*{NAMED}"),
     _form("[TOOL_CALLS]", rf"\[TOOL_CALLS\]\s*\[?\s*{NAMED}"),  # Mistral
     _form("[TOOL_CALLS]", r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\][^\[]*)?\s*(?:\[ARGS\])?\s*(?=\{)"),
-    *(_form(mark, rf"(?:{DEEPSEEK[0]})?\s*{DEEPSEEK[1]}(?:function<｜tool▁sep｜>)?(?P<name>[\w.-]+)"
-            r"(?:<｜tool▁sep｜>|\n```json\n)\s*(?=\{)") for mark in DEEPSEEK),
+    *(_form(mark, DEEPSEEK_CALL) for mark in DEEPSEEK),
     *(_form(mark, HARMONY) for mark in TURN_MARKS),  # gpt-oss
-)  # fmt: skip
+)
 
-CLOSERS = tuple(
-    [
-        "</tool_call>",
-        "</function>",
-        "}",
-        "]",
-        ",",
-        ";",
-        "```",
-        "<｜tool▁call▁end｜>",
-        "<｜tool▁calls▁end｜>",
-        "<|call|>",
-        "<|eom_id|>",
-        "<|eot_id|>",
-    ]
+CLOSERS = (
+    *"</tool_call> </function> } ] , ; ```".split(),
+    *"<｜tool▁call▁end｜> <｜tool▁calls▁end｜> <|call|> <|eom_id|> <|eot_id|>".split(),
 )
 """Marks that may follow a call's arguments, before the next call."""
 

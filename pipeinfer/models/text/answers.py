@@ -299,10 +299,8 @@ def check_stops(name: str, stops: Sequence[str]) -> None:
         if not stop:
             raise UserError(f"{name} has an empty text, which would end every text where it begins; give some text")
         if len(stop) > MAX_CHARACTERS:
-            raise UserError(
-                f"{name} has a text of {len(stop)} characters, and at most {MAX_CHARACTERS} are possible; "
-                f"give the first {MAX_CHARACTERS}"
-            )
+            long = f"a text of {len(stop)} characters, and at most {MAX_CHARACTERS} are possible"
+            raise UserError(f"{name} has {long}; give the first {MAX_CHARACTERS}")
 
 
 class StopStrings:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.gguf.header import Value
+from pipeinfer.models.gguf.header import Value, value_of
 from pipeinfer.models.text.answer_forms import MARKS
 from pipeinfer.models.text.limited_process import LimitedProcess
 from pipeinfer.models.text.tokenizer import Span, Tokenizer
@@ -126,8 +126,8 @@ PLAIN_STOP = "\nUser:"
 
 def template_of(metadata: Mapping[str, Value]) -> str | None:
     """The default template in a file's metadata, in Jinja; None if the file has none."""
-    value = metadata[KEY].value if KEY in metadata else None
-    return value if isinstance(value, str) and value.strip() else None
+    template = value_of(metadata, KEY, "")
+    return template if template.strip() else None
 
 
 def named_templates(metadata: Mapping[str, Value]) -> dict[str, str]:

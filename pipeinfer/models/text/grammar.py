@@ -200,7 +200,11 @@ class Grammars:
     def __init__(self, open_vocabulary: Callable[[], Tokenizer]) -> None:
         self._open_vocabulary = open_vocabulary
         self._threads = ThreadPoolExecutor(N_THREADS, "grammar")
-        self._start = lru_cache(maxsize=N_CACHED)(lambda text: self._threads.submit(self._make, text))
+
+        def make(text: str) -> LLMatcher:
+            return matcher(self._tokens, lark_of(text, partial(token_id, self._tokenizer)))
+
+        self._start = lru_cache(maxsize=N_CACHED)(lambda text: self._threads.submit(make, text))
 
     def open_ahead(self) -> None:
         """Open the vocabulary now, in a thread: half a second for 150 000 tokens, once."""
@@ -212,18 +216,12 @@ class Grammars:
 
     @cached_property
     def _tokens(self) -> LLTokenizer:
-        tokenizer = self._tokenizer
-        return open_tokens([piece_of(tokenizer, token) for token in range(tokenizer.n_vocab)], tokenizer.ends[0])
+        tokenizer, pieces = self._tokenizer, list[bytes]()
+        for token in range(tokenizer.n_vocab):
+            mark = CONTROL if tokenizer.attributes_of(token) & ATTR_CONTROL else b""
+            pieces.append(mark + tokenizer.decode_piece(token, special=True))
+        return open_tokens(pieces, tokenizer.ends[0])
 
     def __call__(self, text: str) -> Grammar:
         """`text`: accepted by `check_grammar`."""
         return Grammar(self._tokenizer, self._start(text))
-
-    def _make(self, text: str) -> LLMatcher:
-        return matcher(self._tokens, lark_of(text, partial(token_id, self._tokenizer)))
-
-
-def piece_of(tokenizer: Tokenizer, token: int) -> bytes:
-    """A token's bytes, for llguidance."""
-    piece = tokenizer.decode_piece(token, special=True)
-    return CONTROL + piece if tokenizer.attributes_of(token) & ATTR_CONTROL else piece

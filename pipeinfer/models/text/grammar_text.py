@@ -6,6 +6,7 @@ grammar's meaning. llguidance's own `gbnf_to_lark` makes such terminals, and rej
 breaks. Groups become rules of their own, so that nothing is nested.
 """
 
+import json
 import random
 import re
 import threading
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.text.json_schema import lark_of_schema
+from pipeinfer.models.text.json_schema import json_rule
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -45,7 +46,7 @@ def lark_of(text: str, token_id: Callable[[str], int]) -> str:
     if text.startswith(ANY_TOKENS):
         return text
     if text.startswith("{"):
-        return ANY_TOKENS + lark_of_schema(text)
+        return f"{ANY_TOKENS}start: {json_rule(json.loads(text))}"
     reader = GbnfReader(text)
     return ANY_TOKENS + reader.lark({name: token_id(name) for name in reader.token_names})
 

@@ -20,29 +20,13 @@ MAPS = ("properties", "patternProperties", "$defs", "definitions")
 VALUES = ("const", "enum", "default", "examples")
 """Keywords whose values are no schemas."""
 
-DROPPED = tuple(
-    [
-        "propertyNames",
-        "uniqueItems",
-        "not",
-        "if",
-        "then",
-        "else",
-        "dependentRequired",
-        "dependentSchemas",
-        "dependencies",
-        "contains",
-        "minContains",
-        "maxContains",
-        "unevaluatedProperties",
-        "unevaluatedItems",
-        "$dynamicRef",
-        "$recursiveRef",
-    ]
+DROPPED = (
+    *"propertyNames uniqueItems not if then else dependentRequired dependentSchemas dependencies contains".split(),
+    *"minContains maxContains unevaluatedProperties unevaluatedItems $dynamicRef $recursiveRef".split(),
 )
 """Keywords that llguidance has no grammar for."""
 
-FORMATS = tuple(["date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"])
+FORMATS = (*"date-time time date duration email hostname ipv4 ipv6 uuid uri".split(),)
 """Formats of texts that it has grammars for. Others are annotations, as in JSON Schema."""
 
 LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")
@@ -79,11 +63,6 @@ def as_schema(grammar: str) -> Any:
 
 
 # -- grammars
-
-
-def lark_of_schema(text: str) -> str:
-    """The grammar in Lark. Raises RecursionError for a schema that is too deep."""
-    return f"start: {json_rule(json.loads(text))}"
 
 
 def json_rule(schema: Any) -> str:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.gguf.header import FileHead, Value, read_header
+from pipeinfer.models.gguf.header import FileHead, Value, read_header, value_of
 from pipeinfer.models.gguf.validation import VocabularyCheck
 from pipeinfer.models.gguf.writer import encode_header
 from pipeinfer.models.llama import ggml
@@ -72,7 +72,8 @@ class Tokenizer:
             self._check.check_encodable(text, self._missing)
         if parse_special and len(text) > PART:
             tokens = [token for part in self._parts(text) for token in self._encode(part, False, True)]
-            return self._with_ends(tokens) if add_special else tokens
+            ends = self.adds_bos and add_special, self.adds_eos and add_special
+            return [*[self.bos] * ends[0], *tokens, *[self.eos] * ends[1]]
         return self._encode(text, add_special, parse_special)
 
     def encode_with_literals(self, text: str, literals: Sequence[Span]) -> list[int]:
@@ -83,11 +84,9 @@ class Tokenizer:
         fragments: list[Span | int] = [(0, len(text))]
         for token, name in self.controls:
             if name in text:
-                fragments = [
-                    part
-                    for each in fragments
-                    for part in ([each] if isinstance(each, int) else self._cut(text, each, token, name, literals))
-                ]
+                before, fragments = fragments, []
+                for each in before:
+                    fragments += [each] if isinstance(each, int) else self._cut(text, each, token, name, literals)
         tokens = list[int]()
         for each in fragments:
             tokens += [each] if isinstance(each, int) else self._encode(text[slice(*each)], False, False)
@@ -110,10 +109,6 @@ class Tokenizer:
             start = at = end - len(text[behind:end].lstrip(SPACE)) if kind & ATTR_RSTRIP else behind
         if start < end:
             yield start, end
-
-    def _with_ends(self, tokens: list[int]) -> list[int]:
-        """Add bos and eos as the model expects."""
-        return [*([self.bos] if self.adds_bos else []), *tokens, *([self.eos] if self.adds_eos else [])]
 
     @cached_property
     def controls(self) -> tuple[tuple[int, str], ...]:
@@ -171,7 +166,6 @@ class Tokenizer:
         return piece.raw[: max(n, 0)]
 
     def is_end(self, token: int) -> bool:
-        """Whether generation ends with this token."""
         return bool(self._lib.llama_vocab_is_eog(self._vocab, token))
 
     @cached_property
@@ -188,11 +182,9 @@ class Tokenizer:
 
     @cached_property
     def longest(self) -> int:
-        """Bytes of the longest token."""
         return max(len(self.decode_piece(token, special=True)) for token in range(self.n_vocab))
 
     def text_of(self, token: int) -> bytes:
-        """The spelling of a token in the vocabulary."""
         text: bytes | None = self._lib.llama_vocab_get_text(self._vocab, token)
         return text or b""
 
@@ -201,7 +193,6 @@ class Tokenizer:
 
     @cached_property
     def pieces(self) -> list[Piece]:
-        """All tokens."""
         return [(self.text_of(token), bool(self.attributes_of(token) & ATTR_BYTE)) for token in range(self.n_vocab)]
 
     def kind(self) -> int:
@@ -298,16 +289,11 @@ def describe_vocabulary(path: Path, metadata: Mapping[str, Value]) -> dict[str, 
         ids |= {"bos": tokenizer.bos, "eos": tokenizer.eos}  # also where the file leaves them to libllama
         named = {use: token(id) for use, id in ids.items() if isinstance(id, int) and 0 <= id < tokenizer.n_vocab}
         return {
-            "kind": _text(metadata, "tokenizer.ggml.model"),
-            "preset": _text(metadata, "tokenizer.ggml.pre"),
+            "kind": value_of(metadata, "tokenizer.ggml.model", ""),
+            "preset": value_of(metadata, "tokenizer.ggml.pre", ""),
             "n_tokens": tokenizer.n_vocab,
             "adds_bos": tokenizer.adds_bos,
             "adds_eos": tokenizer.adds_eos,
             "special": dict(sorted(named.items())),
             "ends": tuple(map(token, tokenizer.ends)),
         }
-
-
-def _text(metadata: Mapping[str, Value], key: str) -> str:
-    value = metadata[key].value if key in metadata else ""
-    return value if isinstance(value, str) else ""

@@ -28,7 +28,6 @@ class Tools:
 
     @property
     def schemas(self) -> dict[str, Any]:
-        """Function -> the schema of its arguments."""
         functions = (each["function"] for each in self.functions)
         return {each["name"]: each.get("parameters") or {"type": "object", "properties": {}} for each in functions}
 
@@ -48,17 +47,17 @@ class Style:
 
 
 DEEPSEEK = "<｜tool▁calls▁begin｜>"
+BEGIN, SEPARATOR, END = (f"<｜tool▁{mark}｜>" for mark in ("call▁begin", "sep", "call▁end"))
+FENCED = f"{BEGIN}function{SEPARATOR}%s\n```json\n"
 STYLES = (
-    Style((DEEPSEEK, "```json"), "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n", "\n```<｜tool▁call▁end｜>",
-          DEEPSEEK, "\n", "<｜tool▁calls▁end｜>"),
-    Style((DEEPSEEK,), "<｜tool▁call▁begin｜>%s<｜tool▁sep｜>", "<｜tool▁call▁end｜>", DEEPSEEK, "",
-          "<｜tool▁calls▁end｜>"),
+    Style((DEEPSEEK, "```json"), FENCED, f"\n```{END}", DEEPSEEK, "\n", "<｜tool▁calls▁end｜>"),
+    Style((DEEPSEEK,), f"{BEGIN}%s{SEPARATOR}", END, DEEPSEEK, "", "<｜tool▁calls▁end｜>"),
     Style(("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]%s[ARGS]"),
     Style(("[TOOL_CALLS]",), '{"name": "%s", "arguments": ', "}", "[TOOL_CALLS][", ", ", "]"),
     Style(("<|channel|>",), "<|channel|>commentary to=functions.%s <|constrain|>json<|message|>", single=True),
     Style(("<|python_tag|>",), '{"name": "%s", "parameters": ', "}", "", "; "),
     Style((), '<tool_call>\n{"name": "%s", "arguments": ', "}\n</tool_call>", "", "\n"),  # Hermes, Qwen and all others
-)  # fmt: skip
+)
 HARMONY = "<|channel|>analysis<|message|>"
 HERMES = STYLES[-1]
 

@@ -132,6 +132,8 @@ class CellTable:
         return mask
 
 
+Upload = Callable[[torch.Tensor], torch.Tensor]
+
 SPARSE = 2.0
 """Attention by sequence is chosen where all rows over all cells would compute more than this factor."""
 
@@ -203,11 +205,10 @@ class MaskedCells:
         mask = None if sees_all else additive(visible, n_group, dtype)
         return cls([_Masked(None, slice(visible.shape[1]), mask)])
 
-    @classmethod
+    @staticmethod
     def by_sequence(
-        cls, positions: IntArray, seqs: Sequence[int], table: CellTable, n_group: int, dtype: torch.dtype,
-        upload: Callable[[torch.Tensor], torch.Tensor],
-    ) -> "MaskedCells":  # fmt: skip
+        positions: IntArray, seqs: Sequence[int], table: CellTable, n_group: int, dtype: torch.dtype, upload: Upload
+    ) -> "MaskedCells":
         """The rows of each sequence over its cells in the order of positions. `upload`: to the device of the cache."""
         parts, owners = [], np.array(seqs)
         for seq in np.unique(owners).tolist():
@@ -216,7 +217,7 @@ class MaskedCells:
             visible = torch.from_numpy(np.arange(end) <= positions[rows, None])
             cells, mask = upload(torch.from_numpy(table.cells_of(seq, end))), additive(upload(visible), n_group, dtype)
             parts.append(_Masked(None if len(rows) == len(owners) else upload(torch.from_numpy(rows)), cells, mask))
-        return cls(parts)
+        return MaskedCells(parts)
 
     def attend(self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
         outputs = []

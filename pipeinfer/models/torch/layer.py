@@ -57,6 +57,8 @@ def deinterleaved_order(n_heads: int, head_dim: int, n_rot: int) -> torch.Tensor
     return (torch.arange(n_heads)[:, None] * head_dim + of_head).flatten()
 
 
+Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
 LEAST_SUM = 6.103515625e-5
 """libllama divides the shares of a row's experts by no smaller sum."""
 
@@ -98,7 +100,7 @@ class Layer:
         """`index`: in the slice. `exact`: a row's bits do not depend on the other rows; rows come in groups then.
         `experts_at_once`: the host does not wait to know the chosen experts; weights must be tensors."""
         at, self._numbers, self._experts_at_once = f"blk.{index}.", numbers, experts_at_once
-        self._gate = gated_apart if exact else _gated
+        self._gate = gated_apart if exact else lambda gate, up: silu(gate) * up
         self.group = 0  # rows that an expert multiplies at once; 0: all
 
         def norm(name: str) -> torch.Tensor | None:
@@ -170,10 +172,6 @@ class Layer:
         return multiply(self._gate(multiply(rows, gate), multiply(rows, up)), down)
 
 
-def _gated(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    return silu(gate) * up
-
-
 def _head_order(numbers: Hyperparameters, name: str) -> torch.Tensor | None:
     if not numbers.interleaved or "attn_v" in name:
         return None
@@ -182,9 +180,8 @@ def _head_order(numbers: Hyperparameters, name: str) -> torch.Tensor | None:
 
 
 def of_experts(
-    rows: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, experts: Sequence[torch.Tensor],
-    gated: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
-) -> torch.Tensor:  # fmt: skip
+    rows: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor, experts: Sequence[torch.Tensor], gated: Gate
+) -> torch.Tensor:
     """(n_rows, n_embd): the weighted sum of the experts that each row chooses. `chosen`, `shares`: (n_rows, n_used).
     `experts`: gate, up and down, (n_experts, n_out, n_in) each. The host need not know which are chosen."""
     assert grouped_mm, "this torch has no such kernel"

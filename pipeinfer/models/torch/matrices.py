@@ -187,8 +187,8 @@ def check_device(device: torch.device) -> None:
     except RuntimeError as error:
         product, reason = torch.zeros_like(expected), str(error).strip().partition("\n")[0]
     if (product - expected).norm() > ALLOWED * expected.norm():
-        raise UserError(f"--backend torch:int4 does not work on {device} with torch {torch.__version__}: {reason}; "
-                        "use torch:int8 or torch:bf16")  # fmt: skip
+        where = f"on {device} with torch {torch.__version__}"
+        raise UserError(f"--backend torch:int4 does not work {where}: {reason}; use torch:int8 or torch:bf16")
 
 
 HAS_WIDE_SUMS = hasattr(torch.ops.aten.mm, "dtype")

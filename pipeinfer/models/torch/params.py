@@ -78,6 +78,7 @@ def load_torch() -> Any:
 INTERLEAVED = {"llama": True, "qwen2": False, "qwen3": False, "qwen3moe": False}
 """By architecture: whether the two numbers that are rotated together lie side by side, or half a head apart."""
 
+ENDS = ("token_embd.weight", "output.weight", "output.bias", "output_norm.weight", "rope_freqs.weight")
 NORMS = ("attn_norm", "ffn_norm")
 MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output")
 DENSE = ("ffn_gate", "ffn_up", "ffn_down")
@@ -148,8 +149,7 @@ def check_known(info: ModelInfo) -> None:
 
 def _is_known(tensor: Tensor) -> bool:
     if layer_of(tensor.name) is None:
-        return tensor.name in ("token_embd.weight", "output.weight", "output.bias", "output_norm.weight",
-                               "rope_freqs.weight")  # fmt: skip
+        return tensor.name in ENDS
     name, _, kind = tensor.name.split(".", 2)[2].partition(".")
     if kind == "weight":
         return name in (*NORMS, *MATRICES, *DENSE, *EXPERTS, *HEAD_NORMS)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -49,6 +49,10 @@ class Inputs(NamedTuple):
     visible: torch.Tensor
 
 
+Compute = Callable[[Inputs], torch.Tensor]
+Finish = Callable[[torch.Tensor], torch.Tensor]
+MayRecord: TypeAlias = "Recorder | None"
+
 ROWS = Inputs._fields.index("rows")
 
 
@@ -61,7 +65,6 @@ class Version:
     _views: "dict[Frame, Inputs]" = field(default_factory=dict)
 
     def views(self, frame: "Frame", queue: DeviceQueue) -> Inputs:
-        """The memory, enlarged if necessary, as that frame's inputs."""
         if len(self.memory) < frame.n_bytes:
             self.memory = queue.host_memory((frame.n_bytes,), torch.uint8)
             self._views.clear()
@@ -74,9 +77,8 @@ class Replays:
     """`compute`: from inputs the residual stream after the slice. `spare`: the cell that padding writes to."""
 
     def __init__(
-        self, compute: Callable[[Inputs], torch.Tensor], spare: int, queue: DeviceQueue, records: bool,
-        most_recorded: int | None = None,
-    ) -> None:  # fmt: skip
+        self, compute: Compute, spare: int, queue: DeviceQueue, records: bool, most_recorded: int | None = None
+    ) -> None:
         """`most_recorded`: rows times cells of the largest recording; larger runs are only padded. None: no limit."""
         self._compute, self._spare, self._queue, self._most_recorded = compute, spare, queue, most_recorded
         self._frames: dict[tuple[int, int], Frame] = {}
@@ -100,10 +102,7 @@ class Replays:
             self._frames[size] = Frame(self._compute, like, size, self._spare, self._queue, recorder)
         return self._frames[size]
 
-    def begin(
-        self, inputs: Inputs, on_device: torch.Tensor | None,
-        finish: Callable[[torch.Tensor], torch.Tensor] | None, result: PendingRows,
-    ) -> Mark:  # fmt: skip
+    def begin(self, inputs: Inputs, on_device: torch.Tensor | None, finish: Finish | None, result: PendingRows) -> Mark:
         """Give the result the residual stream, or `finish` of the wanted rows; complete behind the mark. `on_device`:
         replaces `inputs.rows`."""
         n_rows, n_cells = inputs.visible.shape
@@ -128,9 +127,8 @@ class Frame:
     """Inputs of one size, at fixed places on the device, and their recording."""
 
     def __init__(
-        self, compute: Callable[[Inputs], torch.Tensor], like: Inputs, size: tuple[int, int], spare: int,
-        queue: DeviceQueue, recorder: "Recorder | None",
-    ) -> None:  # fmt: skip
+        self, compute: Compute, like: Inputs, size: tuple[int, int], spare: int, queue: DeviceQueue, recorder: MayRecord
+    ) -> None:
         """`size`: rows and cells, of inputs as `like`."""
         n_rows, n_cells = size
         # the widest numbers first, so that each part begins where its numbers may
@@ -148,13 +146,8 @@ class Frame:
             self._graph, self._out = recorder.record(lambda: compute(self.inputs))
 
     def views(self, memory: torch.Tensor) -> Inputs:
-        """The parts of bytes."""
-        return Inputs(
-            *(
-                memory[first:end].view(dtype).view(shape)
-                for (dtype, shape), first, end in zip(self._parts, self._ends, self._ends[1:], strict=False)
-            )
-        )
+        parts = zip(self._parts, self._ends, self._ends[1:], strict=False)
+        return Inputs(*(memory[first:end].view(dtype).view(shape) for (dtype, shape), first, end in parts))
 
     def read(self, source: torch.Tensor, rows: torch.Tensor | None) -> None:
         """Copy the host's bytes in; `rows`: the residual stream, if it is on the device."""

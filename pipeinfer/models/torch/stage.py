@@ -1,14 +1,14 @@
 """A StageModel on PyTorch: a slice of layers of the llama family, on a CPU or a GPU. Knows no MPI and no tokenizer."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pipeinfer.core.interfaces import Batch
-from pipeinfer.core.runs import KvOp
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import ModelFault, UserError
 from pipeinfer.models.gguf.slice import SliceFile
@@ -35,11 +35,8 @@ MOST_EXACT = 8 * 8192
 WIRE_TYPES = (torch.float32, torch.bfloat16)
 """Types of activations from device to device, by whether they are rounded."""
 
+Stop = Callable[[], bool]
 Future = TypeVar("Future", bound=PendingRows)
-
-
-def never() -> bool:
-    return False
 
 
 class TorchStage:
@@ -51,8 +48,8 @@ class TorchStage:
             with torch.inference_mode():
                 self._open(slice_file, params)
         except torch.OutOfMemoryError:
-            raise UserError(f"no room on {self.device} for {self._where} with {params.n_cells} KV cells; "
-                            f"{MORE_ROOM}") from None  # fmt: skip
+            where = f"{self.device} for {self._where} with {params.n_cells} KV cells"
+            raise UserError(f"no room on {where}; {MORE_ROOM}") from None
         finally:
             slice_file.close()
 
@@ -74,12 +71,13 @@ class TorchStage:
         self._exact, is_cpu = params.exact, self.device.type == CPU
         self._in_order = self._exact and (params.padded or not is_cpu)
         self.threads = ThreadShare(params.n_threads)
-        self._cells = CellTable(params.n_cells, params.n_seq_max)
+        # removed cells are free at once, also with exact numerics: attention reads cells in the order of positions
+        self._cells = cells = CellTable(params.n_cells, params.n_seq_max)
+        self.apply, self.next_position, self.clear = cells.apply, cells.next_position, cells.clear
+        self.device_memory = self._queue.device_memory
         is_padded = params.padded or not is_cpu
-        self._experts_at_once = (
-            numbers.n_expert_used > 0 and not self._exact and is_padded and self.dtype in TENSORS
-            and runs_without_waiting(self.device, TENSORS[self.dtype])
-        )  # fmt: skip
+        has_tensors = numbers.n_expert_used > 0 and not self._exact and is_padded and self.dtype in TENSORS
+        self._experts_at_once = has_tensors and runs_without_waiting(self.device, TENSORS[self.dtype])
         self._load(slice_file)
         # one more cell, for padding
         size, self._cache_type = (2 * numbers.n_head_kv, params.n_cells + 1, numbers.head_dim), CACHE_TYPES[self.dtype]
@@ -101,7 +99,6 @@ class TorchStage:
         return replays
 
     def _no_inputs(self) -> Inputs:
-        """A run without rows."""
         cos, sin = self._rope.at(np.zeros(1, np.int32))
         visible = torch.empty((0, 0), dtype=torch.int64 if self._in_order else torch.bool)
         none = torch.empty(0, dtype=torch.int64)
@@ -161,8 +158,8 @@ class TorchStage:
             with torch.inference_mode(), self._queue.current():
                 done = self._submit(batch, stop, future)
         except torch.OutOfMemoryError:
-            raise ModelFault(f"no room on {self.device} for a run of {n_rows} rows through {self._where}; "
-                             f"{MORE_ROOM}") from None  # fmt: skip
+            where = f"{self.device} for a run of {n_rows} rows through {self._where}"
+            raise ModelFault(f"no room on {where}; {MORE_ROOM}") from None
         except BaseException:
             self._cells.forget(batch)
             raise
@@ -236,21 +233,17 @@ class TorchStage:
 
     def _compute(self, inputs: Inputs) -> torch.Tensor:
         """The residual stream after the slice, of a padded run."""
-        visible: VisibleCells
-        if self._in_order:
-            visible = InOrder(inputs.visible, self._group)
-        else:
+        visible: VisibleCells = InOrder(inputs.visible, self._group)
+        if not self._in_order:
             visible = MaskedCells.first(inputs.visible, self._n_group, self._cache_type)
-        output = self._through_layers(
-            visible, self._group, inputs.rows, inputs.cos, inputs.sin, inputs.cells, lambda: False
-        )
+        rows, cos, sin, cells = inputs.rows, inputs.cos, inputs.sin, inputs.cells
+        output = self._through_layers(visible, self._group, rows, cos, sin, cells, lambda: False)
         assert output is not None
         return output
 
     def _through_layers(
-        self, visible: VisibleCells, group: int, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor,
-        cells: torch.Tensor, stop: Callable[[], bool],
-    ) -> torch.Tensor | None:  # fmt: skip
+        self, visible: VisibleCells, group: int, rows: Tensor, cos: Tensor, sin: Tensor, cells: Tensor, stop: Stop
+    ) -> torch.Tensor | None:
         """The residual stream after the slice; None when told to stop. `group`: rows that matrices multiply at once; 0:
         all."""
         n_head = self._numbers.n_head
@@ -267,34 +260,19 @@ class TorchStage:
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
         """(n_wanted, n_vocab)."""
+
+        def compute(rows: torch.Tensor) -> torch.Tensor:
+            return self._head(torch.nn.functional.rms_norm(rows, rows.shape[1:], self._norm, self._numbers.epsilon))
+
         if not len(rows):
             return torch.empty((0, self.n_vocab), device=rows.device)
-        return in_groups(self._head_group, self._to_logits, rows)[0]
-
-    def _to_logits(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._head(torch.nn.functional.rms_norm(rows, rows.shape[1:], self._norm, self._numbers.epsilon))
-
-    def device_memory(self, n_bytes: int) -> torch.Tensor:
-        """See DeviceStage."""
-        return self._queue.device_memory(n_bytes)
+        return in_groups(self._head_group, compute, rows)[0]
 
     def device_rows(self, memory: torch.Tensor, n_rows: int, rounded: bool) -> TorchRows:
         """See DeviceStage."""
         dtype = WIRE_TYPES[rounded]
         values = memory[: n_rows * self.n_embd * dtype.itemsize].view(dtype).view(n_rows, self.n_embd)
         return TorchRows(values, self._queue)
-
-    def apply(self, ops: Sequence[KvOp]) -> None:
-        """See StageModel. Removed cells are free at once, also with exact numerics: attention reads cells in the order
-        of positions."""
-        self._cells.apply(ops)
-
-    def next_position(self, seq: int) -> int:
-        return self._cells.next_position(seq)
-
-    def clear(self) -> None:
-        """Forget every sequence: the cache is as after loading."""
-        self._cells.clear()
 
     def close(self) -> None:
         """Free weights and cache. May be called twice."""
@@ -309,8 +287,8 @@ def find_device(name: str, local_rank: int) -> torch.device:
     if name == CPU or (name == AUTO and not n_gpus):
         return torch.device(CPU)
     if not n_gpus:
-        raise UserError(f"--backend torch:{name}: torch {torch.__version__} sees no GPU here; install a build for "
-                        "it, or use --backend torch:cpu")  # fmt: skip
+        way_out = "install a build for it, or use --backend torch:cpu"
+        raise UserError(f"--backend torch:{name}: torch {torch.__version__} sees no GPU here; {way_out}")
     number = int(name.partition(":")[2]) if ":" in name else local_rank % n_gpus
     if number >= n_gpus:
         raise UserError(f"--backend torch:{name}: torch sees {n_gpus} GPUs here, from {CUDA}:0 on; name one of these")

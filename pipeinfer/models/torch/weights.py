@@ -33,18 +33,13 @@ HEADS = ("output.weight", "token_embd.weight")
 """The output matrix; the second where a slice has not the first."""
 
 
-def slice_tensors(slice_file: SliceFile) -> dict[str, Tensor]:
-    """Each tensor of a slice by its name there."""
-    is_whole = slice_file.is_first and slice_file.is_last
-    tensors = slice_file.info.tensors if is_whole else read_header(slice_file.path).tensors
-    return {tensor.name: tensor for tensor in tensors}
-
-
 class Weights:
     """Reads a slice's tensors. `dtype`: of matrices, one of `params`' types; all else is float32."""
 
     def __init__(self, slice_file: SliceFile, dtype: str, device: torch.device, n_threads: int = 1) -> None:
-        self.tensors: Mapping[str, Tensor] = slice_tensors(slice_file)
+        is_whole = slice_file.is_first and slice_file.is_last
+        tensors = slice_file.info.tensors if is_whole else read_header(slice_file.path).tensors
+        self.tensors: Mapping[str, Tensor] = {tensor.name: tensor for tensor in tensors}
         self.dtype, self.device = dtype, device
         self._pool = ThreadPoolExecutor(n_threads)
 

@@ -84,9 +84,14 @@ def test_torch_takes_the_memory_of_its_types() -> None:
 
 @pytest.mark.parametrize(
     ("text", "numerics", "parked"),
-    [("llama", "exact", True), ("llama", "fast", False), ("torch:cpu", "exact", False),
-     ("torch", "exact", False), ("llama,torch,torch", "fast", False)],
-)  # fmt: skip
+    [
+        ("llama", "exact", True),
+        ("llama", "fast", False),
+        ("torch:cpu", "exact", False),
+        ("torch", "exact", False),
+        ("llama,torch,torch", "fast", False),
+    ],
+)
 def test_rejected_cells_are_parked_by_exact_libllama_alone(text: str, numerics: str, parked: bool) -> None:
     assert plan(text, numerics=numerics).numerics.parked is parked
 

@@ -166,9 +166,11 @@ def test_texts_are_the_same_under_every_policy_and_split(path: Path, info: Model
         pytest.skip("this libggml repacks nothing of the model")
     prompt = ["-m", str(path), "-p", "def fibonacci(n):", "-n", "48", "--temp", "0", "--ignore-eos", "-t", "1", repack]
     asked: list[tuple[int, list[str]]] = [
-        (1, ["-md", "none"]), (2, ["-md", "none"]), (3, ["-md", "none", "--layer-split", "1,3,2"]),
+        (1, ["-md", "none"]),
+        (2, ["-md", "none"]),
+        (3, ["-md", "none", "--layer-split", "1,3,2"]),
         *((3, ["-md", str(path), "--policy", policy]) for policy in ("pipeinfer", "pipedec", "flowspec")),
-    ]  # fmt: skip
+    ]
     texts = [run_json(n_ranks, [*prompt, *words])["tokens"] for n_ranks, words in asked]
     assert all(text == texts[0] for text in texts)
 
@@ -176,10 +178,16 @@ def test_texts_are_the_same_under_every_policy_and_split(path: Path, info: Model
 def write_requests(path: Path, n_tokens: int) -> Path:
     """16 requests, greedy and sampled, of short prompts and of some that are read in blocks."""
     requests = [
-        {"prompt": f"def f{n}(a):" + " return the sum of all that is in the list" * (6 * (n % 5 == 2)), "seed": n,
-         "temperature": 0.9 * (n % 2), "max_tokens": n_tokens + n % 4, "ignore_eos": True, "logprobs": 0}
+        {
+            "prompt": f"def f{n}(a):" + " return the sum of all that is in the list" * (6 * (n % 5 == 2)),
+            "seed": n,
+            "temperature": 0.9 * (n % 2),
+            "max_tokens": n_tokens + n % 4,
+            "ignore_eos": True,
+            "logprobs": 0,
+        }
         for n in range(16)
-    ]  # fmt: skip
+    ]
     path.write_text("".join(json.dumps(each) + "\n" for each in requests))
     return path
 
@@ -203,15 +211,19 @@ def test_many_requests_have_the_same_texts_under_every_policy_and_split(
     skip_without_groups(info)
     source = write_requests(tmp_path / "asked.jsonl", 20)
     asked: list[tuple[int, list[str]]] = [
-        (1, ["-np", "16"]), (1, ["-np", "8"]), (2, ["-np", "16"]), (3, ["-np", "16", "--layer-split", "1,3,2"]),
+        (1, ["-np", "16"]),
+        (1, ["-np", "8"]),
+        (2, ["-np", "16"]),
+        (3, ["-np", "16", "--layer-split", "1,3,2"]),
         *((3, ["-np", "16", "-md", str(path), "--policy", policy]) for policy in ("auto", "pipeinfer")),
-    ]  # fmt: skip
+    ]
     found: list[tuple[list[str], dict[int, tuple[str, ...]]]] = []
     for n_ranks, words in asked:
         output = tmp_path / f"{len(found)}.jsonl"
         draft = [] if "-md" in words else ["-md", "none"]
-        done = finish(n_ranks, ["batch", str(source), "-o", str(output), "-m", str(path), "-t", "1", "-v", *draft,
-                                *words])  # fmt: skip
+        done = finish(
+            n_ranks, ["batch", str(source), "-o", str(output), "-m", str(path), "-t", "1", "-v", *draft, *words]
+        )
         assert done.returncode == 0, done.stderr
         assert len(output.read_text().splitlines()) == 16
         found.append((re.findall(r"exact-[-.\w]+", done.stderr)[:1], texts_of(output)))

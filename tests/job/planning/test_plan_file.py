@@ -33,11 +33,15 @@ def random_hosts(rng: random.Random) -> list[Host]:
     offloads, n_ranks = rng.random() < 0.5, rng.randint(1, 5)
     return [
         Host(
-            f"h{rng.randrange(3)}", frozenset(range(8)), rng.choice([0, 2, 8]), repacked=((Q8_0, 32, "x"),),
-            offloads=offloads, gpu_names=GPUS[: rng.randint(1, 4)] if offloads else (),
+            f"h{rng.randrange(3)}",
+            frozenset(range(8)),
+            rng.choice([0, 2, 8]),
+            repacked=((Q8_0, 32, "x"),),
+            offloads=offloads,
+            gpu_names=GPUS[: rng.randint(1, 4)] if offloads else (),
         )
         for _ in range(n_ranks)
-    ]  # fmt: skip
+    ]
 
 
 def random_options(rng: random.Random, n_ranks: int) -> RunOptions:
@@ -52,14 +56,20 @@ def random_options(rng: random.Random, n_ranks: int) -> RunOptions:
     if "n_gpu_layers" in way and rng.random() < 0.3:
         way = {"n_gpu_layers": (ALL_LAYERS,), "device": by_rank((), NO_DEVICE, ("CUDA0",))}
     return options_of(
-        model=TARGET, drafts=(DRAFT,), policy=policy, threads=rng.choice([(), by_rank(1, 2, 3)]),
-        numerics="fast" if fast else "exact", repack=rng.random() < 0.7,
+        model=TARGET,
+        drafts=(DRAFT,),
+        policy=policy,
+        threads=rng.choice([(), by_rank(1, 2, 3)]),
+        numerics="fast" if fast else "exact",
+        repack=rng.random() < 0.7,
         wire_type=WireType.BF16 if fast and rng.random() < 0.5 else WireType.F32,
         cache_type_k="q8_0" if fast and "backend" not in way and rng.random() < 0.5 else "f16",
         draft_rank=rng.choice([None, None, n_ranks - 1]) if policy.drafts else None,
-        n_gpu_layers_draft=rng.choice([AUTO_LAYERS, 0, ALL_LAYERS]), parallel=rng.choice([1, 1, 4]),
-        batch_size=rng.choice([32, 128]), **way,
-    )  # fmt: skip
+        n_gpu_layers_draft=rng.choice([AUTO_LAYERS, 0, ALL_LAYERS]),
+        parallel=rng.choice([1, 1, 4]),
+        batch_size=rng.choice([32, 128]),
+        **way,
+    )
 
 
 def written(plan: JobPlan, folder: Path) -> Path:

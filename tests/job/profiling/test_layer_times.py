@@ -233,6 +233,9 @@ def test_a_rank_that_fails_while_it_times_is_named(how: str, words: list[str], t
 def failing(tmp_path: Path, *words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*launcher(3), sys.executable, "-c", FAILING, *words],
-        capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=60,
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        timeout=60,
         env=environment() | {"XDG_CACHE_HOME": str(tmp_path)},
-    )  # fmt: skip
+    )

@@ -87,14 +87,12 @@ def started(name: str) -> tuple[list[Played], RunOptions]:
         "rank 2": (three(), asked(draft_rank=2)),
         "no layers": (three(faults=[0]), asked()),
         "alike": ([replace(alike) for _ in range(3)], asked()),
-        "pairs": (
-            [replace(alike), replace(alike), Played(host("b"), 4.1e-9), Played(host("b"), 6e-9)], asked(**plain)
-        ),
+        "pairs": ([replace(alike), replace(alike), Played(host("b"), 4.1e-9), Played(host("b"), 6e-9)], asked(**plain)),
         "few cores": ([replace(one_core), replace(one_core), Played(host("b", 2), 4e-9)], asked(**plain)),
         "GPUs": (on_gpus(1e-5), asked(**on_gpu)),
         "slow GPUs": (on_gpus(1e-3), asked(**on_gpu)),
         "slow GPUs, rank 1": (on_gpus(1e-3), asked(**on_gpu, draft_rank=1)),
-    }  # fmt: skip
+    }
     return cases[name]
 
 
@@ -174,8 +172,9 @@ def test_what_was_kept_is_read(tmp_path: Path) -> None:
     found = job(pair_and_one(), options)
     assert not any(found.n_runs)
     assert [found.hosts[rank].speed for rank in (0, 2)] == [
-        LayerSpeed(1e-9, None, "timed before"), LayerSpeed(2.5e-9, 5e-4, "timed before"),
-    ]  # fmt: skip
+        LayerSpeed(1e-9, None, "timed before"),
+        LayerSpeed(2.5e-9, 5e-4, "timed before"),
+    ]
 
 
 def test_names_and_values_that_are_kept_stay_readable(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from pipeinfer.cluster.stages.stage import StageWorker
 from pipeinfer.cluster.transport import Comm
 from pipeinfer.cluster.verdicts import decode_verdict
 from pipeinfer.cluster.watch.heartbeats import Flow
+from pipeinfer.core.admission import OpenLimits
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Emission
@@ -128,7 +129,7 @@ class ToyRanks(LoadedRanks):
             Level(self._pipeline, SequencePool(self.plan.capacity.n_seq, N_CELLS)),
             OracleDrafter(Reference(N_LAYERS), 0.6),
             HeadWaiter(self.context.flag.check, self._pipeline, has_work), time.monotonic, on_tokens,
-            run_cost=RunCost({1: 1e-5, 8: 2e-5}), n_open=N_OPEN,
+            run_cost=RunCost({1: 1e-5, 8: 2e-5}), limits=OpenLimits(N_OPEN),
         )  # fmt: skip
 
 

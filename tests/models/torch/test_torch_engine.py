@@ -88,9 +88,13 @@ def make_request(seed: int) -> Request:
 
 
 def write_text(
-    stages: Sequence[TorchStage], request: Request, policy: Policy, seed: int, known: list[int],
+    stages: Sequence[TorchStage],
+    request: Request,
+    policy: Policy,
+    seed: int,
+    known: list[int],
     make_pipeline: type[ToyPipeline] = ToyPipeline,
-) -> None:  # fmt: skip
+) -> None:
     """Run one request to its end, audited after every step. `known`: the text that guesses are made from."""
     rng = random.Random(seed)
     for stage in stages:

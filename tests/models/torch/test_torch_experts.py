@@ -45,8 +45,9 @@ def test_all_at_once_is_one_by_one(n_rows: int, n_experts: int) -> None:
     found = of_experts(rows, chosen, shares, [gate, up, down], lambda own, other: torch.relu(own) * other)
     for row, own, share, expected in zip(rows, chosen.tolist(), shares, found, strict=True):
         parts = [down[each] @ (torch.relu(gate[each] @ row) * (up[each] @ row)) for each in own]
-        assert torch.allclose(sum(part * part_of for part, part_of in zip(parts, share, strict=True)), expected,
-                              rtol=1e-4, atol=1e-3)  # fmt: skip
+        assert torch.allclose(
+            sum(part * part_of for part, part_of in zip(parts, share, strict=True)), expected, rtol=1e-4, atol=1e-3
+        )
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("f32", 1e-5), ("bf16", 2e-2)])

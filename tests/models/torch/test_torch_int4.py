@@ -96,8 +96,9 @@ def test_a_file_in_4_bits_loses_next_to_nothing(tmp_path: Path, type_name: str, 
     kept, plain = (Weights(source, dtype, CPU) for dtype in ("int4", "f32"))
     backwards = lambda name: torch.arange(kept.tensors[name].shape[1]).flip(0)  # noqa: E731
     for names in (["attn_q", "attn_k"], ["ffn_gate", "ffn_up"], ["attn_output"]):
-        matrices = [weights.matrix(*(f"blk.0.{name}.weight" for name in names), order=backwards)
-                    for weights in (kept, plain)]  # fmt: skip
+        matrices = [
+            weights.matrix(*(f"blk.0.{name}.weight" for name in names), order=backwards) for weights in (kept, plain)
+        ]
         assert isinstance(matrices[0], Int4)
         found, expected = (as_numbers(matrix, WIDE.n_embd) for matrix in matrices)
         assert difference(found, expected) < allowed

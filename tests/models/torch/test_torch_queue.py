@@ -83,8 +83,13 @@ def runs() -> list[tuple[list[KvOp], Batch]]:
         ops = [KvOp(OpKind.REMOVE, 1), KvOp(OpKind.COPY, 0, 1, 0, at)] if at else []
         batch = make_batch(tokens[at : at + n], at, wanted=[bool(rng.integers(2)) for _ in range(n)])
         if at and rng.integers(2):
-            batch = Batch(np.append(batch.tokens, 7), np.append(batch.positions, at).astype(np.int32),
-                          [*batch.seqs, (1,)], None, np.append(batch.wanted, True))  # fmt: skip
+            batch = Batch(
+                np.append(batch.tokens, 7),
+                np.append(batch.positions, at).astype(np.int32),
+                [*batch.seqs, (1,)],
+                None,
+                np.append(batch.wanted, True),
+            )
         found.append((ops, batch))
         at += n
     return found

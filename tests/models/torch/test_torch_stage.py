@@ -401,8 +401,13 @@ def test_filled_up_runs_compute_the_same(small: Path) -> None:
         n, copied = int(rng.integers(1, 12)), int(rng.integers(0, 2))
         batch = make_batch(tokens[at : at + n], at)
         if copied and at:
-            batch = Batch(np.append(batch.tokens, 7), np.append(batch.positions, at).astype(np.int32),
-                          [*batch.seqs, (1,)], None, np.ones(n + 1, bool))  # fmt: skip
+            batch = Batch(
+                np.append(batch.tokens, 7),
+                np.append(batch.positions, at).astype(np.int32),
+                [*batch.seqs, (1,)],
+                None,
+                np.ones(n + 1, bool),
+            )
         for stage in (*plain, *filled):
             stage.apply([KvOp(OpKind.REMOVE, 1), KvOp(OpKind.COPY, 0, 1, 0, at)])
         expected = run(plain, batch)
@@ -425,8 +430,13 @@ def test_stopping_leaves_the_cache_as_before(small: Path, exact: bool) -> None:
             stage.apply([KvOp(OpKind.COPY, 0, 1)])
     guesses, hidden = random_tokens(5, seed=1), None
     for stage in stages:
-        tree = Batch(np.array(guesses, np.int32), np.array([20, 21, 21, 22, 22], np.int32),
-                     [(0, 1), (0,), (1,), (0,), (1,)], hidden, np.ones(5, bool))  # fmt: skip
+        tree = Batch(
+            np.array(guesses, np.int32),
+            np.array([20, 21, 21, 22, 22], np.int32),
+            [(0, 1), (0,), (1,), (0,), (1,)],
+            hidden,
+            np.ones(5, bool),
+        )
         if stage.is_last:
             assert stage.evaluate(tree, lambda: True) is None
         n_asked = 0
