@@ -16,8 +16,7 @@ from pipeinfer.core.policy import Active
 from pipeinfer.core.run_cost import Pacer, RunCost
 from pipeinfer.core.types import Clock
 
-ONE_CHUNK = 0.0
-"""As `max_delay_s`: the time of one chunk of the largest size."""
+ONE_CHUNK = 0.0  # as `max_delay_s`: the time of one chunk of the largest size
 
 ChunkRows = Callable[[RequestSlice, int], int]
 """(the first slice, rows of all waiting prompts) -> rows of the next chunk."""

@@ -11,9 +11,7 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
-BLOCK = 64
-"""Rows from which libggml uses tiled kernels."""
-
+BLOCK = 64  # rows from which libggml uses tiled kernels
 LARGEST = 2 * BLOCK - 1
 
 

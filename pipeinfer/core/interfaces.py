@@ -80,8 +80,7 @@ class StageModel(Protocol):
 class FeatureStage(Protocol):
     """A StageModel some of whose layers drafts read."""
 
-    n_features: int
-    """Of its layers, how many; 0: none."""
+    n_features: int  # of its layers, how many; 0: none
 
     @property
     def features(self) -> FloatArray:

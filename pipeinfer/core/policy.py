@@ -37,12 +37,8 @@ class AwaitDraft(NamedTuple):
 
 Answer = Send | HoldUntil | AwaitDraft
 
-N_ROWS = 32
-"""Rows of a run, and of a draft's step, at most, unless a setting of the policy says more."""
-
-OURS, PAPER = "ours", "paper"
-"""Presets: our settings and additions, or the rule and the settings of the policy's paper."""
-
+N_ROWS = 32  # rows of a run, and of a draft's step, at most, unless a setting of the policy says more
+OURS, PAPER = "ours", "paper"  # presets: our settings and additions, or the rule and the settings of the policy's paper
 PRESET_HELP = "paper: the paper's rule and published settings, without our additions."
 
 
@@ -253,5 +249,4 @@ class ActiveRequest:
         return self.request.priority, self.arrival
 
 
-Active = Mapping[int, ActiveRequest]
-"""The open requests, by id."""
+Active = Mapping[int, ActiveRequest]  # the open requests, by id

@@ -47,23 +47,14 @@ class Request:
     keep: bool = False
     """Whether its cells are retained after its end, while there is room, for requests that start with its tokens."""
 
-    priority: int = 0
-    """Requests of lower numbers are opened first and preempted last."""
-
-    resumed: Sequence[int] = ()
-    """Its output so far, which another engine has emitted. It has not finished."""
-
+    priority: int = 0  # requests of lower numbers are opened first and preempted last
+    resumed: Sequence[int] = ()  # its output so far, which another engine has emitted. It has not finished.
     tokens: list[int] = field(init=False)
     tree: TokenTree = field(init=False)
     finish: Finish | None = field(default=None, init=False)
-    n_tokens_most: int = field(init=False)
-    """Tokens of prompt and output, and KV cells, at most."""
-
-    prefix_hit: Prefix | None = field(default=None, init=False)
-    """What it starts with; set while it is being opened."""
-
-    n_retained: int = field(default=0, init=False)
-    """How many of its first tokens are retained, once it has finished."""
+    n_tokens_most: int = field(init=False)  # tokens of prompt and output, and KV cells, at most
+    prefix_hit: Prefix | None = field(default=None, init=False)  # what it starts with; set while it is being opened
+    n_retained: int = field(default=0, init=False)  # how many of its first tokens are retained, once it has finished
 
     def __post_init__(self) -> None:
         assert self.prompt, "an empty prompt has no last token to continue"

@@ -14,9 +14,7 @@ from pipeinfer.core.types import Clock
 CHEAP = 1.25
 """Rows are cheap while a run costs at most so many times a single row; two smaller runs are better beyond it."""
 
-MEMORY = 0.98
-"""The weight of an observation after the next one."""
-
+MEMORY = 0.98  # the weight of an observation after the next one
 FAITH_IN_TIMES, FAITH_IN_SLOPE = 2.0, 5.0
 """Weights, in observations, of the timed costs and of a timed slope. While all runs have one row, an excess after a
 short context means a busy machine, and after a long one attention."""
@@ -26,24 +24,17 @@ LARGEST_EXCESS = 3.0
 
 PER_TOKENS = 1000.0
 
-CHUNK_MEMORY = 4
-"""Chunks of prompts in the running mean of their costs; a long prompt has a dozen."""
-
-CHUNKS = (8, 16, 32, 64, 128, 256, 512, 1024)
-"""Sizes of chunks that are considered beside those timed."""
-
+CHUNK_MEMORY = 4  # chunks of prompts in the running mean of their costs; a long prompt has a dozen
+CHUNKS = (8, 16, 32, 64, 128, 256, 512, 1024)  # sizes of chunks that are considered beside those timed
 NEARLY, WORTH = 1.25, 2.0
 """How much longer prompts may take in larger chunks than in the best, and in the largest chunk."""
 
-TILED = 2.0
-"""How much cheaper than linear rows beyond those timed may be, as kernels are tiled."""
+TILED = 2.0  # how much cheaper than linear rows beyond those timed may be, as kernels are tiled
 
 
-RowTimes = Mapping[int, float]
-"""Rows of a run -> seconds."""
+RowTimes = Mapping[int, float]  # rows of a run -> seconds
 
-ChunkTime = tuple[int, float] | None
-"""Rows and seconds of a chunk of a prompt."""
+ChunkTime = tuple[int, float] | None  # rows and seconds of a chunk of a prompt
 
 
 class RunCost:
@@ -168,9 +159,7 @@ def interpolate(xs: tuple[float, ...], ys: tuple[float, ...], x: float) -> float
 
 # -- pace
 
-PACE_MEMORY = 8
-"""Observations in a running mean of times."""
-
+PACE_MEMORY = 8  # observations in a running mean of times
 MARGIN_S, OFF, LOOKAHEAD = 1e-3, 2.0, 0.5
 """A run is due before the slowest stage is free, to be there in time: by MARGIN_S, and OFF times the recent errors of
 costs and of the head, but by LOOKAHEAD of a one-row run at most. A run that is sent later uses more verdicts."""

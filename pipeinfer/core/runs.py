@@ -8,8 +8,7 @@ from pipeinfer.core.blocks import Span
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.types import POSITION_END, FloatArray
 
-MAX_OPS = 2048
-"""Operations of a run at most."""
+MAX_OPS = 2048  # operations of a run at most
 
 
 class OpKind(IntEnum):
@@ -47,16 +46,14 @@ class Row:
     token: int
     position: int
     seqs: tuple[int, ...]
-    n_wanted: int = 1
-    """Answers wanted: 0 for context, 1 of the target, of a draft the number of guesses."""
+    n_wanted: int = 1  # answers wanted: 0 for context, 1 of the target, of a draft the number of guesses
 
 
 class Opening(NamedTuple):
     """What the stages are told of a request with its first run."""
 
     sampling: SamplingParams
-    n_prompt: int
-    """Tokens of the prompt: the position of the output's first token."""
+    n_prompt: int  # tokens of the prompt: the position of the output's first token
 
 
 @dataclass(slots=True)
@@ -66,10 +63,8 @@ class Run:
     id: int
     rows: list[Row]
     ops: list[KvOp] = field(default_factory=list)
-    opens: dict[int, Opening] = field(default_factory=dict)
-    """Requests whose first run this is."""
-    span: Span | None = None
-    """The rows are whole blocks of it, see `blocks`."""
+    opens: dict[int, Opening] = field(default_factory=dict)  # requests whose first run this is
+    span: Span | None = None  # the rows are whole blocks of it, see `blocks`
 
     @property
     def begins_blocks(self) -> bool:
@@ -93,10 +88,8 @@ class Verdict:
 
     run_id: int
     tokens: tuple[int, ...]
-    cancelled: bool = False
-    """At least the last stage did not evaluate the run; `tokens` is empty."""
-    slowest_s: float = 0.0
-    """Seconds in the slowest stage; 0: unknown."""
+    cancelled: bool = False  # at least the last stage did not evaluate the run; `tokens` is empty
+    slowest_s: float = 0.0  # seconds in the slowest stage; 0: unknown
     features: FloatArray | None = field(default=None, compare=False)
     """(n_rows, n), what a draft reads of each row; those of dead rows are void. None: no draft reads any."""
 

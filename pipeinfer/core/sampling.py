@@ -32,25 +32,18 @@ HEADS = (1 / 512, 5 / 32)
 sure; the second is above a tenth, below which numpy's search for indices is slower."""
 
 SAMPLE_EVERY = 64  # logits, of which one is sampled to find the least of such a share
-
 N_EXACT = 512  # candidates whose noise is computed without bounding it first
-
 MIN_TEMP = 1e-30  # lower temperatures are greedy: they would overflow as divisors
-
 BELOW_BEST = 8.0
 """Of many candidates, those whose scores are further below the best are left out: each is less than e^-8 as likely."""
 
-MAX_BIASES = 2048
-"""Of one request, limited by the messages between ranks."""
-
+MAX_BIASES = 2048  # of one request, limited by the messages between ranks
 BIAS = re.compile(r"([0-9]{1,10})([+-](?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?|-inf(?:inity)?)")
 MAX_TOKEN_ID, MAX_BIAS = 2**31 - 1, 1e9
 
 TEMPERATURE = ("--temp", "--temperature")
 
-IDS_A_JUMP = 700
-"""So many consecutive numbers take as long as a jump to one number."""
-
+IDS_A_JUMP = 700  # so many consecutive numbers take as long as a jump to one number
 WORDS_A_BLOCK = 4  # the generator's counter counts blocks
 
 

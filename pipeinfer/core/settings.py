@@ -6,9 +6,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
 KEY = "setting"
-REQUIRED = MISSING
-"""The default of a setting that must be given."""
-
+REQUIRED = MISSING  # the default of a setting that must be given
 MAX_WIDTH, MAX_DEPTH, MAX_TREE = 16, 64, 1000
 """Limits of policies' settings: guesses after one token, after each other, and of one tree."""
 

@@ -15,11 +15,8 @@ from pipeinfer.core.runs import Guess
 from pipeinfer.core.tree import LOOKED_UP, Node
 from pipeinfer.core.types import Clock, FloatArray, RoundRobin
 
-MAX_INFLIGHT = 2
-"""Runs in flight at a larger draft at most: one is evaluated, the next one is there when it is done."""
-
-N_TIMED = 9
-"""Steps of the smallest draft whose median is what a step takes: some read tokens first, or are interrupted."""
+MAX_INFLIGHT = 2  # runs in flight at a larger draft at most: one is evaluated, the next one is there when it is done
+N_TIMED = 9  # steps of the smallest draft whose median is what a step takes: some read tokens first, or are interrupted
 
 
 class _Step(NamedTuple):

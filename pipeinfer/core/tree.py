@@ -7,8 +7,7 @@ from enum import Enum
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.types import NO_TOKEN
 
-LOOKED_UP = -1
-"""In place of a draft's number: the guess was known at once (`InstantDrafter`)."""
+LOOKED_UP = -1  # in place of a draft's number: the guess was known at once (`InstantDrafter`)
 
 
 class State(Enum):

@@ -11,14 +11,9 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 
-NO_TOKEN = -1
-"""In a verdict: no token was wanted after the row, or the row was dead."""
-
-FAILED = -2
-"""In a verdict: the request's constraint exceeds its limits."""
-
-POSITION_END = 2**31 - 1
-"""As the end of a range of positions: the end of the sequence."""
+NO_TOKEN = -1  # in a verdict: no token was wanted after the row, or the row was dead
+FAILED = -2  # in a verdict: the request's constraint exceeds its limits
+POSITION_END = 2**31 - 1  # as the end of a range of positions: the end of the sequence
 
 
 class ConstraintFailed(Exception):

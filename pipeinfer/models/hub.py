@@ -15,9 +15,7 @@ from typing import Any
 from pipeinfer.errors import UserError
 from pipeinfer.text import size_text
 
-PREFIX = "hf:"
-"""The beginning of a path that is the name of a model on the hub."""
-
+PREFIX = "hf:"  # the beginning of a path that is the name of a model on the hub
 USUAL = ("Q4_K_M", "Q8_0")
 """Quantisations for names without one, the first that the repository has; else its first file is taken."""
 

@@ -58,25 +58,18 @@ from pipeinfer.policies.likeliest import (
     unsent_in_reach,
 )
 
-LEAST, LEAST_LOOKED_UP = 0.003, 0.06
-"""Less probable guesses do not enter the tree."""
-
-PATIENCE = 0.2
-"""One-row runs for which the slowest stage may wait for an expected verdict."""
-
+LEAST, LEAST_LOOKED_UP = 0.003, 0.06  # less probable guesses do not enter the tree
+PATIENCE = 0.2  # one-row runs for which the slowest stage may wait for an expected verdict
 EARLIER = 0.3
 """One-row runs that a guess gains in this run instead of the next; less than one, as a verdict between the two may
 refute it."""
 
-N_BEHIND = 4
-"""Tokens that the draft reads at no cost before it guesses again."""
-
+N_BEHIND = 4  # tokens that the draft reads at no cost before it guesses again
 OFTEN_RIGHT, REPAID = 0.9, 0.5
 """How often a good draft's likeliest guess is right, and the share of what that would save of the rest of a text which
 a step to learn it may cost."""
 
-READ_AT_ONCE = 8
-"""Tokens that a draft reads in the time of a step, at least."""
+READ_AT_ONCE = 8  # tokens that a draft reads in the time of a step, at least
 
 
 @dataclass(unsafe_hash=True)  # it has no settings

@@ -52,7 +52,6 @@ class FlowSpec(PaperPolicy):
     _end: int = field(default=0, init=False, repr=False, compare=False)  # position of the last layer to draft
     _take: Selection | None = field(default=None, init=False, repr=False, compare=False)  # selects nodes of it then
     _sequence: list[Node] = field(default_factory=list, init=False, repr=False, compare=False)  # S, its unsent part
-
     _n_empty: int = field(default=0, init=False, repr=False, compare=False)  # segments in flight without a live node
     _has_returned: bool = field(default=False, init=False, repr=False, compare=False)  # one of them, not expanded after
 

@@ -12,11 +12,8 @@ from dataclasses import dataclass, field
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.tree import Node, Settled
 
-LEARNING_RATE, LARGEST_BIAS = 0.2, 4.0
-"""Of the correction, in log-odds."""
-
-HIT_MEMORY = 16
-"""Verdicts in the running means of right guesses."""
+LEARNING_RATE, LARGEST_BIAS = 0.2, 4.0  # of the correction, in log-odds
+HIT_MEMORY = 16  # verdicts in the running means of right guesses
 
 
 @dataclass
@@ -64,15 +61,9 @@ class Calibration:
             self.met(right is not None)
 
 
-LEAST_POWER, MOST_POWER = 0.3, 3.0
-"""Of the power."""
-
-POWER_MEMORY = 0.98
-"""The weight of a token after the next one."""
-
-PRIOR = 20.0
-"""The weight of a power of 1, in squared nats; a guessed-at token weighs one to four."""
-
+LEAST_POWER, MOST_POWER = 0.3, 3.0  # of the power
+POWER_MEMORY = 0.98  # the weight of a token after the next one
+PRIOR = 20.0  # the weight of a power of 1, in squared nats; a guessed-at token weighs one to four
 TINY = 1e-9
 
 
@@ -151,14 +142,9 @@ class PauseNotices:
 
 # -- guesses that are wrong
 
-SILENT_BELOW, RESUMED_ABOVE = 0.06, 0.15
-"""Running means of the share of guessed-at tokens that had been guessed."""
-
-SHORTEST, LONGEST = 4, 64
-"""Roots without guesses before a try."""
-
-LONGEST_TRY = 32
-"""Roots of a try at most: the draft reads first what came meanwhile."""
+SILENT_BELOW, RESUMED_ABOVE = 0.06, 0.15  # running means of the share of guessed-at tokens that had been guessed
+SHORTEST, LONGEST = 4, 64  # roots without guesses before a try
+LONGEST_TRY = 32  # roots of a try at most: the draft reads first what came meanwhile
 
 
 @dataclass
@@ -193,27 +179,17 @@ class SpeculationBackoff:
 
 # -- guesses that cost time
 
-N_WITH, N_WITHOUT = 12, 8
-"""Tokens over which the one and the other is measured at least."""
-
-N_SKIPPED = 2
-"""Verdicts after a change that count for neither: runs of before are in flight."""
-
+N_WITH, N_WITHOUT = 12, 8  # tokens over which the one and the other is measured at least
+N_SKIPPED = 2  # verdicts after a change that count for neither: runs of before are in flight
 SURELY = 0.9
 """Guesses are put to the test unless a token takes less than this share of what it takes without, by estimate."""
 
-LOSS = 1.03
-"""Times as long as without guesses that a token may take with them."""
-
+LOSS = 1.03  # times as long as without guesses that a token may take with them
 LEAST_REST, LONGEST_REST = 32, 1536
 """Tokens without guesses before they are tried again: twice as many each time that they do not pay."""
 
-SHARE_OF_TRIES = 0.02
-"""Of the time, which trying guesses again may cost."""
-
-MOST_LINES = 2
-"""For the user of one text: where guesses hardly matter the answer changes often."""
-
+SHARE_OF_TRIES = 0.02  # of the time, which trying guesses again may cost
+MOST_LINES = 2  # for the user of one text: where guesses hardly matter the answer changes often
 TRUSTED, TRUSTED_MOST = 256, 1024
 """Tokens for which the time without guesses holds once it was measured: twice as many each time that the next
 measurement has the same answer."""

@@ -8,9 +8,7 @@ from pipeinfer.core.policy import N_ROWS, Answer, AwaitDraft, PaperPolicy, Polic
 from pipeinfer.core.settings import MAX_RUN, setting
 from pipeinfer.core.tree import Node
 
-SYNCHRONOUS_WINDOW = 8
-"""Tokens a draft makes before it waits, in the paper's baseline (section 4.4)."""
-
+SYNCHRONOUS_WINDOW = 8  # tokens a draft makes before it waits, in the paper's baseline (section 4.4)
 LOOKAHEAD_HELP = (
     f"Tokens that each model waits for before it verifies them; 0: none, with --no-async {SYNCHRONOUS_WINDOW}."
 )

@@ -194,8 +194,7 @@ class KnownText:
         return []
 
 
-Guesses = Sequence[tuple[int, float]]
-"""A draft's guesses for a token: pairs of token and probability, likeliest first."""
+Guesses = Sequence[tuple[int, float]]  # a draft's guesses for a token: pairs of token and probability, likeliest first
 
 
 @dataclass(frozen=True)
@@ -242,8 +241,8 @@ class RecordedChoices:
 
     def guesses(self, start: int, branch: Branch, width: int, age: int = 0) -> list[Guess]:
         index = start - self.n_prompt + 1
-        known = self.known[index if 0 <= index < len(self.known) else 0]
-        guesses = self._after_wrong(index, branch) if branch else known
+        right = self.known[index if 0 <= index < len(self.known) else 0]
+        guesses = self._after_wrong(index, branch) if branch else right
         return [Guess(token, probability) for token, probability in guesses[:width]]
 
     def _after_wrong(self, index: int, branch: Branch) -> Guesses:

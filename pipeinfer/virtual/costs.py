@@ -133,21 +133,15 @@ class Profile:
     link: LinkCost
     head: HeadCost
     head_is_first: bool = False
-    sleeps: bool = False
-    """Waiting ranks sleep between polls, as in `Idle`; measured costs include that."""
-    slowdown: tuple[float, ...] = ()
-    """A row's slowdown when 1, 2, … ranks of a host compute. Empty: none."""
+    sleeps: bool = False  # waiting ranks sleep between polls, as in `Idle`; measured costs include that
+    slowdown: tuple[float, ...] = ()  # a row's slowdown when 1, 2, … ranks of a host compute. Empty: none.
     slowdown_of_many: tuple[float, ...] = ()
     """The same for MANY_ROWS rows and more, which are bound by arithmetic. Empty: as one row."""
-    acceptance: tuple[float, ...] = ()
-    """Each draft's published acceptance rate with the target."""
+    acceptance: tuple[float, ...] = ()  # each draft's published acceptance rate with the target
     host: HostWork = HostWork()
-    blocks: bool = False
-    """Prompts are cut into blocks; see `pipeinfer.core.blocks`."""
-    parked: bool = False
-    """Rejected cells stay occupied until the cache is packed, as with libllama's exact numerics."""
-    wire_type: WireType = WireType.F32
-    """The type of activations in messages."""
+    blocks: bool = False  # prompts are cut into blocks; see `pipeinfer.core.blocks`
+    parked: bool = False  # rejected cells stay occupied until the cache is packed, as with libllama's exact numerics
+    wire_type: WireType = WireType.F32  # the type of activations in messages
 
     def crowding(self, n_busy: int, n_rows: int) -> float:
         """A run's slowdown when `n_busy` ranks compute, its own included."""

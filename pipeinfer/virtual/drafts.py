@@ -14,8 +14,7 @@ from pipeinfer.virtual.choices import Choices
 from pipeinfer.virtual.costs import Profile
 from pipeinfer.virtual.pipeline import SimPipeline, soonest_s
 
-N_CHUNK = 32
-"""Committed tokens in a run of a larger draft."""
+N_CHUNK = 32  # committed tokens in a run of a larger draft
 
 
 @dataclass(slots=True)

@@ -32,8 +32,7 @@ from pipeinfer.virtual.pipeline import SimPipeline, SimStage, SimWaiter, Virtual
 
 N_CHUNK = 128  # as in `pipeinfer run`
 N_CELLS_SPARE = 512
-SHOWN = ("policy", "variant", "settings", "seed", "temp", "numerics")
-"""Columns of the experiment in --json."""
+SHOWN = ("policy", "variant", "settings", "seed", "temp", "numerics")  # columns of the experiment in --json
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +59,8 @@ class Simulated:
             for role in ("model", "model_draft")
         }
         request, tracks, n_cancels = self.request, self._tracks(), pipeline.ledger.n_cancel_messages
-        known = dict(profile=self.profile.name, **models)
-        return make_result(request, self.metrics, experiment, SHOWN, tracks, hops, n_cancels, **known)
+        columns = dict(profile=self.profile.name, **models)
+        return make_result(request, self.metrics, experiment, SHOWN, tracks, hops, n_cancels, **columns)
 
     @property
     def _first_rank(self) -> int:

@@ -10,7 +10,6 @@ MAX_BATCH = 2048  # prompt tokens a run: every rank has buffers for so many rows
 N_CELLS_SPARE = 512  # cells above the context, for guesses and, with exact numerics, for parked cells
 CELLS_PADDING = 256  # libllama's
 MAX_PROMPTS = 4  # in blocks that are read at a time: each has a context of its own meanwhile
-
 MEANINGS = "tokens of context,cells,prompt tokens a run,guesses a run,nodes a run,requests,prompts at a time,branches"
 MEANINGS += ",sequences,guesses at a time"
 """Of the fields of `Capacity`, for users."""

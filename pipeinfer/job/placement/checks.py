@@ -50,8 +50,8 @@ def check_cache_types(
     """Raises UserError for types that the numerics, a backend or a model does not allow."""
     target, draft = options.cache, options.draft_cache
     if options.numerics == "exact" and target != F16_CACHE and not any(rank.target.uses_gpus for rank in devices):
-        given, own = f"--cache-type-k {target.k} --cache-type-v {target.v}", "types of its own, 16 bits a number"
-        raise UserError(f"{given}: --numerics exact needs {own}; give --numerics fast, or {F16_WAY_OUT}")
+        types_are, needed = f"--cache-type-k {target.k} --cache-type-v {target.v}", "types of its own, 16 bits a number"
+        raise UserError(f"{types_are}: --numerics exact needs {needed}; give --numerics fast, or {F16_WAY_OUT}")
     if (target, draft) != (F16_CACHE, F16_CACHE):
         for rank, device in enumerate(rank.target for rank in devices):
             if device.is_torch:

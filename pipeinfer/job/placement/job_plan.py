@@ -23,12 +23,8 @@ from pipeinfer.models.gguf.contents import FileState
 from pipeinfer.models.gguf.model_info import DraftHead, ModelInfo, layers_read
 from pipeinfer.virtual.costs import Profile
 
-TARGET = -1
-"""In the place of a draft's number."""
-
-N_DIGITS = 12
-"""Of a plan's hash."""
-
+TARGET = -1  # in the place of a draft's number
+N_DIGITS = 12  # of a plan's hash
 SHARED_CORES = "ranks share cores, and predictions do not know who waits: with guesses they are off by up to a quarter"
 
 

@@ -19,11 +19,8 @@ from pipeinfer.models.llama.params import MANY, LlamaParams, TypeRows, in_groups
 
 Devices = Iterable[DevicePlan]
 
-N_DIGITS = 4
-"""Of a digest of what repacked kernels add up to: they differ between processors."""
-
-IN_GROUPS = re.compile(r"\.x\d")
-"""In the names of numerics whose rows come in groups; see `named`."""
+N_DIGITS = 4  # of a digest of what repacked kernels add up to: they differ between processors
+IN_GROUPS = re.compile(r"\.x\d")  # in the names of numerics whose rows come in groups; see `named`
 
 
 @dataclass(frozen=True, slots=True)

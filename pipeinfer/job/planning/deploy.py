@@ -91,9 +91,9 @@ def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: i
         raise DoesNotFit(f"{error}{began if resumed and not allows_others else ''}", plan) from None
     if resumed and plan.numerics.name != resumed:
         if not allows_others:
-            begun = f"what is to go on was begun with numerics {resumed}, and here they are {plan.numerics.name}"
+            began = f"what is to go on was begun with numerics {resumed}, and here they are {plan.numerics.name}"
             way_out = "start anew, or go on all the same with --allow-other-numerics"
-            raise UserError(f"{begun}: the text may be another one from here on; {way_out}")
+            raise UserError(f"{began}: the text may be another one from here on; {way_out}")
         plan = replace(plan, notes=(*plan.notes, OTHER_NUMERICS.format(resumed, plan.numerics.name)))
     translations = [None if draft.head else draft_translation(info.path, draft.path) for draft in plan.drafts]
     return replace(plan, translations=tuple(translations), resumed_numerics=resumed)

@@ -28,12 +28,8 @@ from pipeinfer.virtual.nodes import RUN_S
 from pipeinfer.virtual.profile import load_profile, spread_over
 from pipeinfer.virtual.simulation import Simulated, simulate
 
-ETHERNET = "ethernet"
-"""The profile whose links join the machines, and whose office computers have the large pair."""
-
-LARGE, N_LARGE, N_PROMPT = "llama-70b-1b", 128, 128
-"""The pair, and the tokens of its synthetic text and prompt."""
-
+ETHERNET = "ethernet"  # the profile whose links join the machines, and whose office computers have the large pair
+LARGE, N_LARGE, N_PROMPT = "llama-70b-1b", 128, 128  # the pair, and the tokens of its synthetic text and prompt
 N_CELLS = 512
 
 
@@ -99,8 +95,7 @@ TITLE = """Tokens/s of machines like this one on Gigabit Ethernet: timed here, s
 there. Guesses for this text are looked up in it. Llama 70B (Q4_K_M) is on
 office computers of 30 GB, those of the profile ethernet; -: it does not fit."""
 
-Speeds = Sequence[float | None]
-"""Tokens a second in the columns after the first."""
+Speeds = Sequence[float | None]  # tokens a second in the columns after the first
 
 
 def machine_speeds(

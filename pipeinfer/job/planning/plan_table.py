@@ -18,12 +18,8 @@ RANKS_SHOWN = 8  # in a line
 ALWAYS = ("rank", "host", "role", "layers", "weights", "KV", "memory", "spare", "threads")
 """Columns that fit on a narrow terminal."""
 
-WHERE = ("backend", "device")
-"""Columns of a narrow terminal besides, where the user chose one a rank."""
-
-USUAL = {"backend": "llama"}
-"""A column all of whose cells are this, or else a dash, is not shown."""
-
+WHERE = ("backend", "device")  # columns of a narrow terminal besides, where the user chose one a rank
+USUAL = {"backend": "llama"}  # a column all of whose cells are this, or else a dash, is not shown
 CELLS: Mapping[str, Callable[[Row], str]] = {
     "rank": lambda row: str(row["rank"]),
     "host": lambda row: row["host"],

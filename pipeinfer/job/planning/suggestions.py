@@ -16,11 +16,8 @@ from pipeinfer.policies import Iterative
 from pipeinfer.text import count_text, size_text
 from pipeinfer.virtual.nodes import Node
 
-MOST_NODES = 64
-"""Further hosts in a suggestion, at most."""
-
-GAIN = 1.03
-"""The least factor by which a suggestion makes a plan faster."""
+MOST_NODES = 64  # further hosts in a suggestion, at most
+GAIN = 1.03  # the least factor by which a suggestion makes a plan faster
 
 
 @dataclass(frozen=True, slots=True)

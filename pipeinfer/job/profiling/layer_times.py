@@ -45,17 +45,12 @@ if TYPE_CHECKING:  # imports MPI
     from pipeinfer.cluster.transport import Link
     from pipeinfer.job.launch.start import Crew
 
-TIMED_BYTES = 128 << 20
-"""Weights that are timed: more than caches hold, so that they come from where a stage's will."""
+TIMED_BYTES = 128 << 20  # weights that are timed: more than caches hold, so that they come from where a stage's will
+ALIKE = 1.1  # times of ranks of a kind may differ by this factor, which is noise
 
-ALIKE = 1.1
-"""Times of ranks of a kind may differ by this factor, which is noise."""
+Span = tuple[int, int]  # layers [first, last)
 
-Span = tuple[int, int]
-"""Layers [first, last)."""
-
-Kind = tuple[object, ...]
-"""Processor, cores, threads and device: what tells ranks' speeds apart before they are timed."""
+Kind = tuple[object, ...]  # processor, cores, threads and device: what tells ranks' speeds apart before they are timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,8 +140,7 @@ N_ROUNDS = 3
 """Ranks that look alike and differ are timed so often at most, and the best counts: the result is kept, and a host may
 have been busy for a moment."""
 
-SOURCE = "source"
-"""A field that is not kept: the reader of times knows it."""
+SOURCE = "source"  # a field that is not kept: the reader of times knows it
 
 
 def with_layer_times(

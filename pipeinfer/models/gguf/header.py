@@ -49,11 +49,9 @@ MAX_KEYS = MAX_TENSORS = 1 << 16
 MAX_ARRAY = 1 << 24
 MAX_NAME_BYTES = 1 << 16
 MAX_TENSOR_NAME_BYTES = 63  # ggml's
-MAX_SMALL_ARRAY = 4096
-"""Numeric arrays up to this length are read; longer ones (token scores) belong to vocabularies."""
+MAX_SMALL_ARRAY = 4096  # numeric arrays up to this length are read; longer ones (token scores) belong to vocabularies
 READ_BYTES = 1 << 20
-N_SAMPLES = 3
-"""Blocks of each tensor's data in a file's digest."""
+N_SAMPLES = 3  # blocks of each tensor's data in a file's digest
 
 
 @dataclass(frozen=True, slots=True)

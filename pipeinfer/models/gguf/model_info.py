@@ -16,9 +16,7 @@ from pipeinfer.models.gguf.validation import NumberCheck
 
 MAX_LAYERS = 512
 OTHER_TYPES = {"mmproj": "a projector of images or sounds", "adapter": "an adapter (LoRA)"}
-OWN_HEAD = Path("mtp")
-"""In the place of a draft's path: the head in the target's own file."""
-
+OWN_HEAD = Path("mtp")  # in the place of a draft's path: the head in the target's own file
 _FILE_TYPES = """F32 F16 Q4_0 Q4_1 - - - Q8_0 Q5_0 Q5_1 Q2_K Q3_K_S Q3_K_M Q3_K_L Q4_K_S Q4_K_M Q5_K_S Q5_K_M Q6_K
 IQ2_XXS IQ2_XS Q2_K_S IQ3_XS IQ3_XXS IQ1_S IQ4_NL IQ3_S IQ3_M IQ2_S IQ2_M IQ4_XS IQ1_M BF16 - - - TQ1_0 TQ2_0 MXFP4
 NVFP4 Q1_0 Q2_0"""
@@ -179,8 +177,8 @@ def model_of(headers: Sequence[Header]) -> ModelInfo:
     architecture = value_of(metadata, "general.architecture", "")
     if architecture not in ARCHITECTURES:
         names = ", ".join(sorted(name for name, each in ARCHITECTURES.items() if not each.refused))
-        known = f"those that can be cut into layer slices are {names}"
-        raise UserError(f"{path}: architecture {architecture!r} is not known here; {known}")
+        possible = f"those that can be cut into layer slices are {names}"
+        raise UserError(f"{path}: architecture {architecture!r} is not known here; {possible}")
     by_name = {tensor.name: tensor for header in headers for tensor in header.tensors}
     table = by_name.get("token_embd.weight")
     n_blocks = whole_number(path, metadata, f"{architecture}.block_count", 0, MAX_LAYERS)

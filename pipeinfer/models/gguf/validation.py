@@ -86,11 +86,8 @@ def _spread(values: tuple[object, ...], n: int) -> tuple[object, ...]:
     return values * n if len(values) == 1 else values
 
 
-SPACE = "▁"
-"""SentencePiece's space."""
-
-VOCABULARY = "tokenizer.ggml."
-"""The beginning of a vocabulary's keys."""
+SPACE = "▁"  # SentencePiece's space
+VOCABULARY = "tokenizer.ggml."  # the beginning of a vocabulary's keys
 
 
 def vocabulary_digest(path: Path) -> str:

@@ -16,8 +16,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.header import ARRAY, FLOAT32, SCALARS, UINT32, Scalar, Tensor
 from pipeinfer.text import size_text
 
-ALIGNMENT = 32
-"""The default of files whose metadata have none."""
+ALIGNMENT = 32  # the default of files whose metadata have none
 
 
 def encode_number(number: int | float) -> bytes:
@@ -108,8 +107,7 @@ PROT_NONE, PROT_READ_WRITE = 0, 3
 MAP_SHARED_FIXED, MAP_PRIVATE_ANONYMOUS = 0x11, 0x22
 MADV_COLLAPSE = 25
 
-ByteRange = tuple[int, int]
-"""(first byte, byte after the last)"""
+ByteRange = tuple[int, int]  # (first byte, byte after the last)
 
 
 def reserve_large_pages(fd: int, n_bytes: int, ranges: Iterable[ByteRange]) -> bool:

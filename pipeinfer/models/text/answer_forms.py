@@ -84,9 +84,7 @@ NO_TEXT = (
 )
 """Marks before a text that are no part of it."""
 
-MARK = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")
-"""A text that may be a control token."""
-
+MARK = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")  # a text that may be a control token
 MARKS = frozenset(
     mark
     for text in (*THOUGHTS, *THOUGHTS.values(), *NO_TEXT, *CLOSERS, *(form.mark for form in FORMS))
@@ -97,5 +95,4 @@ MARKS = frozenset(
 CALL_BEGINS = re.compile(r"\s*(?:[\[{<].*|[\w.-]*>?\s*(?:[\[{<].*)?)", re.DOTALL)
 """The beginning of a call behind its mark."""
 
-LEAST_MARK = 2
-"""The least number of characters of a mark, at the end of an answer that was cut, that are no text."""
+LEAST_MARK = 2  # the least number of characters of a mark, at the end of an answer that was cut, that are no text

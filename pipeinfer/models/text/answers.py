@@ -34,8 +34,7 @@ class AnswerPart(NamedTuple):
     text: str
 
 
-Step = list[AnswerPart] | None
-"""The parts of a step, maybe none; None if it needs more text."""
+Step = list[AnswerPart] | None  # the parts of a step, maybe none; None if it needs more text
 
 
 def opened_thought(prompt: str) -> str:

@@ -120,8 +120,7 @@ PLAIN_TEMPLATE = (
 )
 """For a model without a template."""
 
-PLAIN_STOP = "\nUser:"
-"""The beginning of a user's message, which a model without turns goes on to write."""
+PLAIN_STOP = "\nUser:"  # the beginning of a user's message, which a model without turns goes on to write
 
 
 def template_of(metadata: Mapping[str, Value]) -> str | None:
@@ -167,10 +166,8 @@ class ChatTemplate:
     source: str
     name: str
     variables: Mapping[str, Any] = field(default_factory=dict)
-    parses_messages: bool = False
-    """Names of control tokens in messages are these tokens, as in llama.cpp."""
-    n_characters: int = 1 << 26
-    """The largest rendered text."""
+    parses_messages: bool = False  # names of control tokens in messages are these tokens, as in llama.cpp
+    n_characters: int = 1 << 26  # the largest rendered text
     now_s: float = field(default_factory=time.time)
     process: LimitedProcess = field(default=LimitedProcess("pipeinfer.models.text.template_child"), compare=False)
 

@@ -25,9 +25,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MAX_BYTES = 128 << 10
-"""The largest text of a grammar or schema."""
-
+MAX_BYTES = 128 << 10  # the largest text of a grammar or schema
 PROCESS = LimitedProcess(
     "pipeinfer.models.text.grammar_text", ProcessLimits(cpu_s=1, wall_s=12.0, n_bytes=2 << 30, niceness=10)
 )
@@ -36,22 +34,15 @@ TOO_MUCH = (
     "the grammar or JSON schema takes too much time or memory: it is too large, or can read the same text in too many "
     "ways; give a smaller one, without parts that may be empty or repeated within repeated parts"
 )
-EXCERPT = re.compile(r"\n *\d+ \| ")
-"""In llguidance's errors: lines of its grammar, which no client has written."""
-
+EXCERPT = re.compile(r"\n *\d+ \| ")  # in llguidance's errors: lines of its grammar, which no client has written
 PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
 """The beginning of llguidance's errors: a place in that grammar."""
 
 IS_LIMIT = re.compile("panic|too (large|big|many items)|items; max|limit", re.IGNORECASE)
 
-N_THREADS = 4
-"""Threads that make matchers: a large grammar does not delay others."""
-
-N_CACHED = 8
-"""Cached matchers at the beginning of a text: the texts of one request share one."""
-
-CONTROL = b"\xff"
-"""The prefix of tokens that are not text, for llguidance."""
+N_THREADS = 4  # threads that make matchers: a large grammar does not delay others
+N_CACHED = 8  # cached matchers at the beginning of a text: the texts of one request share one
+CONTROL = b"\xff"  # the prefix of tokens that are not text, for llguidance
 
 
 # -- checks

@@ -14,12 +14,8 @@ WHITESPACE = r"\x20|\n{1,2}[\x20\t]{0,20}"
 
 MERGED = ("allOf", "anyOf", "oneOf", "$ref")
 
-MAPS = ("properties", "patternProperties", "$defs", "definitions")
-"""Keywords whose objects have schemas by name."""
-
-VALUES = ("const", "enum", "default", "examples")
-"""Keywords whose values are no schemas."""
-
+MAPS = ("properties", "patternProperties", "$defs", "definitions")  # keywords whose objects have schemas by name
+VALUES = ("const", "enum", "default", "examples")  # keywords whose values are no schemas
 DROPPED = (
     *"propertyNames uniqueItems not if then else dependentRequired dependentSchemas dependencies contains".split(),
     *"minContains maxContains unevaluatedProperties unevaluatedItems $dynamicRef $recursiveRef".split(),
@@ -29,9 +25,7 @@ DROPPED = (
 FORMATS = (*"date-time time date duration email hostname ipv4 ipv6 uuid uri".split(),)
 """Formats of texts that it has grammars for. Others are annotations, as in JSON Schema."""
 
-LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")
-"""Of a pattern: look-ahead, look-behind and references to groups."""
-
+LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")  # of a pattern: look-ahead, look-behind and references to groups
 PROCESS = LimitedProcess(__name__, ProcessLimits(cpu_s=1, wall_s=3.0, niceness=10))
 
 

@@ -12,12 +12,8 @@ from typing import Any
 
 from pipeinfer.child import python_command
 
-N_TRIES = 2
-"""Attempts, if the process is killed or stopped from outside."""
-
-CHECK_EVERY_S = 1.0
-"""Seconds between checks whether the process was stopped."""
-
+N_TRIES = 2  # attempts, if the process is killed or stopped from outside
+CHECK_EVERY_S = 1.0  # seconds between checks whether the process was stopped
 START = "import os; os.nice(int(sys.argv[1])); from pipeinfer.child import answer_within; answer_within(*sys.argv[2:])"
 
 

@@ -17,8 +17,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 T = TypeVar("T")
 
-CHAT_S = 1.0
-"""CPU seconds for one text, so that the others of the same request are rendered in any case."""
+CHAT_S = 1.0  # CPU seconds for one text, so that the others of the same request are rendered in any case
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:

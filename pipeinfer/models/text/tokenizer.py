@@ -30,11 +30,9 @@ MARKER = re.compile(r"<[^<>]+>")
 
 SPACE = " \t\n\v\f\r"
 
-Span = tuple[int, int]
-"""A part of a text: its first character, and the one behind its last."""
+Span = tuple[int, int]  # a part of a text: its first character, and the one behind its last
 
-Piece = tuple[bytes, bool]
-"""A token's spelling, and whether it is a byte token, whose spelling is not its text."""
+Piece = tuple[bytes, bool]  # a token's spelling, and whether it is a byte token, whose spelling is not its text
 
 
 class Tokenizer:

@@ -13,8 +13,7 @@ from pipeinfer.models.text.json_schema import json_rule
 from pipeinfer.models.text.tokenizer import ATTR_CONTROL, Tokenizer
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"
-MAX_CALLS = 16
-"""The most required calls of an answer: a model may never end them."""
+MAX_CALLS = 16  # the most required calls of an answer: a model may never end them
 
 
 @dataclass(frozen=True, slots=True)

@@ -134,11 +134,8 @@ class CellTable:
 
 Upload = Callable[[torch.Tensor], torch.Tensor]
 
-SPARSE = 2.0
-"""Attention by sequence is chosen where all rows over all cells would compute more than this factor."""
-
-BLOCK = 256
-"""Cells that `attend_in_order` adds up at once."""
+SPARSE = 2.0  # attention by sequence is chosen where all rows over all cells would compute more than this factor
+BLOCK = 256  # cells that `attend_in_order` adds up at once
 
 
 class VisibleCells(Protocol):

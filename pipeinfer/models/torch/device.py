@@ -9,8 +9,7 @@ import torch
 
 from pipeinfer.core.types import FloatArray
 
-Check = Callable[[FloatArray], None]
-"""Raises for rows that a sound model cannot compute."""
+Check = Callable[[FloatArray], None]  # raises for rows that a sound model cannot compute
 
 
 class Mark(Protocol):

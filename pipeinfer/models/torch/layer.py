@@ -18,8 +18,7 @@ from pipeinfer.models.torch.matrices import Weight, gated_apart, in_groups, mult
 from pipeinfer.models.torch.params import CUDA, Hyperparameters
 from pipeinfer.models.torch.weights import Weights
 
-BLOCK = 256
-"""Positions computed at a time, so that an angle has the same bits in every run."""
+BLOCK = 256  # positions computed at a time, so that an angle has the same bits in every run
 
 
 class RopeTable:
@@ -59,8 +58,7 @@ def deinterleaved_order(n_heads: int, head_dim: int, n_rot: int) -> torch.Tensor
 
 Gate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
-LEAST_SUM = 6.103515625e-5
-"""libllama divides the shares of a row's experts by no smaller sum."""
+LEAST_SUM = 6.103515625e-5  # libllama divides the shares of a row's experts by no smaller sum
 
 grouped_mm: Callable[..., torch.Tensor] | None = getattr(torch.nn.functional, "grouped_mm", None)
 """In torch 2.10 and newer."""

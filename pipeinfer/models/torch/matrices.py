@@ -25,21 +25,14 @@ from pipeinfer.errors import UserError
 from pipeinfer.models.torch.params import CUDA
 
 GROUP = 32
-MIDDLE = 8
-"""Subtracted from a number before it is multiplied with its scale."""
-
+MIDDLE = 8  # subtracted from a number before it is multiplied with its scale
 LARGEST_INT4 = 15
-ROWS = 64
-"""The kernels take matrices with whole multiples of 16 rows; on CPUs each 64 are packed by themselves."""
-
-PACKED_PIECE = 1 << 24
-"""Numbers that are packed at a time on a CPU: 4 bytes each meanwhile."""
-
+ROWS = 64  # the kernels take matrices with whole multiples of 16 rows; on CPUs each 64 are packed by themselves
+PACKED_PIECE = 1 << 24  # numbers that are packed at a time on a CPU: 4 bytes each meanwhile
 ALLOWED = 0.02
 
 Q4_0, Q4_1, Q4_K = (int(GGMLQuantizationType[name]) for name in ("Q4_0", "Q4_1", "Q4_K"))
-BLOCK_BYTES = {Q4_0: 18, Q4_1: 20, Q4_K: 144}
-"""By GGML type."""
+BLOCK_BYTES = {Q4_0: 18, Q4_1: 20, Q4_K: 144}  # by GGML type
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -195,14 +188,11 @@ HAS_WIDE_SUMS = hasattr(torch.ops.aten.mm, "dtype")
 """Whether torch returns a GPU's sums of bf16 in float32: not rounded, so that logits keep their order."""
 
 LARGEST_INT8 = 127
-FEW_ROWS = 16
-"""Up to so many torch's kernel is as fast as the other way, or faster (measured)."""
-
+FEW_ROWS = 16  # up to so many torch's kernel is as fast as the other way, or faster (measured)
 KERNEL_WIDTH = 32
 """Numbers of a row that the kernel takes at a time, beyond the end of a row too: other widths crash it."""
 
-PIECE = 1 << 22
-"""Numbers that are bf16 at a time: little memory, and in the cache when they are used."""
+PIECE = 1 << 22  # numbers that are bf16 at a time: little memory, and in the cache when they are used
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,9 +267,7 @@ def _multiply_int8(rows: torch.Tensor, weight: Int8) -> torch.Tensor:
 SIZES = (8, 4, 2)
 """Sizes of groups; the first that computes every row alike is taken, else rows are computed one by one."""
 
-THREADS = (1, 2, 3, 4, 8)
-"""Numbers of threads that must compute alike."""
-
+THREADS = (1, 2, 3, 4, 8)  # numbers of threads that must compute alike
 ONE_THREAD = 32768
 """Elementwise operations on up to so many numbers have one thread. Beyond, where a thread begins depends on their
 number, and its last numbers may be computed without vectors, with another rounding of exponentials."""

@@ -19,18 +19,13 @@ import torch
 
 from pipeinfer.models.torch.device import DeviceQueue, Mark, Past, PendingRows
 
-MOST_ROWS = 64
-"""Of a padded run; larger ones, chunks of prompts, keep a GPU busy without a graph."""
-
+MOST_ROWS = 64  # of a padded run; larger ones, chunks of prompts, keep a GPU busy without a graph
 LEAST_CELLS = 256
 AHEAD_ROWS, AHEAD_CELLS = (1, 2, 4, 8), 4096
 """Sizes that are recorded when a model is loaded; others are at their first run, which takes the time of some runs."""
 
-N_WARM_UP = 2
-"""Runs before a recording: libraries choose their kernels and buffers then."""
-
-N_VERSIONS = 2
-"""Runs that may be in flight on the device."""
+N_WARM_UP = 2  # runs before a recording: libraries choose their kernels and buffers then
+N_VERSIONS = 2  # runs that may be in flight on the device
 
 
 class Inputs(NamedTuple):

@@ -26,14 +26,11 @@ from pipeinfer.models.torch.weights import Weights
 MORE_ROOM = "use a smaller context (-c), fewer rows (-b) or more ranks"
 CACHE_TYPES = {F32: torch.float32, BF16: torch.bfloat16, INT8: torch.bfloat16, INT4: torch.bfloat16}
 
-TENSORS = {F32: torch.float32, BF16: torch.bfloat16}
-"""Types of weights that are plain tensors."""
-
+TENSORS = {F32: torch.float32, BF16: torch.bfloat16}  # types of weights that are plain tensors
 MOST_EXACT = 8 * 8192
 """Rows times cells of the largest recorded run with exact numerics, whose attention goes block by block of cells."""
 
-WIRE_TYPES = (torch.float32, torch.bfloat16)
-"""Types of activations from device to device, by whether they are rounded."""
+WIRE_TYPES = (torch.float32, torch.bfloat16)  # types of activations from device to device, by whether they are rounded
 
 Stop = Callable[[], bool]
 Future = TypeVar("Future", bound=PendingRows)

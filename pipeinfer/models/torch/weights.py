@@ -26,11 +26,8 @@ from pipeinfer.models.torch.matrices import (
 from pipeinfer.models.torch.params import CPU, F32, INT4, INT8
 
 PIECE_BYTES = 4 << 20
-BF16 = 30
-"""GGML's number."""
-
-HEADS = ("output.weight", "token_embd.weight")
-"""The output matrix; the second where a slice has not the first."""
+BF16 = 30  # GGML's number
+HEADS = ("output.weight", "token_embd.weight")  # the output matrix; the second where a slice has not the first
 
 
 class Weights:
