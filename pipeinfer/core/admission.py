@@ -108,13 +108,10 @@ class Prefixes:
 
 
 class OpenLimits(NamedTuple):
-    """n_open     open requests
-    n_prompts  of these, requests that read their prompts in blocks
-    ahead      tokens beyond its text for which an opened request must have cells; None: by the cells of the target
-    """
+    """`ahead`: tokens beyond its text for which an opened request must have cells; None: by the cells of the target."""
 
-    n_open: int = 1 << 30
-    n_prompts: int = 1 << 30
+    n_open: int = 1 << 30  # open requests
+    n_prompts: int = 1 << 30  # of these, requests that read their prompts in blocks
     ahead: int | None = None
 
 

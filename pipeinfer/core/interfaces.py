@@ -32,23 +32,15 @@ class DeviceRows(Protocol):
 
 @dataclass(slots=True)
 class Batch:
-    """The rows one stage evaluates together, in topological order.
+    """The rows one stage evaluates together, in topological order."""
 
-    tokens, positions  (n_rows,) int32
-    seqs               per row its sequence ids, first the one that it sees
-    hidden             (n_rows, n_embd) float32, the residual stream; None on the first stage
-    wanted             (n_rows,) bool, rows whose logits the last stage must return
-    span               the rows are whole blocks of it (see `blocks`), all in one sequence, and none is wanted
-    on_device          replaces `hidden` for a model that `DeviceStage`
-    """
-
-    tokens: IntArray
-    positions: IntArray
-    seqs: list[tuple[int, ...]]
-    hidden: FloatArray | None
-    wanted: npt.NDArray[np.bool_]
-    span: Span | None = None
-    on_device: DeviceRows | None = None
+    tokens: IntArray  # (n_rows,)
+    positions: IntArray  # (n_rows,)
+    seqs: list[tuple[int, ...]]  # per row its sequence ids, first the one that it sees
+    hidden: FloatArray | None  # (n_rows, n_embd) float32, the residual stream; None on the first stage
+    wanted: npt.NDArray[np.bool_]  # (n_rows,) bool, rows whose logits the last stage must return
+    span: Span | None = None  # the rows are whole blocks of it (see `blocks`), all in one sequence, and none is wanted
+    on_device: DeviceRows | None = None  # replaces `hidden` for a model that `DeviceStage`
 
     @property
     def begins_blocks(self) -> bool:

@@ -199,19 +199,16 @@ Guesses = Sequence[tuple[int, float]]  # a draft's guesses for a token: pairs of
 
 @dataclass(frozen=True)
 class RecordedChoices:
-    """A target's text after a prompt of `n_prompt` tokens, and the guesses of a draft.
-
-    known      for each token, and for the one after the text
-    off_path   for each token, if the best guess is wrong: after this guess, and after each best guess that follows
+    """A target's text after a prompt of `n_prompt` tokens, and the guesses of a draft. `off_path`: for each token, if
+    the best guess is wrong: after this guess, and after each best guess that follows.
 
     No guess on a wrong branch is accepted; how sure the draft is there decides what it sends. A branch that was not
-    recorded has the guesses of one that was, or of a right context in a record without any.
-    """
+    recorded has the guesses of one that was, or of a right context in a record without any."""
 
     name: str
     n_prompt: int
     tokens: Sequence[int]
-    known: Sequence[Guesses]
+    known: Sequence[Guesses]  # for each token, and for the one after the text
     off_path: Sequence[Sequence[Guesses]] = ()
 
     @cached_property

@@ -115,20 +115,16 @@ def is_chunk(n_rows: int) -> bool:
 class ModelTimes:
     """Times of one rank's model, in seconds.
 
-    by_rows       rows of a run -> its time with an empty cache, after another run of that size
-    in_context_s  rows of a run -> its time after `context` tokens
-    reshape_s     more for a run of another size than the one before; rest_s: after a rest
-    prompt_s      more for the first run of a prompt in blocks
     beside_s      rows of a run -> ranks of the host that compute at once, itself included -> its time
     """
 
     layers: int
-    by_rows: dict[int, float]
+    by_rows: dict[int, float]  # rows of a run -> its time with an empty cache, after another run of that size
     context: int = 0
-    in_context_s: dict[int, float] = field(default_factory=dict)
-    reshape_s: float = 0.0
+    in_context_s: dict[int, float] = field(default_factory=dict)  # rows of a run -> its time after `context` tokens
+    reshape_s: float = 0.0  # more for a run of another size than the one before; rest_s: after a rest
     rest_s: float = 0.0
-    prompt_s: float = 0.0
+    prompt_s: float = 0.0  # more for the first run of a prompt in blocks
     beside_s: dict[int, dict[int, float]] = field(default_factory=dict)
 
     def context_s(self, n_rows: int) -> float:

@@ -17,28 +17,18 @@ MEANINGS += ",sequences,guesses at a time"
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """n_ctx             tokens of all requests that are open at a time
-    n_cells           of every KV cache
-    n_batch           tokens of a prompt that a run carries at most
-    n_guess_rows      rows of a run with guesses, and of a draft's step, at most
-    n_nodes           guesses and roots of requests that a run carries at most
-    n_requests        open at a time
-    n_prompts         prompts in blocks that are read at a time
-    n_seq             sequences that trees may lease
-    n_target_seq      the same of the target: few where each has a state
-    n_target_guesses  of a target that does not rewind: guesses at a time, each in a sequence of its own
-    """
+    """Counts, of all requests together."""
 
-    n_ctx: int
-    n_cells: int
-    n_batch: int
-    n_guess_rows: int
-    n_nodes: int
-    n_requests: int
-    n_prompts: int
-    n_seq: int
-    n_target_seq: int
-    n_target_guesses: int
+    n_ctx: int  # tokens of all requests that are open at a time
+    n_cells: int  # of every KV cache
+    n_batch: int  # tokens of a prompt that a run carries at most
+    n_guess_rows: int  # rows of a run with guesses, and of a draft's step, at most
+    n_nodes: int  # guesses and roots of requests that a run carries at most
+    n_requests: int  # open at a time
+    n_prompts: int  # prompts in blocks that are read at a time
+    n_seq: int  # sequences that trees may lease
+    n_target_seq: int  # the same of the target: few where each has a state
+    n_target_guesses: int  # of a target that does not rewind: guesses at a time, each in a sequence of its own
 
     @property
     def n_rows(self) -> int:
@@ -77,17 +67,12 @@ def cells_for(n_ctx: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Settings of the engine that an ablation or another policy changes without another load.
+    """Settings of the engine that an ablation or another policy changes without another load."""
 
-    cancel               runs whose rows are all dead are cancelled
-    looks_up             guesses are looked up too
-    n_seq, n_target_seq  of drafts and of the target, as in `Capacity`
-    """
-
-    cancel: bool
-    looks_up: bool
-    n_seq: int
-    n_target_seq: int
+    cancel: bool  # runs whose rows are all dead are cancelled
+    looks_up: bool  # guesses are looked up too
+    n_seq: int  # of drafts, as in `Capacity`
+    n_target_seq: int  # of the target
 
 
 def engine_settings(speculation: Speculation, n_requests: int, rewinds: bool) -> EngineSettings:

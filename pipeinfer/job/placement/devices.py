@@ -15,19 +15,13 @@ from pipeinfer.models.torch.params import AUTO, CUDA
 
 @dataclass(frozen=True, slots=True)
 class DevicePlan:
-    """The backend and devices that compute layers on a rank.
-
-    n_gpu_layers  layers of a slice that libllama puts on GPUs; negative: all
-    devices       names of libllama's devices for them; None: all that it sees; empty: none
-    turn          index among the ranks of its host that share the GPUs through torch
-    is_named      the user named the devices
-    """
+    """The backend and devices that compute layers on a rank."""
 
     backend: Backend = Backend()  # noqa: RUF009 (it is frozen)
-    n_gpu_layers: int = 0
-    devices: tuple[str, ...] | None = None
-    turn: int = 0
-    is_named: bool = False
+    n_gpu_layers: int = 0  # layers of a slice that libllama puts on GPUs; negative: all
+    devices: tuple[str, ...] | None = None  # names of libllama's devices for them; None: all that it sees; empty: none
+    turn: int = 0  # index among the ranks of its host that share the GPUs through torch
+    is_named: bool = False  # the user named the devices
 
     @property
     def is_torch(self) -> bool:

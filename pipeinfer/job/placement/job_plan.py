@@ -54,62 +54,42 @@ class ModelFile:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """The plan of one rank.
-
-    target, draft  devices of its layers of the target, and of drafts
-    memory         that it will hold
-    gpu_bytes      that libllama puts on its GPUs
-    samplers       threads beside its stage that choose tokens
-    """
+    """The plan of one rank."""
 
     host: Host
-    target: DevicePlan
-    draft: DevicePlan
+    target: DevicePlan  # of its layers of the target
+    draft: DevicePlan  # of drafts
     threads: int
-    memory: Memory
-    gpu_bytes: int
-    samplers: int
+    memory: Memory  # that it will hold
+    gpu_bytes: int  # that libllama puts on its GPUs
+    samplers: int  # threads beside its stage that choose tokens
 
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Models on ranks, as long as they are loaded.
-
-    drafts        in the order of the assignment's
-    engine        settings of the engine, unless a request has others
-    translations  of each draft, between the target's token ids and its own, where they differ
-    max_delay_s   limit of the time that open texts wait for a chunk of a prompt; 0, inf: none
-    looks_up      whether lookup guesses too; None: the policy decides
-    couple        drafts share the target's random numbers
-    pace          the profile to whose times ranks and links are slowed down
-    dilation      real seconds that count as one of the profile
-    slice_cache   directory in which hosts keep slices
-    send_layers   rank 0 sends layers to hosts that lack a file
-    prepare_ahead, post_ahead   see the options of these names
-    resumed_numerics  name of the numerics of resumed texts; empty: none is resumed
-    unused        options without effect, a line each
-    notes         lines about texts: those that exact numerics do not hold for, or the model was not trained for
-    """
+    """Models on ranks, as long as they are loaded. `translations`: of each draft, between the target's token ids and
+    its own, where they differ. `notes`: lines about texts that exact numerics do not hold for, or that the model was
+    not trained for."""
 
     model: ModelFile
-    drafts: tuple[ModelFile, ...]
+    drafts: tuple[ModelFile, ...]  # in the order of the assignment's
     assignment: Assignment
     ranks: tuple[RankPlan, ...]
     capacity: Capacity
     numerics: NumericsPlan
-    engine: EngineSettings
+    engine: EngineSettings  # settings of the engine, unless a request has others
     translations: tuple[Translation | None, ...] = ()
-    max_delay_s: float = 0.0
-    looks_up: bool | None = None
-    couple: bool = True
-    pace: Profile | None = None
-    dilation: float = 1.0
-    slice_cache: Path | None = None
-    send_layers: bool = True
+    max_delay_s: float = 0.0  # limit of the time that open texts wait for a chunk of a prompt; 0, inf: none
+    looks_up: bool | None = None  # whether lookup guesses too; None: the policy decides
+    couple: bool = True  # drafts share the target's random numbers
+    pace: Profile | None = None  # the profile to whose times ranks and links are slowed down
+    dilation: float = 1.0  # real seconds that count as one of the profile
+    slice_cache: Path | None = None  # directory in which hosts keep slices
+    send_layers: bool = True  # rank 0 sends layers to hosts that lack a file
     prepare_ahead: bool = True
     post_ahead: bool = True
-    resumed_numerics: str = ""
-    unused: tuple[str, ...] = ()
+    resumed_numerics: str = ""  # name of the numerics of resumed texts; empty: none is resumed
+    unused: tuple[str, ...] = ()  # options without effect, a line each
     notes: tuple[str, ...] = ()
 
     @property

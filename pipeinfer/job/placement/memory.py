@@ -47,24 +47,17 @@ _slice_bytes = lru_cache(maxsize=1 << 16)(slice_bytes)  # a planner that looks f
 
 @dataclass(frozen=True)
 class MemoryNeeds:
-    """The memory that a target and its drafts need of ranks.
-
-    drafts       the smallest first
-    devices      of each rank
-    n_in_blocks  rows of a prompt in blocks
-    lacks        of each rank, the models whose files are not on its host, as far as that is known
-    in_cache     slices are kept on disks
-    has_samplers threads may choose tokens beside the last stage
-    """
+    """The memory that a target and its drafts need of ranks. `lacks`: of each rank, the models whose files are not on
+    its host, as far as that is known. `has_samplers`: threads may choose tokens beside the last stage."""
 
     info: ModelInfo
-    drafts: Sequence[ModelInfo]
+    drafts: Sequence[ModelInfo]  # the smallest first
     capacity: Capacity
     numerics: NumericsPlan
-    devices: Sequence[RankDevices]
-    n_in_blocks: int
+    devices: Sequence[RankDevices]  # of each rank
+    n_in_blocks: int  # rows of a prompt in blocks
     lacks: Sequence[frozenset[str]] = ()
-    in_cache: bool = False
+    in_cache: bool = False  # slices are kept on disks
     has_samplers: bool = False
 
     def of_ranks(self, assignment: Assignment) -> tuple[Memory, ...]:
@@ -175,13 +168,7 @@ class MemoryNeeds:
 
 @dataclass(frozen=True)
 class Layers:
-    """Layers [first, last) of a model with one context for runs of up to `n_rows`.
-
-    is_mapped  the weights are not repacked
-    in_file    the slice is on a disk, even if it is not the whole model
-    is_sent    rank 0 sends the layers, and nothing keeps them
-    at_once    rows that are computed at once, if they come in parts
-    """
+    """Layers [first, last) of a model with one context for runs of up to `n_rows`."""
 
     info: ModelInfo
     first: int
@@ -192,10 +179,10 @@ class Layers:
     device: DevicePlan = DevicePlan()  # noqa: RUF009 (it is frozen)
     exact: bool = True
     cache: CacheTypes = F16_CACHE
-    is_mapped: bool = True
-    in_file: bool = True
-    is_sent: bool = False
-    at_once: int = 0
+    is_mapped: bool = True  # the weights are not repacked
+    in_file: bool = True  # the slice is on a disk, even if it is not the whole model
+    is_sent: bool = False  # rank 0 sends the layers, and nothing keeps them
+    at_once: int = 0  # rows that are computed at once, if they come in parts
 
     @property
     def is_last(self) -> bool:

@@ -25,28 +25,19 @@ IN_GROUPS = re.compile(r"\.x\d")  # in the names of numerics whose rows come in 
 
 @dataclass(frozen=True, slots=True)
 class NumericsPlan:
-    """Jobs of the same name give the same texts.
-
-    exact      a row has the same bits in every batch and tree
-    repack     libllama may copy weights into the layout of faster kernels
-    repacked   types of the target's weights that are repacked with `exact`, and how rows of each are computed
-    at_once    with layers on GPUs, rows that each device computes at once, with the bits that they have alone on any;
-               0: there are none
-    blocks     prompts are evaluated in blocks that follow from their length; see pipeinfer.core.blocks
-    parked     rejected cells of the target stay taken until all are packed
-    wire_type  of activations between ranks
-    cache      types of the target's keys and values, where `exact` does not choose them
-    """
+    """Jobs of the same name give the same texts. `repacked`: types of the target's weights that are repacked with
+    `exact`, and how rows of each are computed. `at_once`: with layers on GPUs, rows that each device computes at once,
+    with the bits that they have alone on any; 0: there are none."""
 
     name: str = ""
-    exact: bool = True
-    repack: bool = True
+    exact: bool = True  # a row has the same bits in every batch and tree
+    repack: bool = True  # libllama may copy weights into the layout of faster kernels
     repacked: tuple[TypeRows, ...] = ()
     at_once: int = 0
-    blocks: bool = False
-    parked: bool = False
-    wire_type: WireType = WireType.F32
-    cache: CacheTypes = F16_CACHE
+    blocks: bool = False  # prompts are evaluated in blocks that follow from their length; see pipeinfer.core.blocks
+    parked: bool = False  # rejected cells of the target stay taken until all are packed
+    wire_type: WireType = WireType.F32  # of activations between ranks
+    cache: CacheTypes = F16_CACHE  # types of the target's keys and values, where `exact` does not choose them
     draft_cache: CacheTypes = F16_CACHE
 
 

@@ -29,12 +29,11 @@ class _Features:
     """Rows (n,) of one request.
 
     features       the target's, of committed tokens whose successors have no cell, by position
-    node_features  the target's, of nodes that have not settled
     states         the head's, of nodes that have a cell, or had one before the root moved
     """
 
     features: dict[int, FloatArray] = field(default_factory=dict)
-    node_features: dict[Node, FloatArray] = field(default_factory=dict)
+    node_features: dict[Node, FloatArray] = field(default_factory=dict)  # the target's, of nodes that have not settled
     states: dict[Node, FloatArray] = field(default_factory=dict)
 
 

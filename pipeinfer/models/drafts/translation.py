@@ -21,14 +21,12 @@ and guesses are hardly ever right."""
 class Translation:
     """From a target's token ids to a draft's.
 
-    inputs        (n_target,) int32: the token that the draft reads for each of the target's
     outputs       (n_target,) int32: the draft's token that is a guess of each of the target's; NONE if there is none
-    padding_only  whether the vocabularies differ in padding alone
     """
 
-    inputs: IntArray
+    inputs: IntArray  # (n_target,) int32: the token that the draft reads for each of the target's
     outputs: IntArray
-    padding_only: bool
+    padding_only: bool  # whether the vocabularies differ in padding alone
 
     @property
     def n_shared(self) -> int:

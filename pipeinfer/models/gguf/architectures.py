@@ -67,62 +67,48 @@ class Rescaled:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """refused      why no model of it can be cut; empty if they can
-    refusals     the same for some of its models
-    own_output   libllama requires an output head beside the token table, also where only one of them is used
+    """own_output   libllama requires an output head beside the token table, also where only one of them is used
     heads        possible lengths of heads: WHOLE, keys and values of one length, all of it rotated; PART, not all of
                  it rotated; FREE, any
-    headless     some layers may have no heads
-    windows      its layers with a sliding window
     states       its layers with a state: a slice must have some with and some without, and a sequence cannot go back,
                  so that there is no speculation
-    step         cuts are possible before every `step`th layer only; a text: the metadata's key of that number
-    least        the fewest layers of a slice
-    first_with   arrays of the metadata that have no 0 for the first layer of a slice
-    last_with    the same for the last layer
-    lengths_not  impossible numbers of layers: libllama would treat the slice as another model
     of_full      tensors without a layer that only layers without a window use: a slice without such has none
     always       numbers of the metadata that every slice has instead of the model's
-    later        the same for slices after the first
     missing      numbers that slices have where the model's metadata lack them, from the numbers of layers and tokens
-    rescaled     the correction of attention in slices of one size of model
     scaled       libllama scales the embeddings of tokens by the root of their length, but not incoming embeddings
     input_node   in slices after the first, the node of the graph that is the first layer's input, where incoming
                  embeddings are changed before
     by_tokens    libllama takes no embeddings, or reads their positions otherwise: all input, embeddings of tokens too,
                  overwrites `input_node`
-    layer_node   the node that is a layer's result, without its number
-    end_node     the same for a file's last layer, where it has another name
     selects      the metadata's key of how many earlier tokens a row sees at most, those with the highest scores; ties
                  depend on the place of cells, so that `exact` holds for texts of so many tokens alone
-    exact        a row has the same bits in every batch with exact numerics
     flash        libllama gives it flash attention, which prompts in blocks need: others are read as guesses are
     """
 
-    refused: str = ""
-    refusals: tuple[Refusal, ...] = ()
+    refused: str = ""  # why no model of it can be cut; empty if they can
+    refusals: tuple[Refusal, ...] = ()  # the same for some of its models
     own_output: bool = False
     heads: str = WHOLE
-    headless: bool = False
-    windows: Windows | None = None
+    headless: bool = False  # some layers may have no heads
+    windows: Windows | None = None  # its layers with a sliding window
     states: StateLayers | None = None
-    step: int | str = 1
-    least: int = 1
-    first_with: tuple[str, ...] = ()
-    last_with: tuple[str, ...] = ()
-    lengths_not: tuple[int, ...] = ()
+    step: int | str = 1  # cuts are possible before every `step`th layer only; a text: the metadata's key of that number
+    least: int = 1  # the fewest layers of a slice
+    first_with: tuple[str, ...] = ()  # arrays of the metadata that have no 0 for the first layer of a slice
+    last_with: tuple[str, ...] = ()  # the same for the last layer
+    lengths_not: tuple[int, ...] = ()  # impossible numbers of layers: libllama would treat the slice as another model
     of_full: tuple[str, ...] = ()
     always: Mapping[str, Number] = field(default_factory=dict)
-    later: Mapping[str, Number] = field(default_factory=dict)
+    later: Mapping[str, Number] = field(default_factory=dict)  # the same for slices after the first
     missing: Mapping[str, Callable[[int, int], Number]] = field(default_factory=dict)
-    rescaled: Rescaled | None = None
+    rescaled: Rescaled | None = None  # the correction of attention in slices of one size of model
     scaled: bool = False
     input_node: str = ""
     by_tokens: bool = False
-    layer_node: str = "l_out"
-    end_node: str = ""
+    layer_node: str = "l_out"  # the node that is a layer's result, without its number
+    end_node: str = ""  # the same for a file's last layer, where it has another name
     selects: str = ""
-    exact: bool = True
+    exact: bool = True  # a row has the same bits in every batch with exact numerics
     flash: bool = True
 
 

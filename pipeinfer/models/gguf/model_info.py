@@ -25,20 +25,14 @@ FILE_TYPES = {number: name for number, name in enumerate(_FILE_TYPES.split()) if
 
 @dataclass(frozen=True, slots=True)
 class DraftHead:
-    """A draft that reads its target's residual stream.
-
-    target_layers  the layers of the target whose inputs it reads, in its order; the number of layers: the last output
-    n_embd_target  length of the target's residual stream
-    n_tokens       the target's tokens that it can guess
-    lacks          tensors that it takes from the target
-    own            it came with the target, in its file or beside it (MTP)
-    """
+    """A draft that reads its target's residual stream. `target_layers`: the layers of the target whose inputs it reads,
+    in its order; the number of layers: the last output."""
 
     target_layers: tuple[int, ...]
-    n_embd_target: int
-    n_tokens: int
-    lacks: tuple[str, ...]
-    own: bool = False
+    n_embd_target: int  # length of the target's residual stream
+    n_tokens: int  # the target's tokens that it can guess
+    lacks: tuple[str, ...]  # tensors that it takes from the target
+    own: bool = False  # it came with the target, in its file or beside it (MTP)
 
     @property
     def shift(self) -> int:
@@ -73,15 +67,7 @@ class ModelHeaders:
 class ModelInfo:
     """A model by its headers. Bytes are as stored in the file.
 
-    layer_bytes              one entry a layer
-    input_bytes              the token table
-    output_bytes             the output head and norms; with tied embeddings the token table counts again
-    kv_shapes                one entry a layer: a token's keys and values
-    layers                   the possible slices and their metadata
-    fingerprint              of headers and samples of every tensor: equal on two hosts with the same files
-    states                   of each path when its header was read
     borrowed                 those of `tensors` that are in another model's file
-    head                     of a draft that reads its target's residual stream
     """
 
     path: Path
@@ -94,17 +80,17 @@ class ModelInfo:
     n_ctx_train: int
     quantisation: str
     n_params: int
-    layer_bytes: tuple[int, ...]
-    input_bytes: int
-    output_bytes: int
-    kv_shapes: tuple[KvShape, ...]
+    layer_bytes: tuple[int, ...]  # one entry a layer
+    input_bytes: int  # the token table
+    output_bytes: int  # the output head and norms; with tied embeddings the token table counts again
+    kv_shapes: tuple[KvShape, ...]  # one entry a layer: a token's keys and values
     tied: bool
-    fingerprint: str
-    layers: Layers = field(repr=False, compare=False)
-    states: tuple[FileState, ...] = field(repr=False, compare=False)
+    fingerprint: str  # of headers and samples of every tensor: equal on two hosts with the same files
+    layers: Layers = field(repr=False, compare=False)  # the possible slices and their metadata
+    states: tuple[FileState, ...] = field(repr=False, compare=False)  # of each path when its header was read
     tensors: tuple[Tensor, ...] = field(repr=False, compare=False)
     borrowed: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)
-    head: DraftHead | None = None
+    head: DraftHead | None = None  # of a draft that reads its target's residual stream
 
     @property
     def metadata(self) -> Mapping[str, Value]:

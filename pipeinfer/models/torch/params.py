@@ -28,30 +28,20 @@ MISSING = "--backend torch needs PyTorch, which is not installed here; pip insta
 
 @dataclass(frozen=True)
 class TorchParams:
-    """n_cells        KV cells
-    n_seq_max      sequence ids of users
-    n_batch        rows of the largest batch
-    n_outputs_max  rows of a batch that may want logits, on the last stage
-    n_threads      at most; fewer while other processes want the cores
-    device         where weights, keys and values are and layers are computed: `cpu`, `cuda` or `cuda:N`; `auto`: a GPU
-                   where there is one
-    dtype          of weights: `f32`, `bf16`, or `int8` or `int4`, with keys and values in bf16; `auto`: bf16 on a GPU,
-                   else f32
-    local_rank     this rank's number on its host, for `auto` and `cuda`: ranks take the GPUs in turns
-    padded         runs are padded to a few sizes, as on a GPU, whose graphs need that
-    exact          the same row gives the same bits in every batch and tree, on the CPU
-    """
+    """`device`: where weights, keys and values are and layers are computed: `cpu`, `cuda` or `cuda:N`; `auto`: a GPU
+    where there is one. `dtype`: of weights: `f32`, `bf16`, or `int8` or `int4`, with keys and values in bf16; `auto`:
+    bf16 on a GPU, else f32."""
 
-    n_cells: int
-    n_seq_max: int = 32
-    n_batch: int = 512
-    n_outputs_max: int = 32
-    n_threads: int = 1
+    n_cells: int  # KV cells
+    n_seq_max: int = 32  # sequence ids of users
+    n_batch: int = 512  # rows of the largest batch
+    n_outputs_max: int = 32  # rows of a batch that may want logits, on the last stage
+    n_threads: int = 1  # at most; fewer while other processes want the cores
     device: str = AUTO
     dtype: str = AUTO
-    local_rank: int = 0
-    exact: bool = True
-    padded: bool = False
+    local_rank: int = 0  # this rank's number on its host, for `auto` and `cuda`: ranks take the GPUs in turns
+    exact: bool = True  # the same row gives the same bits in every batch and tree, on the CPU
+    padded: bool = False  # runs are padded to a few sizes, as on a GPU, whose graphs need that
 
 
 def torch_version() -> str:
@@ -90,10 +80,7 @@ OTHER_WAYS = "take another model, or --backend llama"
 
 @dataclass(frozen=True, slots=True)
 class Hyperparameters:
-    """rope_base, rope_scale   the angle of position p and pair i is p * rope_scale / rope_base ** (2 i / n_rot)
-    scale                   of queries times keys
-    n_expert_used           experts of a row
-    """
+    """The angle of position p and pair i is p * rope_scale / rope_base ** (2 i / n_rot)."""
 
     n_embd: int
     n_head: int
@@ -104,8 +91,8 @@ class Hyperparameters:
     rope_base: float
     rope_scale: float
     interleaved: bool
-    scale: float
-    n_expert_used: int
+    scale: float  # of queries times keys
+    n_expert_used: int  # experts of a row
 
 
 def read_hyperparameters(info: ModelInfo) -> Hyperparameters:

@@ -29,19 +29,14 @@ N_VERSIONS = 2  # runs that may be in flight on the device
 
 
 class Inputs(NamedTuple):
-    """cells     (n_rows,), of the rows' keys and values
-    wanted    (n_wanted,), the rows whose logits are wanted; on a last slice
-    rows      (n_rows, n_embd), the residual stream before the slice; no rows if it is on the device
-    cos, sin  (n_rows, 1, n_rot)
-    visible   (n_rows, n_cells), which cells each row sees; or their numbers in order, then -1
-    """
+    """`cos`, `sin`: (n_rows, 1, n_rot)."""
 
-    cells: torch.Tensor
-    wanted: torch.Tensor
-    rows: torch.Tensor
+    cells: torch.Tensor  # (n_rows,), of the rows' keys and values
+    wanted: torch.Tensor  # (n_wanted,), the rows whose logits are wanted; on a last slice
+    rows: torch.Tensor  # (n_rows, n_embd), the residual stream before the slice; no rows if it is on the device
     cos: torch.Tensor
     sin: torch.Tensor
-    visible: torch.Tensor
+    visible: torch.Tensor  # (n_rows, n_cells), which cells each row sees; or their numbers in order, then -1
 
 
 Compute = Callable[[Inputs], torch.Tensor]
