@@ -23,8 +23,7 @@ from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies import ABLATIONS, POLICIES, USUAL
 
 REPETITIONS = 5
-DEFAULTS = {"temp": 0.0, "seed": 0}
-"""Other than those of `run`: a benchmark can be repeated."""
+DEFAULTS = {"temp": 0.0, "seed": 0}  # other than those of `run`: a benchmark can be repeated
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,9 +17,7 @@ from pipeinfer.job.options.sections import Numerics
 from pipeinfer.job.options.text_sections import PromptOptions
 from pipeinfer.job.options.values import THREADS, File, Folder, Listed, TextType, Whole
 
-DIFFERENT = 1
-"""The exit code for vocabularies that differ too much."""
-
+DIFFERENT = 1  # the exit code for vocabularies that differ too much
 NUMERICS = click.Choice(["exact", "fast"])
 CTX_SIZE_HELP = "Context that stages are weighed with. [default: the model's, 4096 at most]"
 NUMERICS_HELP = "As in `run`: fast lays weights out anew, exact has a cache for prompts."

@@ -31,8 +31,7 @@ HELP = {
     "seed": "Of requests without one; -1: a random one for each.",
     "escape": r"In -sys and --stop, \n is a new line; so are \t, \r, \', \", \\, and \x with two digits.",
 }
-LEAST_TOKENS = 2
-"""The least tokens of a request: one of the prompt, one of the text."""
+LEAST_TOKENS = 2  # the least tokens of a request: one of the prompt, one of the text
 
 
 SECTIONS = (Models, ContextOptions, HttpOptions, *SHARED, Traffic)

@@ -16,9 +16,7 @@ from pipeinfer.job.process.streams import complain
 from pipeinfer.job.submit import FOLDER, PART, in_folder, is_open_mpi, next_folder, own_program, submit
 from pipeinfer.models.gguf.model_info import OWN_HEAD
 
-COMMANDS = ("run", "bench", "batch", "serve", "measure", "plan")
-"""What runs on several ranks."""
-
+COMMANDS = ("run", "bench", "batch", "serve", "measure", "plan")  # what runs on several ranks
 SUPERVISED = ("run", "batch", "serve")
 
 COUNT = Whole(1, 1_000_000)

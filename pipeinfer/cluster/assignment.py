@@ -39,8 +39,7 @@ class StagePlan:
         return f"layers {self.span}"
 
 
-Stages = tuple[StagePlan, ...]
-"""A model's, in pipeline order."""
+Stages = tuple[StagePlan, ...]  # a model's, in pipeline order
 
 
 @dataclass(frozen=True, slots=True)

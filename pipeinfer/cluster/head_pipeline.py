@@ -27,9 +27,7 @@ from pipeinfer.core.runs import GuessVerdict, Run, Verdict
 from pipeinfer.observe.trace import HeadLedger
 
 A = TypeVar("A", Verdict, GuessVerdict)
-
-N_POSTED = 4
-"""Receives of verdicts that are posted ahead."""
+N_POSTED = 4  # receives of verdicts that are posted ahead
 
 
 class HeadPipeline(Generic[A]):

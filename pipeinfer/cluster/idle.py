@@ -18,8 +18,7 @@ SET_TIMER_SLACK, SLACK_NS = 29, 1000  # prctl's, of Linux
 LARGE_BYTES = 128 << 10
 """Size of a run from which the thread of `Progress` works: others of that size may be on their way."""
 
-N_LOOKS, PAUSE_S = 16, 1e-3
-"""A link of 1 Gbit/s delivers 8 pieces in a pause; the thread costs 2% of a core."""
+N_LOOKS, PAUSE_S = 16, 1e-3  # a link of 1 Gbit/s delivers 8 pieces in a pause; the thread costs 2% of a core
 
 
 def sleep_on_time() -> None:

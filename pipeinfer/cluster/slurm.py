@@ -16,11 +16,8 @@ MEMORY = re.compile(r"\d+[KMGT]?")
 COUNTS = ("nodes", "ntasks", "cpus_per_task")
 MOST = 1_000_000
 TIMEOUT_S = 60.0
-NOTICE_S = 60
-"""Seconds before a job's time is over at which its ranks are told."""
-
-INDEX = "\0index\0"
-"""Stands in words for a job's index in its array: no word can contain it."""
+NOTICE_S = 60  # seconds before a job's time is over at which its ranks are told
+INDEX = "\0index\0"  # stands in words for a job's index in its array: no word can contain it
 
 ENDED = frozenset({
     "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY",

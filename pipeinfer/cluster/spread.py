@@ -7,19 +7,14 @@ from fractions import Fraction
 from functools import cache
 from itertools import accumulate, pairwise
 
-Held = tuple[tuple[str, float], ...]
-"""(host or GPUs, bytes taken) of the memory that later stages use too."""
+Held = tuple[tuple[str, float], ...]  # (host or GPUs, bytes taken) of the memory that later stages use too
 
 Split = tuple[int, int, tuple[int, ...]]
 """The slowest stage's cost; the sum of the squared costs; each stage's number of layers."""
 
-Faults = Mapping[tuple[int, int], str]
-"""(first, last) of layers [first, last) that cannot be a stage -> why."""
-
+Faults = Mapping[tuple[int, int], str]  # (first, last) of layers [first, last) that cannot be a stage -> why
 DEPTH = 200  # stages in one recursion
-
-MAX_STATES = 200_000
-"""States of the hosts' memory that the planner searches: about a second's work."""
+MAX_STATES = 200_000  # states of the hosts' memory that the planner searches: about a second's work
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,13 +21,9 @@ from pipeinfer.disk_cache import DiskCache
 from pipeinfer.errors import ModelFault
 
 T = TypeVar("T")
-Seconds = Callable[[], float]
-"""A clock."""
-
+Seconds = Callable[[], float]  # a clock
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-
-MAX_COST = 3.0
-"""Runs that take so many times a single row's time are never chosen, so larger sizes need not be timed."""
+MAX_COST = 3.0  # runs that take so many times a single row's time are never chosen, so larger sizes need not be timed
 
 MAX_ROW_COST = 1.5
 """A further row takes at most so many times a single row's time; a size that seems to take longer was disturbed."""
@@ -38,11 +34,8 @@ N_CHECKS = 3  # runs of which the best counts
 N_PASSES, PASSES_S = 10, 0.2
 """Further timings of each size, while less than PASSES_S has passed: short runs vary the most."""
 
-CONTEXT_ROWS = 4
-"""Rows of a run that is timed behind a context: more rows separate attention from noise."""
-
-CONTEXT_S = 0.3
-"""Seconds that filling a cache for that may take."""
+CONTEXT_ROWS = 4  # rows of a run that is timed behind a context: more rows separate attention from noise
+CONTEXT_S = 0.3  # seconds that filling a cache for that may take
 
 CONTEXTS = 64, 256
 """Tokens of that context, at least and at most. If fewer fit into the time, only long contexts matter, and their cost
@@ -51,8 +44,7 @@ is learned from the first few runs."""
 SETTLED_S, TIMED_S = 0.1, 0.25
 """Rows in the first SETTLED_S of timing layers do not count: weights are mapped, threads wake. TIMED_S: of others."""
 
-N_ROWS, MAX_S = 4, 0.8
-"""At least N_ROWS rows count, within MAX_S: a row that waits for cores takes half a second."""
+N_ROWS, MAX_S = 4, 0.8  # at least N_ROWS rows count, within MAX_S: a row that waits for cores takes half a second
 
 
 # -- the procedure

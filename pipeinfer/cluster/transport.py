@@ -45,11 +45,8 @@ a rank therefore tests N_LOOKS times: 1 MB takes 7 ms, instead of 47 ms with one
 Comm: TypeAlias = MPI.Comm
 Request: TypeAlias = MPI.Request
 NOT_SENT = MPI.REQUEST_NULL
-GPU_KINDS = ("cuda", "rocm", "hip")
-"""As Open MPI and MPICH name them in their queries."""
-
-N_LOOKS_AWAKE, AWAKE_S = 1000, 0.2
-"""`wait_awake` does not sleep for so long."""
+GPU_KINDS = ("cuda", "rocm", "hip")  # as Open MPI and MPICH name them in their queries
+N_LOOKS_AWAKE, AWAKE_S = 1000, 0.2  # `wait_awake` does not sleep for so long
 
 
 class Tag(IntEnum):

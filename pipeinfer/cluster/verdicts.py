@@ -26,12 +26,8 @@ from pipeinfer.core.runs import Guess, GuessVerdict, Verdict
 from pipeinfer.core.sampling import largest, total_weight
 from pipeinfer.core.types import FloatArray
 
-MAX_TOP = 20
-"""Most likely tokens that a request may want."""
-
-LEAST = -9999.0
-"""The least log-probability, also of probability 0: JSON has no infinity."""
-
+MAX_TOP = 20  # most likely tokens that a request may want
+LEAST = -9999.0  # the least log-probability, also of probability 0: JSON has no infinity
 N_SCORED_BYTES = 48 + 32 * MAX_TOP  # of a token with log-probabilities, at most
 VERDICT = np.dtype([
     ("run_id", LONG),

@@ -35,9 +35,7 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.types import FloatArray
 
 Buffer = npt.NDArray[np.uint8]
-
-QUIET = 0x40
-"""The bit of a bf16 that keeps a NaN from becoming infinite when its lower half is dropped."""
+QUIET = 0x40  # the bit of a bf16 that keeps a NaN from becoming infinite when its lower half is dropped
 
 
 class WireType(Enum):

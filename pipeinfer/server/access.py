@@ -17,9 +17,7 @@ PAGE_FILES = {
     **{f"/page/{name}": (name, "text/javascript") for name in ("markdown.js", "page.js")},
     "/page/page.css": ("page.css", "text/css"),
 }  # fmt: skip
-OPEN_PATHS = (*PAGE_FILES, "/health", "/v1/health")
-"""Paths without secrets, which need no key."""
-
+OPEN_PATHS = (*PAGE_FILES, "/health", "/v1/health")  # paths without secrets, which need no key
 LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
 
 ELSEWHERE = ("cross-site", "same-site")

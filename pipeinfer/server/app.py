@@ -34,16 +34,9 @@ from pipeinfer.server.respond import AnswerResponse, EventsResponse, passed_over
 from pipeinfer.server.responses import RESPONSES, ResponseForm
 
 T = TypeVar("T")
-
-STALLS_S = 10.0
-"""How long one token may take on an idle server."""
-
-SMALL_BODY = 16 << 10
-"""Bytes of a body that is read at once, within some 2 ms."""
-
-MAX_CONTENT = 1 << 17
-"""Characters for /tokenize: their tokens become JSON within some 70 ms."""
-
+STALLS_S = 10.0  # how long one token may take on an idle server
+SMALL_BODY = 16 << 10  # bytes of a body that is read at once, within some 2 ms
+MAX_CONTENT = 1 << 17  # characters for /tokenize: their tokens become JSON within some 70 ms
 TOKENIZE_FIELDS = {"content", "prompt", "add_special", "parse_special", "with_pieces", "model"}
 PAGE = Path(__file__).with_name("page")
 PAGE_HEADERS = {

@@ -16,8 +16,7 @@ TYPES = {
     405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error",
     500: "server_error", 501: "not_supported_error", 503: "unavailable_error",
 }  # fmt: skip
-LOADING_S, FULL_S, DRAINING_S, LOST_S = 2, 2, 10, 30
-"""Seconds after which a client may retry."""
+LOADING_S, FULL_S, DRAINING_S, LOST_S = 2, 2, 10, 30  # seconds after which a client may retry
 
 NOT_SERVED: Mapping[str, str] = {
     **dict.fromkeys(("/embedding", "/embeddings", "/v1/embeddings"),

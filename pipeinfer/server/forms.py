@@ -25,16 +25,10 @@ from pipeinfer.server.errors import Refusal, json_bytes
 from pipeinfer.server.prompting import ParsedRequest
 
 DONE = b"data: [DONE]\n\n"
-MARK = "\0text\0"
-"""Stands for a text; no model's name has it."""
-
+MARK = "\0text\0"  # stands for a text; no model's name has it
 TIMES = "predicted_n", "at_s", "told_s"
-TIMED = b',"timings":{"predicted_n":%d,"at_s":%.6f,"told_s":%.6f}}\n\n'
-"""The last member of an object, and its end."""
-
-MAX_CHECKED = 4
-"""Texts of an answer that are compared with their schemas."""
-
+TIMED = b',"timings":{"predicted_n":%d,"at_s":%.6f,"told_s":%.6f}}\n\n'  # the last member of an object, and its end
+MAX_CHECKED = 4  # texts of an answer that are compared with their schemas
 Object = Mapping[str, Any]
 NOTHING: Object = MappingProxyType({})
 
@@ -242,9 +236,7 @@ def named_event(name: str, data: Mapping[str, Any]) -> bytes:
 class BlockForm(OpenAIForm):
     """The form of APIs whose answers are one text in blocks, with events where a block opens, grows and closes."""
 
-    prefix = ""
-    """The prefix of an answer's id."""
-
+    prefix = ""  # the prefix of an answer's id
     blocks: list[Block]
 
     def new_id(self) -> str:

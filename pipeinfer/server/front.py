@@ -91,11 +91,8 @@ class HttpOptions:
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client")
 MAX_KEYS = 1 << 20
-BACKLOG = 2048
-"""Connections that nothing has accepted yet."""
-
-MARGIN_S = 2.0
-"""How long the process may take to end, beside the time for its clients."""
+BACKLOG = 2048  # connections that nothing has accepted yet
+MARGIN_S = 2.0  # how long the process may take to end, beside the time for its clients
 
 ANSWER_S = 2.0
 """How long it may take to answer its owner, before another one replaces it; clients have to connect again then."""

@@ -10,11 +10,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pipeinfer.server.front import most_of_one
 
-HEAD_S = 30.0
-"""How long the head of a request may take at most."""
-
-WRITE = "pipeinfer.write"
-"""The name of `Chunks` among the extensions of a request's scope."""
+HEAD_S = 30.0  # how long the head of a request may take at most
+WRITE = "pipeinfer.write"  # the name of `Chunks` among the extensions of a request's scope
 
 N_LINGERING, LINGER_S = 32, 1.0
 """Refused connections that stay open for so long, and how long, as one that is closed with unread data may lose the

@@ -28,12 +28,8 @@ from pipeinfer.server.limits import limited_protocol
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.prompting import Prompting
 
-LAST_WORDS_S = 0.7
-"""Time after the last job for errors to clients with open requests, and to those that connect now."""
-
-IDLE_S = 15.0
-"""After so long without a token one is requested, so that health is known."""
-
+LAST_WORDS_S = 0.7  # time after the last job for errors to clients with open requests, and to those that connect now
+IDLE_S = 15.0  # after so long without a token one is requested, so that health is known
 HERE = b"here"
 
 COLLECT_AFTER = 50_000, 20, 50

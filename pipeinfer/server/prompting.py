@@ -22,20 +22,11 @@ from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.models.text.grammar import check_grammar
 
 T = TypeVar("T")
-
-MAX_CHOICES = 128
-"""Texts of one request, OpenAI's limit."""
-
+MAX_CHOICES = 128  # texts of one request, OpenAI's limit
 SEED_END = 2**32
-STREAM_FIELDS = ("timings_per_token", "return_progress")
-"""llama-server's."""
-
-N_TOGETHER = 64
-"""Chats at most that one process renders."""
-
-N_THREADS = 2
-"""Threads for each kind of work. A client has one at a time."""
-
+STREAM_FIELDS = ("timings_per_token", "return_progress")  # llama-server's
+N_TOGETHER = 64  # chats at most that one process renders
+N_THREADS = 2  # threads for each kind of work. A client has one at a time
 Outcome = GenerationRequest | Exception
 
 

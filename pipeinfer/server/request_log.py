@@ -23,9 +23,7 @@ NAMES = ("prompt_n", "cache_n", "predicted_n", "ttft_s", "predicted_per_second",
 MAX_NAMED, MAX_NAMED_AT_ONCE, MAX_REPEATS = 1000, 8, 3
 """Warnings of fields in all and of one request, and of repeated prompts of one client."""
 
-N_CHARACTERS = 64
-"""Logged of a field's name."""
-
+N_CHARACTERS = 64  # logged of a field's name
 CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 
@@ -106,15 +104,9 @@ def printable(line: str) -> str:
 
 # -- repeated prompts
 
-N_LEAST = 512
-"""Tokens of a compared prompt."""
-
-N_COMPARED, MAX_CLIENTS = 2, 64
-"""Earlier prompts of a client that a new one is compared with, and remembered clients."""
-
-N_PASSAGE = 16
-"""Tokens of a passage, by which repeats are found."""
-
+N_LEAST = 512  # tokens of a compared prompt
+N_COMPARED, MAX_CLIENTS = 2, 64  # earlier prompts of a client that a new one is compared with, and remembered clients
+N_PASSAGE = 16  # tokens of a passage, by which repeats are found
 FACTOR = np.uint64(0x9E3779B97F4A7C15)
 Numbers = npt.NDArray[np.uint64]
 

@@ -22,9 +22,7 @@ from pipeinfer.server.limits import WRITE, Chunks
 PING_S = 15.0
 """After so long without output a stream gets a comment, which tells proxies and users what the answer waits for."""
 
-SAFE_NAME, MAX_NAMED = re.compile(r"[\w.\[\]-]{1,64}", re.ASCII), 32
-"""Names that a header may have, and how many."""
-
+SAFE_NAME, MAX_NAMED = re.compile(r"[\w.\[\]-]{1,64}", re.ASCII), 32  # names that a header may have, and how many
 NO_HEADERS: Mapping[str, str] = MappingProxyType({})
 STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no",

@@ -11,12 +11,8 @@ RESPONSES = "/v1/responses"
 NAMES = {"max_output_tokens": "max_tokens"}
 PASSED_OVER = ("include", "truncation", "prompt", "background", "conversation", "max_tool_calls", "text", "reasoning",
                "store", "input", "instructions", "stream_options")  # fmt: skip
-STORED = ("previous_response_id", "conversation", "prompt")
-"""Fields that need a stored answer."""
-
-STORED_ITEMS = ("item_reference",)
-"""Types of such items."""
-
+STORED = ("previous_response_id", "conversation", "prompt")  # fields that need a stored answer
+STORED_ITEMS = ("item_reference",)  # types of such items
 LOGPROBS = "message.output_text.logprobs"
 TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 

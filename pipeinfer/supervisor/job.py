@@ -18,8 +18,7 @@ from pipeinfer.cluster.watch.protocol import write_line
 from pipeinfer.job.process.supervised import VARIABLE, Attempt, end_attempts
 
 READ_BYTES = 1 << 16
-AHEAD_BYTES = 1 << 20
-"""How far the input is read ahead of the attempts: it may have no end."""
+AHEAD_BYTES = 1 << 20  # how far the input is read ahead of the attempts: it may have no end
 
 
 class KeptInput:
@@ -117,16 +116,11 @@ class KeptOutput:
 
 
 LOOK_S = 0.005
-ENDS_S = 2.0
-"""How long a launcher may take to end its ranks on all hosts, before it is killed."""
-
-DRAINS_S = 1.0
-"""How long the last output of a killed job may take to arrive."""
-
+ENDS_S = 2.0  # how long a launcher may take to end its ranks on all hosts, before it is killed
+DRAINS_S = 1.0  # how long the last output of a killed job may take to arrive
 PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 DEATH = re.compile(r"pipeinfer: (.*); ending the job")
-TITLE = re.compile(r"rank (\d+) \(host ([^,)]+)")
-"""As `watch.protocol.title` writes it."""
+TITLE = re.compile(r"rank (\d+) \(host ([^,)]+)")  # as `watch.protocol.title` writes it
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,7 @@ from pipeinfer.supervisor.job import KeptOutput
 
 READ_BYTES = 1 << 16
 LOOK_S, ENDS_S = 0.1, 1.0
-LAST_WORDS_S = 5.0
-"""How long the HTTP process may take to tell its clients that no job follows."""
+LAST_WORDS_S = 5.0  # how long the HTTP process may take to tell its clients that no job follows
 
 
 class Links:

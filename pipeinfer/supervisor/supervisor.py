@@ -24,25 +24,16 @@ from pipeinfer.supervisor.launcher import Launcher
 from pipeinfer.supervisor.links import Links
 from pipeinfer.text import count_text
 
-WINDOW_S = 600.0
-"""`restarts` and `N_DEATHS` are limits within this time."""
-
-N_DEATHS = 2
-"""A host on which ranks have died so often is left out, while there are others."""
-
-PROBE_S = 20.0
-"""How long a launcher may take to start nothing on a host."""
-
-SECOND_S = 5.0
-"""How long a job may take to end after a second signal."""
-
+WINDOW_S = 600.0  # `restarts` and `N_DEATHS` are limits within this time
+N_DEATHS = 2  # a host on which ranks have died so often is left out, while there are others
+PROBE_S = 20.0  # how long a launcher may take to start nothing on a host
+SECOND_S = 5.0  # how long a job may take to end after a second signal
 LONGEST_DELAY_S = 30.0
 LOOK_S = 0.05
 IN_ORDER = (0, 2)
 """Exit codes of a job that is not started again: it is complete, or its input is wrong and stays wrong."""
 
-INTERRUPTED = 128 + signal.SIGINT
-"""The exit code of a chat that its user has left with Ctrl-C."""
+INTERRUPTED = 128 + signal.SIGINT  # the exit code of a chat that its user has left with Ctrl-C
 
 
 class Supervisor:

@@ -15,11 +15,8 @@ from pipeinfer.cli.options.llama_cpp import ANY, HARMLESS, IMPLIED, INSTEAD, NOD
 SYNONYMS = {"model": ("hf_repo", "hf_file"), "hf_repo": ("model",), "drafts": ("hf_drafts",), "hf_drafts": ("drafts",)}
 """Parameters, and those that name the same in another way."""
 
-NEAR = 0.75
-"""The least similarity of an unknown option and a suggested one; 1: they are equal."""
-
-ATTACHED = re.compile(r"-[A-Za-z][0-9][0-9.,]*")
-"""`-n8`: only a number may follow an option's letter directly."""
+NEAR = 0.75  # the least similarity of an unknown option and a suggested one; 1: they are equal
+ATTACHED = re.compile(r"-[A-Za-z][0-9][0-9.,]*")  # `-n8`: only a number may follow an option's letter directly
 
 
 class Command(click.Command):

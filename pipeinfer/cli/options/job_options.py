@@ -22,8 +22,7 @@ from pipeinfer.models.hub import parse_name
 from pipeinfer.models.text.answers import check_stops
 from pipeinfer.policies import Auto
 
-Values = dict[str, Any]
-"""A command's keyword arguments, by the names of its parameters."""
+Values = dict[str, Any]  # a command's keyword arguments, by the names of its parameters
 
 
 def run_options(values: Values, is_chat: bool = False) -> RunOptions:

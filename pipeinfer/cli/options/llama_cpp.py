@@ -8,27 +8,16 @@ import click
 
 PREFIX = "LLAMA_ARG_"
 NEGATION = f"{PREFIX}NO_"
-
-ARGUMENTS: list[tuple[str, list[str]]] = []
-"""(variable, or -, and spellings) of the options of the pinned llama.cpp."""
+ARGUMENTS: list[tuple[str, list[str]]] = []  # (variable, or -, and spellings) of the options of the pinned llama.cpp
 
 HARMLESS: dict[str, tuple[str, ...] | None] = {}
 """Flag -> the values with which it is accepted, without effect; None: it takes no value."""
 
-INSTEAD: dict[str, str] = {}
-"""Flag -> the nearest option that there is, or why there is none."""
-
-HINTS: dict[str, str] = {}
-"""The texts of `INSTEAD` by name."""
-
-OF_RUN: dict[str, str] = {}
-"""Flags of `run` -> a hint for other commands."""
-
-IMPLIED: dict[str, list[str]] = {}
-"""Command -> flags for what it does in any case."""
-
-ANY, OPTIONAL = "*", "?"
-"""Among values of a harmless flag: any value; the value may be left out."""
+INSTEAD: dict[str, str] = {}  # flag -> the nearest option that there is, or why there is none
+HINTS: dict[str, str] = {}  # the texts of `INSTEAD` by name
+OF_RUN: dict[str, str] = {}  # flags of `run` -> a hint for other commands
+IMPLIED: dict[str, list[str]] = {}  # command -> flags for what it does in any case
+ANY, OPTIONAL = "*", "?"  # among values of a harmless flag: any value; the value may be left out
 
 
 def _read_data() -> None:

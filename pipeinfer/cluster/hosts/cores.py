@@ -21,15 +21,9 @@ from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import UserError
 from pipeinfer.text import count_text
 
-NOW, BEFORE = "timed now", "timed before"
-"""Sources of times."""
-
-N_BYTES = 1 << 25
-"""Each thread's block: larger than the caches near a core."""
-
-N_SIDE = 384
-"""Size of the multiplied matrices."""
-
+NOW, BEFORE = "timed now", "timed before"  # sources of times
+N_BYTES = 1 << 25  # each thread's block: larger than the caches near a core
+N_SIDE = 384  # size of the multiplied matrices
 TIMED_S = 0.15
 
 OF_READING, OF_MULTIPLYING = 0.77, 0.5
@@ -94,8 +88,7 @@ def _best_s(threads: ThreadPoolExecutor, work: Callable[[FloatArray], object], p
 
 PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 UNLIMITED = sys.maxsize
-V1_UNLIMITED = 1 << 60
-"""Limits of version 1 control groups from here on are none."""
+V1_UNLIMITED = 1 << 60  # limits of version 1 control groups from here on are none
 
 GPU_VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GGML_VK_VISIBLE_DEVICES",
@@ -106,8 +99,7 @@ GPU_VARIABLES = (
 PROCESSOR = ("model name", "CPU implementer", "CPU part", "cpu")
 """Names of the processor in /proc/cpuinfo, on x86, ARM and POWER."""
 
-Cores = frozenset[int]
-"""Core numbers."""
+Cores = frozenset[int]  # core numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,20 +10,12 @@ from typing import NoReturn
 
 from pipeinfer.errors import UserError
 
-LAST_TO_LEAVE_S = 0.5
-"""Open MPI prints a banner for a failing rank unless it is the last to end."""
-
+LAST_TO_LEAVE_S = 0.5  # Open MPI prints a banner for a failing rank unless it is the last to end
 LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-
-HYDRA_KILLS_S = 1.0
-"""Time for hydra to kill a rank that asked for the end of the job."""
-
-HYDRA_FORWARDS_S = 0.3
-"""Time for hydra to forward what ranks have written; it drops the rest when it kills them."""
-
-HEAD_SPEAKS_S = 4.0
-"""Time for rank 0 to report an error before another rank does."""
+HYDRA_KILLS_S = 1.0  # time for hydra to kill a rank that asked for the end of the job
+HYDRA_FORWARDS_S = 0.3  # time for hydra to forward what ranks have written; it drops the rest when it kills them
+HEAD_SPEAKS_S = 4.0  # time for rank 0 to report an error before another rank does
 
 RANK_AND_SIZE = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),  # Open MPI's mpirun

@@ -18,8 +18,7 @@ from pipeinfer.cluster.hosts.cores import UNLIMITED, Host
 from pipeinfer.errors import UserError
 from pipeinfer.text import size_text
 
-RUNTIME_BYTES = 75_000_000
-"""Memory of Python, MPI and libllama on a rank without a model (measured: 68 to 82 MB)."""
+RUNTIME_BYTES = 75_000_000  # memory of Python, MPI and libllama on a rank without a model (measured: 68 to 82 MB)
 
 
 @dataclass(frozen=True, slots=True)

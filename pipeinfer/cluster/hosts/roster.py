@@ -14,9 +14,7 @@ RankInfo = tuple[str, str, str, dict[str, str]]
 """(version, host, location, settings by name): plain types, which another version of this program can unpickle."""
 
 SHOWN = 60
-
-COMMAND = "the command"
-"""The name of the entry with the settings' type, which differs between commands."""
+COMMAND = "the command"  # the name of the entry with the settings' type, which differs between commands
 
 
 def own_info(settings: object) -> RankInfo:

@@ -120,8 +120,7 @@ class TokenHistory:
         return self._tokens.get(seq, NO_TOKENS)[max(0, end - n) : end]
 
 
-N_BUFFERS = 2
-"""Runs that are sampled at a time, at most. A stage that is further ahead waits for the oldest of them."""
+N_BUFFERS = 2  # runs that are sampled at a time, at most. A stage that is further ahead waits for the oldest of them
 
 
 class Samplers:

@@ -30,14 +30,9 @@ from pipeinfer.core.runs import MAX_OPS
 from pipeinfer.observe.trace import StageLedger
 
 N_EXTRA_MAX, N_OPENS_MAX = 8192, 256  # limits of a transaction, far above what 256 sequences need
-N_TEXT_MAX = 1 << 20
-"""Limit of `wire.text_bytes` of all open requests together."""
-
-N_UNDER_WAY = 2
-"""Runs that an AsyncStage may compute: while it computes one, the next is prepared."""
-
-N_POSTED = 2
-"""Receives of runs that are posted ahead."""
+N_TEXT_MAX = 1 << 20  # limit of `wire.text_bytes` of all open requests together
+N_UNDER_WAY = 2  # runs that an AsyncStage may compute: while it computes one, the next is prepared
+N_POSTED = 2  # receives of runs that are posted ahead
 
 
 class RemotePrunings(LocalPrunings):

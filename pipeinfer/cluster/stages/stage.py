@@ -40,8 +40,7 @@ class StageWorker:
     None, as for drafts: grammars are ignored. `leaves_as`: the type of activations that stay on the model's device;
     None: they go to the host."""
 
-    UNIT = "run"
-    """A transaction's name in timelines."""
+    UNIT = "run"  # a transaction's name in timelines
 
     def __init__(
         self, model: StageModel, clock: Callable[[], float], is_first: bool, tracer: Tracer = NO_TRACE,

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from pipeinfer.cluster.watch.protocol import write_line
 
-MAX_HOSTS = 8
-"""Hosts that are looked at."""
+MAX_HOSTS = 8  # hosts that are looked at
 
 
 class Inquiry:

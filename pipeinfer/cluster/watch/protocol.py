@@ -15,17 +15,10 @@ from typing import Any
 
 Message = dict[str, Any]
 MAX_HELLO_BYTES = 256
-
-JOIN_S = 60.0
-"""How long ranks wait for each other at the start, unless the environment variable JOIN_VARIABLE is set."""
-
+JOIN_S = 60.0  # how long ranks wait for each other at the start, unless the environment variable JOIN_VARIABLE is set
 JOIN_VARIABLE = "PIPEINFER_JOIN_TIMEOUT"
-
-BEATS = 6
-"""Heartbeats of a rank in `silent_s`."""
-
-LEAST_S, MOST_S = 3, 86400
-"""Range of --rank-timeout: a host that loads a large model is sometimes silent for a second."""
+BEATS = 6  # heartbeats of a rank in `silent_s`
+LEAST_S, MOST_S = 3, 86400  # range of --rank-timeout: a host that loads a large model is sometimes silent for a second
 
 
 @dataclass(frozen=True, slots=True)

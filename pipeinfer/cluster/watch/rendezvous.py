@@ -20,12 +20,8 @@ from pipeinfer.cluster.watch.protocol import Limits, authenticate_rank, authenti
 
 CONNECT_TIMEOUT_S = 20.0
 HELLO_TIMEOUT_S = 5.0
-
-PENDING_S = 5.0
-"""Time that a connection has to authenticate."""
-
-MAX_PENDING = 32
-"""Pending connections beyond the number of ranks; the oldest is closed for a newer one."""
+PENDING_S = 5.0  # time that a connection has to authenticate
+MAX_PENDING = 32  # pending connections beyond the number of ranks; the oldest is closed for a newer one
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,7 @@ BRIEF_NAMES = ("ucx_shm_posix_*", "mpich_shar_tmp*")
 """Segments of UCX and MPICH 4 while MPI starts: some have names for milliseconds only, too short to be marked."""
 
 BRIEF_AGE_S = 0.2  # younger ones stay: their creator may not have opened them yet
-
-RANK_BYTES = 1_400_000
-"""MPICH's need for a rank; with less a bus error ends ranks (measured: 4 MB for 3 ranks)."""
+RANK_BYTES = 1_400_000  # MPICH's need for a rank; with less a bus error ends ranks (measured: 4 MB for 3 ranks)
 
 
 def segments_of(pid: int) -> set[Path]:

@@ -34,19 +34,14 @@ ABORT_GRACE_S = 1.0
 LAUNCHER_GRACE_S = 0.3
 """Time for the launcher to end the job after a death: it does so without the many lines of MPI_Abort."""
 
-UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)
-"""How a connection to an unreachable host fails."""
-
+UNREACHABLE = (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH)  # how a connection to an unreachable host fails
 LOOK_EVERY_S = 0.05
-FIND_S = 1.0
-"""Time to look for ranks on this host: a launcher starts them together."""
+FIND_S = 1.0  # time to look for ranks on this host: a launcher starts them together
 
 NOTICE_S, NOTICE_HERE_S = 3.0, 10.0
 """Time after which missing ranks are reported; if all of them are on this host, of which many start slowly."""
 
-MAX_SHOWN = 8
-"""Missing ranks that are named."""
-
+MAX_SHOWN = 8  # missing ranks that are named
 REMAINS_S = 2.0
 SCANCEL_TIMEOUT_S = 5.0
 

@@ -44,12 +44,8 @@ from pipeinfer.cluster.watch.rendezvous import Location, Rendezvous, connect, op
 from pipeinfer.cluster.watch.sentinel import ABORT_GRACE_S, EXIT_CODE
 from pipeinfer.errors import UserError
 
-NOTICE_S = 10.0
-"""Time after which rank 1 says that it waits; rank 0 is faster, if it is there."""
-
-HEAD_FIRST_S = 3.0
-"""How much longer the others wait than rank 0, which can name the missing ranks."""
-
+NOTICE_S = 10.0  # time after which rank 1 says that it waits; rank 0 is faster, if it is there
+HEAD_FIRST_S = 3.0  # how much longer the others wait than rank 0, which can name the missing ranks
 START = "import sys; sys.path.append(sys.argv[1]); from pipeinfer.cluster.watch.sentinel import main; main(sys.argv[2])"
 
 

@@ -19,9 +19,7 @@ from pipeinfer.models.gguf.model_info import OWN_HEAD
 from pipeinfer.policies import Iterative
 from pipeinfer.text import count_text
 
-N_GUESS_STATES = 16
-"""The most guesses of all trees if layers keep states: each has its own sequence with a state."""
-
+N_GUESS_STATES = 16  # the most guesses of all trees if layers keep states: each has its own sequence with a state
 ESCAPE = re.compile(rb"\\([nrt'\"\\]|x[0-9a-fA-F]{2})")
 PLAIN = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}
 

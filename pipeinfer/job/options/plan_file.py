@@ -12,9 +12,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import AUTO_LAYERS, NO_DEVICE
 from pipeinfer.job.options.values import Backend, Parsed
 
-N_SHOWN = 4
-"""Differences in a message."""
-
+N_SHOWN = 4  # differences in a message
 T = TypeVar("T")
 
 
@@ -122,5 +120,4 @@ def _split(text: str) -> str:
     return text
 
 
-SPLIT = Parsed("split", _split)
-"""Layers or proportions of stages, for `parse_split`; the text itself."""
+SPLIT = Parsed("split", _split)  # layers or proportions of stages, for `parse_split`; the text itself

@@ -190,8 +190,7 @@ class Numerics:
     """Types and kernels that round."""
 
     heading = "Numerics"
-    resumed: str = ""
-    """The name of the numerics of an earlier job that is resumed; empty: none is."""
+    resumed: str = ""  # the name of the numerics of an earlier job that is resumed; empty: none is
     numerics: str = setting(
         "exact", "--numerics", type=click.Choice(["exact", "fast"]),
         help="exact: every policy and rank count gives the same bits; fast: llama.cpp's default kernels.",

@@ -11,8 +11,7 @@ from pipeinfer.job.options.limits import MAX_CTX, MAX_LAYERS, MAX_SEQUENCES
 from pipeinfer.job.options.values import LOGIT_BIAS, Delay, File, Listed, Number, TextType, Whole
 
 MAX_REQUESTS, MIN_RATE, MAX_RATE = 100_000, 1e-6, 1e6
-PARALLEL = 32
-"""The default number of open requests that arrive at a rate, as in a batch."""
+PARALLEL = 32  # the default number of open requests that arrive at a rate, as in a batch
 
 
 @dataclass(frozen=True, kw_only=True)

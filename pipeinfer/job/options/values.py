@@ -22,9 +22,7 @@ from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS, INT32_MAX, MAX
 from pipeinfer.models.hub import parse_name
 from pipeinfer.models.torch.params import AUTO, CUDA
 
-NAME_MAX, PATH_MAX = 255, 4095
-"""Linux's limits of the bytes of a file's name, and of a path."""
-
+NAME_MAX, PATH_MAX = 255, 4095  # Linux's limits of the bytes of a file's name, and of a path
 MAX_SHOWN = 60
 WHOLE = re.compile(r"[+-]?[0-9]{1,40}")
 DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,6})?")
@@ -267,18 +265,11 @@ def _servers(text: str) -> tuple[str, ...]:
 
 LOGIT_BIAS = Parsed("token_id(+/-)bias", read_bias)
 PACE = Parsed("text", Pace.parse)
-GPU_LAYERS = Parsed("number, all or auto", _gpu_layers)
-"""Layers on a rank's GPU: a number, ALL_LAYERS, or AUTO_LAYERS."""
-
-DEVICES = Parsed("device", _devices)
-"""Devices of a rank, libllama's names separated by +; empty: auto, NO_DEVICE: none."""
-
-SERVERS = Parsed("host:port", _servers)
-"""RPC servers of a rank, separated by +; empty: none."""
-
+GPU_LAYERS = Parsed("number, all or auto", _gpu_layers)  # layers on a rank's GPU: a number, ALL_LAYERS, or AUTO_LAYERS
+DEVICES = Parsed("device", _devices)  # devices of a rank, libllama's names separated by +; empty: auto, NO_DEVICE: none
+SERVERS = Parsed("host:port", _servers)  # RPC servers of a rank, separated by +; empty: none
 BACKEND = Parsed("backend", Backend.parse)
-REPO = Parsed("user/model[:quant]", parse_name)
-"""A model on the hub."""
+REPO = Parsed("user/model[:quant]", parse_name)  # a model on the hub
 
 
 class WireName(click.Choice[str]):
