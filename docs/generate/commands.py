@@ -9,10 +9,9 @@ from contextlib import contextmanager
 import click
 
 from docs.generate.tables import code, table
-from pipeinfer.cli.chat import chat_command
 from pipeinfer.cli.commands import COMMANDS, cli
 from pipeinfer.cli.options.llama_cpp import ANY, ARGUMENTS, HARMLESS, INSTEAD, OPTIONAL
-from pipeinfer.cli.run import run
+from pipeinfer.cli.run import chat_command, run
 from pipeinfer.cli.serve import serve_command
 
 WIDTH = 10_000  # characters: no text of an option is wrapped

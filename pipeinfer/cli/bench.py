@@ -1,4 +1,4 @@
-"""`pipeinfer bench`: its options. What is measured, and how, is in `job.bench`."""
+"""`pipeinfer bench` and `measure`: their options. What is measured, and how, is in `job.bench`."""
 
 import math
 from dataclasses import dataclass
@@ -7,82 +7,78 @@ from typing import Any
 
 import click
 
-from pipeinfer.cli.options.job_options import check_sequences
+from pipeinfer.cli.options.job_options import check_sequences, take_models
 from pipeinfer.cli.options.setting_options import command, take, take_policies
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
+from pipeinfer.job.options import sections as jobs
 from pipeinfer.job.options.options import JobModels, RunOptions, choose_drafts, choose_policy
 from pipeinfer.job.options.plan_file import SPLIT
-from pipeinfer.job.options.sections import Experiments, Guesses, Loading, Numerics, PlacementOptions
 from pipeinfer.job.options.text_sections import ContextOptions, Loads, Traffic, check_once
-from pipeinfer.job.options.values import File, Listed, TextType, Whole
+from pipeinfer.job.options.values import File, Listed, Number, TextType, Whole
 from pipeinfer.job.requests.conversation import TEXTS, BenchPrompt, read_prompts
 from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.policies import ABLATIONS, POLICIES, USUAL
+from pipeinfer.policies import ABLATIONS, POLICIES, USUAL, PipeInfer
 
 REPETITIONS = 5
+MEASURED_TOKENS = 128  # of the job with which `measure` compares its profile
+POLICY_HELP = f"One or more, as in iterative,pipeinfer. [default: {','.join(USUAL)}, without guesses iterative]"
+ABLATE_HELP = f"Measure each policy also without each of these that it has: {','.join(ABLATIONS)}."
 DEFAULTS = {"temp": 0.0, "seed": 0}  # other than those of `run`: a benchmark can be repeated
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchOptions:
-    """What is combined and how often it is measured."""
+    """What is combined and how often it is measured.
+
+    models: Target; repeatable. [default: shipped]
+    drafts: Draft; repeatable. SMALL,LARGE is one team of drafts, of which the larger refines what the smaller guesses.
+    sources: A text file, a number of tokens of text, or a .jsonl whose objects have `turns` or a `prompt`; may be given
+        again. [default: three texts: a program, a tale, an excerpt]
+    predicts: Tokens to generate: 64,128.
+    splits: As for run; used where it has one part a stage.
+    repetitions: Of everything. [default: 5, of loads 1]
+    warm_up: Generations not counted.
+    questions: Of each .jsonl at most. [default: all]
+    turns: Of each question at most. [default: all]
+    cut: Tokens of a prompt at most: the first ones, of a later turn the newest. [default: all]
+    output: What to print: means, deviations and percentiles of each combination.
+    results: Append a row for every generation, or load, to this CSV file.
+    resume: Leave out what --results has already.
+    verbose: A traceback when something fails.
+    """
 
     heading = "Measurement"
-    models: tuple[Path, ...] = setting(
-        (), "--model", "-m", type=File(), repeated=True, first=True, help="Target; repeatable. [default: shipped]"
-    )
+    models: tuple[Path, ...] = setting((), "--model", "-m", type=File(), repeated=True, first=True)
     drafts: tuple[tuple[Path, ...], ...] = setting(
-        (), "--model-draft", "-md", type=Listed(File()), repeated=True, first=True,
-        help="Draft; repeatable. SMALL,LARGE is one team of drafts, of which the larger refines what the smaller "
-        "guesses.",
-    )  # fmt: skip
+        (), "--model-draft", "-md", type=Listed(File()), repeated=True, first=True
+    )
     policies: tuple[str, ...] | None = setting(
-        None, "--policy", type=Listed(click.Choice(list(POLICIES))), first=True,
-        help=f"One or more, as in iterative,pipeinfer. [default: {','.join(USUAL)}, without guesses iterative]",
-    )  # fmt: skip
-    sources: tuple[str, ...] = setting(
-        (), "--prompt", "--prompts", "-p", type=TextType(), repeated=True, first=True,
-        help="A text file, a number of tokens of text, or a .jsonl whose objects have `turns` or a `prompt`; may be "
-        "given again. [default: three texts: a program, a tale, an excerpt]",
-    )  # fmt: skip
-    predicts: tuple[int, ...] = setting(
-        (128,), "--predict", "--n-predict", "-n", type=Listed(Whole(1)), first=True, help="Tokens to generate: 64,128."
+        None, "--policy", type=Listed(click.Choice(list(POLICIES))), first=True, help=POLICY_HELP
     )
-    splits: tuple[str, ...] = setting(
-        (), "--layer-split", type=SPLIT, repeated=True, help="As for run; used where it has one part a stage."
-    )
-    ablate: tuple[str, ...] = setting(
-        (), "--ablate", type=Listed(click.Choice(ABLATIONS)),
-        help=f"Measure each policy also without each of these that it has: {','.join(ABLATIONS)}.",
-    )  # fmt: skip
-    repetitions: int | None = setting(
-        None, "--repetitions", "-r", type=Whole(1), help="Of everything. [default: 5, of loads 1]"
-    )
-    warm_up: int = setting(1, "--warm-up", help="Generations not counted.")
-    questions: int = setting(0, "--questions", help="Of each .jsonl at most. [default: all]")
-    turns: int = setting(0, "--turns", help="Of each question at most. [default: all]")
-    cut: int = setting(
-        0, "--cut", help="Tokens of a prompt at most: the first ones, of a later turn the newest. [default: all]"
-    )
-    output: str = setting(
-        "md", "--output", "-o", type=click.Choice(["md", "csv", "json", "jsonl"]),
-        help="What to print: means, deviations and percentiles of each combination.",
-    )  # fmt: skip
-    results: Path | None = setting(
-        None, "--results", type=File(), help="Append a row for every generation, or load, to this CSV file."
-    )
-    resume: bool = setting(False, "--resume", help="Leave out what --results has already.")
-    verbose: bool = setting(False, "--verbose", "-v", help="A traceback when something fails.")
+    sources: tuple[str, ...] = setting((), "--prompt", "--prompts", "-p", type=TextType(), repeated=True, first=True)
+    predicts: tuple[int, ...] = setting((128,), "--predict", "--n-predict", "-n", type=Listed(Whole(1)), first=True)
+    splits: tuple[str, ...] = setting((), "--layer-split", type=SPLIT, repeated=True)
+    ablate: tuple[str, ...] = setting((), "--ablate", type=Listed(click.Choice(ABLATIONS)), help=ABLATE_HELP)
+    repetitions: int | None = setting(None, "--repetitions", "-r", type=Whole(1))
+    warm_up: int = setting(1, "--warm-up")
+    questions: int = setting(0, "--questions")
+    turns: int = setting(0, "--turns")
+    cut: int = setting(0, "--cut")
+    output: str = setting("md", "--output", "-o", type=click.Choice(["md", "csv", "json", "jsonl"]))
+    results: Path | None = setting(None, "--results", type=File())
+    resume: bool = setting(False, "--resume")
+    verbose: bool = setting(False, "--verbose", "-v")
 
 
-@command(
-    "bench", BenchOptions, Loads, Loading, ContextOptions, Traffic, PlacementOptions, Numerics,
-    SamplingParams, Guesses, Policy, Experiments, defaults=DEFAULTS,
-    without=("layer_split", "continuous", "asynchronous", "predict", "ignore_eos"),
-)  # fmt: skip
+_JOB = (jobs.Loading, ContextOptions, Traffic, jobs.PlacementOptions, jobs.Numerics)
+_SECTIONS = (BenchOptions, Loads, *_JOB, SamplingParams, jobs.Guesses, Policy, jobs.Experiments)
+_WITHOUT = ("layer_split", "continuous", "asynchronous", "predict", "ignore_eos")
+
+
+@command("bench", *_SECTIONS, defaults=DEFAULTS, without=_WITHOUT)
 def bench(**others: Any) -> int:
     """Measure speed and latency of every combination of models, policies, prompts and lengths, in one job.
 
@@ -95,8 +91,8 @@ def bench(**others: Any) -> int:
         raise UserError("--resume needs --results: the file that has what was measured before")
     loads = _loads(others)
     if loads and options.turns > 1:
-        raise UserError(f"--turns {options.turns}: a load's requests do not wait for answers; it has the first turn of "
-                        "each question, leave --turns out")  # fmt: skip
+        reason = "a load's requests do not wait for answers; it has the first turn of each question"
+        raise UserError(f"--turns {options.turns}: {reason}, leave --turns out")
     models = options.models or (TARGET,)
     drafts = options.drafts or (() if options.models else ((DRAFT,),))
     teams = tuple(choose_drafts(team, ()) for team in drafts) or ((),)
@@ -104,15 +100,15 @@ def bench(**others: Any) -> int:
     default = USUAL if has_guesses else ("iterative",)
     names = [choose_policy(name, has_guesses) for name in options.policies or default]
     policies = take_policies(names, others)
-    teams_shown = [",".join(map(str, team)) or "none" for team in teams]
-    lists = {"-m": options.models, "-md": teams_shown, "--policy": names, "-n": options.predicts,
-             "--layer-split": options.splits, "--ablate": options.ablate}  # fmt: skip
-    for option, values in lists.items():
-        check_once(option, values)
-    base = RunOptions(models=JobModels(target=models[0])).changed(
-        predict=0, policy=policies[0], sampling=take(SamplingParams, others), ignore_eos=True,
-        results=options.results, verbose=options.verbose, **others,
-    )  # fmt: skip
+    check_once("-m", options.models)
+    check_once("-md", [",".join(map(str, team)) or "none" for team in teams])
+    check_once("--policy", names)
+    check_once("-n", options.predicts)
+    check_once("--layer-split", options.splits)
+    check_once("--ablate", options.ablate)
+    others |= {"predict": 0, "ignore_eos": True, "results": options.results, "verbose": options.verbose}
+    sampling = take(SamplingParams, others)
+    base = RunOptions(models=JobModels(target=models[0])).changed(policy=policies[0], sampling=sampling, **others)
     prompts = _prompts(options.sources or tuple(map(str, TEXTS)), options.questions, 1 if loads else options.turns)
     from pipeinfer.job.bench.bench import run_sweep  # these initialise MPI
     from pipeinfer.job.bench.bench_load import run_loads
@@ -156,3 +152,36 @@ def _prompts(sources: tuple[str, ...], questions: int, turns: int) -> tuple[Benc
     if twice:
         raise UserError(f"two prompts are called {twice}; rename a file, or give it once")
     return prompts
+
+
+MEASURE_HELP = {
+    "model": "Target model, GGUF. [default: the shipped pair]",
+    "drafts": "Draft model, GGUF, with nearly the target's vocabulary. Of several the smallest guesses, larger ones "
+    "refine. Needed with -m.",
+    "tolerance": "By what share the profile may foretell another speed, without guesses, than a job of these ranks "
+    "has.",
+}
+_MEASURED = (jobs.Models, jobs.Loading, jobs.PlacementOptions, jobs.Numerics, jobs.OutputOptions)
+_UNMEASURED = ("samplers", "draft_rank", "draft_split", "gpu_aware", "json")
+
+
+@command("measure", *_MEASURED, helps=MEASURE_HELP, without=_UNMEASURED)
+@click.option("-o", "--output", type=File(), required=True, help="The profile to write, TOML.")
+@click.option("--tolerance", type=Number(0, 100), default=0.15, show_default=True, help=MEASURE_HELP["tolerance"])
+def measure_command(output: Path, tolerance: float, **values: Any) -> int:
+    """Measure stage, draft and link times of this cluster, under mpirun, and write a profile for `simulate`.
+
+    Rank 0 drafts, larger drafts have the next ranks, the others hold the target's layers. A profile that does not
+    foretell a job of these ranks is refused.
+    """
+    model, drafts = take_models(values)
+    if model is None:
+        model, drafts = TARGET, drafts or (DRAFT,)
+    drafts = choose_drafts(drafts, ())
+    if not drafts:
+        raise UserError("measure needs a draft model too; name one with -md")
+    values |= {"policy": PipeInfer(), "sampling": SamplingParams(**DEFAULTS), "prompt": "measure", "ignore_eos": True}
+    options = RunOptions(models=JobModels(target=model, drafts=drafts)).changed(predict=MEASURED_TOKENS, **values)
+    from pipeinfer.job.bench.measure import measure  # initialises MPI
+
+    return measure(options, output, tolerance)

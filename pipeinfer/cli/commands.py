@@ -18,15 +18,15 @@ from pipeinfer.job.process.streams import settle
 
 COMMANDS = {
     "run": "run:run",
-    "chat": "chat:chat_command",
+    "chat": "run:chat_command",
     "bench": "bench:bench",
-    "batch": "batch:batch_command",
+    "batch": "serve:batch_command",
     "serve": "serve:serve_command",
     "models": "models:models",
     "simulate": "simulate:simulate_command",
     "plan": "plan:plan_command",
     "info": "info:info_command",
-    "measure": "measure:measure_command",
+    "measure": "bench:measure_command",
     "submit": "submit:submit_command",
     "supervise": "supervise:supervise_command",
     "doctor": "doctor:doctor_command",

@@ -141,11 +141,8 @@ def _list_lines(cached: Sequence[Mapping[str, Any]]) -> Sequence[str]:
 
     if not cached:
         return ["no models of the hub are in its cache; -hf USER/MODEL downloads one"]
-    rows = [
-        [model["repo"], model["quant"] or "unknown",
-         size_text(model["n_bytes"]) + ("" if model["is_whole"] else ", in part"), model["path"]]
-        for model in cached
-    ]  # fmt: skip
+    sizes = (size_text(model["n_bytes"]) + ("" if model["is_whole"] else ", in part") for model in cached)
+    rows = [[m["repo"], m["quant"] or "unknown", size, m["path"]] for m, size in zip(cached, sizes, strict=True)]
     return markdown_table(["model", "quant", "size", "path"], rows, right_aligned=["size"])
 
 

@@ -1,4 +1,4 @@
-"""`pipeinfer run`: its sections of options. Rank 0's part of the command is in `job.run`."""
+"""`pipeinfer run` and `chat`: their sections of options. The commands are in `job.run` and `job.chat`."""
 
 from typing import Any
 
@@ -17,13 +17,19 @@ _SPECULATION = (jobs.PolicyName, jobs.Guesses, Policy, jobs.Experiments)
 SHARED = (*_MODELS, *_TEXTS, jobs.PlacementOptions, jobs.Numerics, *_SAMPLING, *_SPECULATION, jobs.OutputOptions)
 """The sections of all commands that write texts for users."""
 
-OF_ONE_USER = (*SHARED, jobs.Ablations, jobs.Records)
+_OF_ONE_USER = (*SHARED, jobs.Ablations, jobs.Records)
+_RUN = (jobs.Models, texts.PromptOptions, texts.Asking, texts.ContextOptions, *_OF_ONE_USER, texts.Machines)
+_CHAT = (jobs.Models, texts.PromptOptions, texts.ContextOptions, *_OF_ONE_USER)
+CHAT_HELP = {
+    "json": "Print a JSON object for each answer instead of its text.",
+    "prompt": "What is said first.",
+    "file": "The same, from a file.",
+    "resume": "Note in this file what is said; where it has such notes, the chat goes on from them.",
+}
+MANY_TEXTS = "--results, --trace and --machines are of one text, -cnv has many; leave them out, or ask with --chat"
 
 
-_SECTIONS = (jobs.Models, texts.PromptOptions, texts.Asking, texts.ContextOptions, *OF_ONE_USER, texts.Machines)
-
-
-@command("run", *_SECTIONS, has_variables=True)
+@command("run", *_RUN, has_variables=True)
 def run(chat: bool, conversation: bool, single_turn: bool, **values: Any) -> int:
     """Generate text. Text goes to standard output, the plan and the statistics to standard error.
 
@@ -34,8 +40,7 @@ def run(chat: bool, conversation: bool, single_turn: bool, **values: Any) -> int
     options = run_options(values, is_chat=chat or conversation or single_turn)
     if conversation and not single_turn:
         if options.output.results or options.output.trace or options.output.machines:
-            raise UserError("--results, --trace and --machines are of one text, -cnv has many; leave them out, or ask "
-                            "with --chat")  # fmt: skip
+            raise UserError(MANY_TEXTS)
         from pipeinfer.job.chat.chat import run_chat  # initialises MPI
 
         return run_chat(options)
@@ -51,3 +56,18 @@ def _head() -> Any:
     from pipeinfer.job import run
 
     return run
+
+
+@command("chat", *_CHAT, without=("results", "trace"), helps=CHAT_HELP, has_variables=True)
+def chat_command(**values: Any) -> int:
+    """Talk with a model, turn by turn. Answers go to standard output, all else to standard error.
+
+    What was said stays in the caches: a turn costs its new tokens. -p is said first. On a terminal Ctrl-C stops an
+    answer, a second one, or one at the prompt, ends the chat; a backslash at the end of a line goes on in the next one.
+    /help lists what else can be typed. Under mpirun rank 0 reads and prints.
+    """
+    warn_of_variables()
+    options = run_options(values, is_chat=True)
+    from pipeinfer.job.chat.chat import run_chat  # initialises MPI
+
+    return run_chat(options)

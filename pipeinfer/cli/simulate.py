@@ -26,6 +26,7 @@ from pipeinfer.virtual.profile import load_profile, shipped_profiles
 from pipeinfer.virtual.simulation import Load
 from pipeinfer.virtual.study import Study, side_by_side
 
+POLICY_HELP = f"One or more. [default: all, side by side; of loads {','.join(USUAL)}]"
 HELP = {
     "prepare_ahead": "Ablation: a run's input is prepared when the one before it is evaluated.",
     "post_ahead": "Ablation: stages meet to hand a run over.",
@@ -44,63 +45,55 @@ HELP = {
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateOptions:
-    """The cluster, its models and what they do there."""
+    """The cluster, its models and what they do there.
 
-    profile: str | None = setting(
-        None, "--profile", type=TextType(), help="A TOML file, or the name of a shipped profile: --list names them."
-    )
-    listing: bool = setting(False, "--list", help="List the shipped profiles with their model pairs.")
-    pair: str | None = setting(None, "--pair", type=TextType(), help="Models of the profile. [default: its first pair]")
-    nodes: int = setting(0, "--nodes", help="Nodes of the profile to use. [default: all]")
-    gbit: float | None = setting(
-        None, "--gbit", type=Number(0, MAX_GBIT, above=True),
-        help="Bandwidth of the links, in place of the profile's.",
-    )  # fmt: skip
+    profile: A TOML file, or the name of a shipped profile: --list names them.
+    listing: List the shipped profiles with their model pairs.
+    pair: Models of the profile. [default: its first pair]
+    nodes: Nodes of the profile to use. [default: all]
+    gbit: Bandwidth of the links, in place of the profile's.
+    predict: Tokens to generate.
+    prompt_tokens: Tokens of the prompt.
+    seed: Of synthetic texts and guesses.
+    repetitions: With the next seeds.
+    acceptances: How often the draft's best guess is right; of several drafts, once for each. [default: the pair's]
+    ranks: How often its first, second, … guess is right, as in 0.7,0.1,0.05; likewise.
+    ageing: Of a draft that reads the target's features, as EAGLE's: what its acceptance is multiplied by for each token
+        that it guesses after without knowing the target's verdict; of several numbers the first for the first such
+        token, the last for all further ones. [default: a draft that does not]
+    choices: Texts recorded by experiments/record.py, a generation each, in place of synthetic ones of -p tokens and
+        --repetitions; of a load the first requests', and again.
+    samplers: Threads beside the last stage that choose tokens, of a profile that says what that takes.
+    output: What to print, as for `bench`.
+    """
+
+    profile: str | None = setting(None, "--profile", type=TextType())
+    listing: bool = setting(False, "--list")
+    pair: str | None = setting(None, "--pair", type=TextType())
+    nodes: int = setting(0, "--nodes")
+    gbit: float | None = setting(None, "--gbit", type=Number(0, MAX_GBIT, above=True))
     policies: tuple[str, ...] | None = setting(
-        None, "--policy", type=Listed(click.Choice(list(POLICIES))),
-        help=f"One or more. [default: all, side by side; of loads {','.join(USUAL)}]",
-    )  # fmt: skip
-    predict: int = setting(512, "--predict", "-n", least=1, most=MAX_TOKENS, help="Tokens to generate.")
-    prompt_tokens: int = setting(128, "--prompt-tokens", "-p", least=1, most=MAX_TOKENS, help="Tokens of the prompt.")
-    seed: int = setting(0, "--seed", "-s", help="Of synthetic texts and guesses.")
-    repetitions: int = setting(1, "--repetitions", "-r", least=1, help="With the next seeds.")
-    acceptances: tuple[float, ...] = setting(
-        (), "--acceptance", type=PROBABILITY, repeated=True,
-        help="How often the draft's best guess is right; of several drafts, once for each. [default: the pair's]",
-    )  # fmt: skip
-    ranks: tuple[tuple[float, ...], ...] = setting(
-        (), "--ranks", type=Listed(PROBABILITY), repeated=True,
-        help="How often its first, second, … guess is right, as in 0.7,0.1,0.05; likewise.",
-    )  # fmt: skip
-    ageing: tuple[float, ...] = setting(
-        (), "--ageing", type=Listed(PROBABILITY),
-        help="Of a draft that reads the target's features, as EAGLE's: what its acceptance is multiplied by for each "
-        "token that it guesses after without knowing the target's verdict; of several numbers the first for the first "
-        "such token, the last for all further ones. [default: a draft that does not]",
-    )  # fmt: skip
-    choices: Path | None = setting(
-        None, "--choices", type=File(),
-        help="Texts recorded by experiments/record.py, a generation each, in place of synthetic ones of -p tokens and "
-        "--repetitions; of a load the first requests', and again.",
-    )  # fmt: skip
-    samplers: int = setting(
-        0, "--sampler-threads", most=1024,
-        help="Threads beside the last stage that choose tokens, of a profile that says what that takes.",
-    )  # fmt: skip
-    output: str = setting(
-        "md", "--output", "-o", type=click.Choice(["md", "csv", "json", "jsonl"]),
-        help="What to print, as for `bench`.",
-    )  # fmt: skip
+        None, "--policy", type=Listed(click.Choice(list(POLICIES))), help=POLICY_HELP
+    )
+    predict: int = setting(512, "--predict", "-n", least=1, most=MAX_TOKENS)
+    prompt_tokens: int = setting(128, "--prompt-tokens", "-p", least=1, most=MAX_TOKENS)
+    seed: int = setting(0, "--seed", "-s")
+    repetitions: int = setting(1, "--repetitions", "-r", least=1)
+    acceptances: tuple[float, ...] = setting((), "--acceptance", type=PROBABILITY, repeated=True)
+    ranks: tuple[tuple[float, ...], ...] = setting((), "--ranks", type=Listed(PROBABILITY), repeated=True)
+    ageing: tuple[float, ...] = setting((), "--ageing", type=Listed(PROBABILITY))
+    choices: Path | None = setting(None, "--choices", type=File())
+    samplers: int = setting(0, "--sampler-threads", most=1024)
+    output: str = setting("md", "--output", "-o", type=click.Choice(["md", "csv", "json", "jsonl"]))
 
 
 TYPES_OF_CACHES = tuple(f"cache_type_{part}" for part in ("k", "v", "k_draft", "v_draft"))
 WITHOUT = ("pace", "resume", "verbose", "numerics", "gpu_aware", *TYPES_OF_CACHES)
+_OUTPUT = (Records, OutputOptions, Numerics)
+_SECTIONS = (SimulateOptions, Loads, Traffic, Policy, Ablations, Experiments, *_OUTPUT)
 
 
-@command(
-    "simulate", SimulateOptions, Loads, Traffic, Policy, Ablations, Experiments, Records, OutputOptions, Numerics,
-    helps=HELP, without=WITHOUT,
-)  # fmt: skip
+@command("simulate", *_SECTIONS, helps=HELP, without=WITHOUT)
 def simulate_command(**values: Any) -> int:
     """Predict speed and latency on a cluster described by a profile: the real engine and policies, modelled time.
 
@@ -134,14 +127,12 @@ def simulate_command(**values: Any) -> int:
     seeds = range(len(texts)) if texts else range(options.seed, options.seed + options.repetitions)
     if has_loads:
         if records.trace or not study.cancel or not study.partitions:
-            raise UserError("--trace, --no-cancel and --no-partitions are of single requests; leave them out, or "
-                            "--requests, --concurrency and --rate")  # fmt: skip
+            single = "--trace, --no-cancel and --no-partitions are of single requests"
+            raise UserError(f"{single}; leave them out, or --requests, --concurrency and --rate")
         each_load = list(_loads(loads, options, values["max_delay_s"]))
-        figures = (
-            study.run_load(policy, replace(load, seed=seed), records.results)
-            for seed in range(options.seed, options.seed + options.repetitions)
-            for load in each_load for policy in policies
-        )  # fmt: skip
+        seeds = range(options.seed, options.seed + options.repetitions)
+        runs = ((policy, replace(load, seed=seed)) for seed in seeds for load in each_load for policy in policies)
+        figures = (study.run_load(*run, records.results) for run in runs)
         print_simulated_loads(figures, options.output, values["json"])
         return 0
     if loads.parallel or values["max_delay_s"] < math.inf:
@@ -164,25 +155,23 @@ def _study(options: SimulateOptions, values: dict[str, Any], texts: Sequence[Rec
 
     def lay_out(has_draft: bool) -> Profile:
         profile = file.lay_out(options.nodes, options.pair or "", has_draft)
-        host = replace(
-            profile.host, samplers=options.samplers, ahead=values["prepare_ahead"], posted=values["post_ahead"]
-        )
+        ahead, posted = values["prepare_ahead"], values["post_ahead"]
+        host = replace(profile.host, samplers=options.samplers, ahead=ahead, posted=posted)
         link = replace(profile.link, bytes_per_s=options.gbit * 1e9 / 8) if options.gbit else profile.link
         return replace(profile, host=host, link=link, wire_type=values["wire_type"])
 
     by_rank = options.ranks or [ranks_for(share) for share in options.acceptances]
-    return Study(
-        lay_out, options.predict, options.prompt_tokens, by_rank, values["cancel"], values["partitions"],
-        options.ageing, texts, options.choices.stem if options.choices else "", lay_out(False),
-    )  # fmt: skip
+    name, n_tokens = options.choices.stem if options.choices else "", (options.predict, options.prompt_tokens)
+    ablations = values["cancel"], values["partitions"]
+    return Study(lay_out, *n_tokens, by_rank, *ablations, options.ageing, texts, name, lay_out(False))
 
 
 def _loads(loads: Loads, options: SimulateOptions, max_delay_s: float) -> Iterator[Load]:
     """A load for each concurrency and rate, or one whose requests arrive at once. Raises UserError."""
     loads = loads.checked()
     n_requests = loads.requests or 2 * max(loads.most_clients, PARALLEL if loads.rates else 0)
-    like = Load(n_requests, options.prompt_tokens, options.predict, loads.parallel or min(n_requests, MAX_SEQUENCES),
-                max_delay_s=max_delay_s)  # fmt: skip
+    parallel = loads.parallel or min(n_requests, MAX_SEQUENCES)
+    like = Load(n_requests, options.prompt_tokens, options.predict, parallel, max_delay_s=max_delay_s)
     yield from (replace(like, concurrency=count) for count in loads.concurrencies)
     yield from (replace(like, rate=rate) for rate in loads.rates)
     if not loads.concurrencies and not loads.rates:

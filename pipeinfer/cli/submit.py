@@ -20,6 +20,18 @@ COMMANDS = ("run", "bench", "batch", "serve", "measure", "plan")  # what runs on
 SUPERVISED = ("run", "batch", "serve")
 
 COUNT = Whole(1, 1_000_000)
+LAUNCHERS = click.Choice(["srun", "mpirun"])
+HELP = {
+    "group": "A group of like ranks, in the order of ranks; give it several times for a heterogeneous job. KEY=VALUE "
+    f"with commas between, of {', '.join(GROUP_KEYS)}.",
+    "sbatch": "One more option of sbatch, as --sbatch=--exclusive.",
+    "restarts": "Start it again so often when a rank or a node is lost: `run`, `batch` and `serve` go on where they "
+    "were.",
+    "requeue": "Slurm may start it again, as after a preemption: `run` and `batch` go on from notes in its directory, "
+    f"and SIGTERM comes {NOTICE_S} s before its time is over.",
+    "array": "As many jobs of a `batch`, each with a part of its requests; results: OUT-0.jsonl, OUT-1.jsonl, …",
+    "output": "Directory in which each job gets one of its own.",
+}
 
 
 @click.command("submit", cls=Command, context_settings={"allow_interspersed_args": False})
@@ -34,57 +46,27 @@ COUNT = Whole(1, 1_000_000)
 @click.option("-A", "--account", type=TextType(), help="Account that is charged.")
 @click.option("-q", "--qos", type=TextType(), help="Quality of service.")
 @click.option("-J", "--job-name", "name", type=TextType(), default="pipeinfer", show_default=True, help="Its name.")
-@click.option(
-    "--group",
-    "groups",
-    type=TextType(),
-    multiple=True,
-    help=f"A group of like ranks, in the order of ranks; give it several times for a heterogeneous job. KEY=VALUE with "
-    f"commas between, of {', '.join(GROUP_KEYS)}.",
-)
-@click.option(
-    "--sbatch", "extra", type=TextType(), multiple=True, help="One more option of sbatch, as --sbatch=--exclusive."
-)
+@click.option("--group", "groups", type=TextType(), multiple=True, help=HELP["group"])
+@click.option("--sbatch", "extra", type=TextType(), multiple=True, help=HELP["sbatch"])
 @click.option("--module", "modules", type=TextType(), multiple=True, help="Environment module to load; repeatable.")
 @click.option("--setup", type=TextType(), multiple=True, help="Line of shell before the ranks start; repeatable.")
-@click.option(
-    "--launcher",
-    type=click.Choice(["srun", "mpirun"]),
-    default="srun",
-    show_default=True,
-    help="What starts the ranks.",
-)
-@click.option(
-    "--restarts", type=Whole(0, 1000), default=0, show_default=True,
-    help="Start it again so often when a rank or a node is lost: `run`, `batch` and `serve` go on where they were.",
-)  # fmt: skip
-@click.option(
-    "--requeue", "requeues", is_flag=True,
-    help="Slurm may start it again, as after a preemption: `run` and `batch` go on from notes in its directory, and "
-    f"SIGTERM comes {NOTICE_S} s before its time is over.",
-)  # fmt: skip
-@click.option(
-    "--array", "n_array", type=Whole(1, 1000),
-    help="As many jobs of a `batch`, each with a part of its requests; results: OUT-0.jsonl, OUT-1.jsonl, …",
-)  # fmt: skip
+@click.option("--launcher", type=LAUNCHERS, default="srun", show_default=True, help="What starts the ranks.")
+@click.option("--restarts", type=Whole(0, 1000), default=0, show_default=True, help=HELP["restarts"])
+@click.option("--requeue", "requeues", is_flag=True, help=HELP["requeue"])
+@click.option("--array", "n_array", type=Whole(1, 1000), help=HELP["array"])
 @click.option("--mpi", type=TextType(), help="What srun speaks with MPI. [default: pmi2, with Open MPI pmix]")
-@click.option(
-    "-o", "--output", type=Folder(), default=Path("jobs"), show_default=True,
-    help="Directory in which each job gets one of its own.",
-)  # fmt: skip
+@click.option("-o", "--output", type=Folder(), default=Path("jobs"), show_default=True, help=HELP["output"])
 @click.option("--dry-run", is_flag=True, help="Print the script, and leave it at that.")
 @click.option("--wait", is_flag=True, help="Follow the job to its end; its exit code is this command's.")
 @click.argument("words", nargs=-1, type=TextType(blank=True), metavar=f"{{{'|'.join(COMMANDS)}}} ...")
-def submit_command(
-    name: str, groups: tuple[str, ...], restarts: int, requeues: bool, n_array: int | None, mpi: str | None,
-    output: Path, dry_run: bool, wait: bool, words: tuple[str, ...], **others: Any,
-) -> int:  # fmt: skip
+def submit_command(words: tuple[str, ...], groups: tuple[str, ...], dry_run: bool, wait: bool, **others: Any) -> int:
     """Write a script for Slurm's sbatch that runs a command of pipeinfer on several ranks, and submit it.
 
     The command and its options come last: pipeinfer submit -N 4 -c 36 -t 60 run -m target.gguf -md draft.gguf -p "…".
     What it writes goes into a directory of its own: text (standard output), log (standard error), results.csv,
     trace.json, job.sh, id. Printed are the job's number and that directory.
     """
+    name, restarts, n_array = others["name"], others["restarts"], others["n_array"] or 0
     if "/" in name or name in (".", ".."):
         raise UserError(f"--job-name {name} names a directory too; leave / out")
     if restarts and not {*words[:1]} & {*SUPERVISED}:
@@ -95,12 +77,11 @@ def submit_command(
         )
     params = read_words(words)
     plain = Group(**{each.name: others.pop(each.name) for each in fields(Group)})
-    open_mpi = is_open_mpi()
-    job = SlurmJob(
-        name=name, groups=groups_of(plain, groups), command=(own_program("pipeinfer"),), folder=Path.cwd() / output,
-        cwd=Path.cwd(), mpi=mpi or ("pmix" if open_mpi else "pmi2"), mpirun=own_program("mpirun"), open_mpi=open_mpi,
-        restarts=restarts, requeues=requeues, keeps_text=words[0] != "run", n_array=n_array or 0, **others,
-    )  # fmt: skip
+    open_mpi, cwd = is_open_mpi(), Path.cwd()
+    others["mpi"] = others["mpi"] or ("pmix" if open_mpi else "pmi2")
+    others |= {"n_array": n_array, "folder": cwd / others.pop("output"), "keeps_text": words[0] != "run"}
+    programs: dict[str, Any] = {"command": (own_program("pipeinfer"),), "mpirun": own_program("mpirun")}
+    job = SlurmJob(groups=groups_of(plain, groups), cwd=cwd, open_mpi=open_mpi, **programs, **others)
     for line in remarks(job, params):
         complain(line)
     job = replace(job, command=(*job.command, *job_words(words, params, job)))
@@ -139,10 +120,10 @@ def job_words(words: tuple[str, ...], params: dict[str, Any], job: SlurmJob) -> 
     files = [("results", "--results", f"results{suffix}.csv"), ("trace", "--trace", "trace.json")]
     if job.requeues and words[0] in ("run", "batch"):
         files.append(("resume", "--resume", f"notes{suffix}"))
-    own_files = [
-        word for name, option, file in files if name in params and params[name] is None
-        for word in (option, f"{FOLDER}/{file}")
-    ]  # fmt: skip
+    own_files = list[str]()
+    for name, option, file in files:
+        if name in params and params[name] is None:
+            own_files += [option, f"{FOLDER}/{file}"]
     if not job.n_array:
         return (*words, *own_files)
     part, out = f"{FOLDER}/{PART}", params["output"]

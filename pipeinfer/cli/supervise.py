@@ -7,15 +7,13 @@ import click
 from pipeinfer.cli.options.command import Command
 from pipeinfer.job.options.values import TextType, Whole
 
+RESTARTS_HELP = "Starts after the first one, within ten minutes."
+WORDS = "[LAUNCHER ...] pipeinfer {run|chat|batch|serve} ..."
+
 
 @click.command("supervise", cls=Command, context_settings={"allow_interspersed_args": False})
-@click.option(
-    "--restarts", type=Whole(0, 1_000_000), default=10, show_default=True,
-    help="Starts after the first one, within ten minutes.",
-)  # fmt: skip
-@click.argument(
-    "words", nargs=-1, type=TextType(blank=True), metavar="[LAUNCHER ...] pipeinfer {run|chat|batch|serve} ..."
-)
+@click.option("--restarts", type=Whole(0, 1_000_000), default=10, show_default=True, help=RESTARTS_HELP)
+@click.argument("words", nargs=-1, type=TextType(blank=True), metavar=WORDS)
 def supervise_command(restarts: int, words: tuple[str, ...]) -> int:
     """Start a job, and when a rank or a host is lost start it again, to go on where it was with the same text.
 

@@ -1,11 +1,17 @@
 """Settings: dataclass fields that a user may change, with what a command line has to know of them. Parses nothing."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import MISSING, dataclass, field, fields
+import re
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cache
+from inspect import getdoc
 from typing import Any
 
 KEY = "setting"
+HELP = re.compile(r"^(\w+): (.*(?:\n {4}.*)*)", re.MULTILINE)
+"""A setting's help in a docstring: further lines are indented."""
+
 REQUIRED = MISSING  # the default of a setting that must be given
 MAX_WIDTH, MAX_DEPTH, MAX_TREE = 16, 64, 1000
 """Limits of policies' settings: guesses after one token, after each other, and of one tree."""
@@ -29,7 +35,7 @@ class Setting:
     None: the default."""
 
     flags: tuple[str, ...]
-    help: str
+    help: str = ""
     least: float = 0
     most: float = math.inf
     shown: bool = False
@@ -52,15 +58,23 @@ class Setting:
         return min((flag.split("/")[0 if value is True else -1] for flag in self.flags), key=len)
 
 
-def setting(default: Any, *flags: str, help: str, **more: Any) -> Any:
-    """A dataclass field; `more`: fields of `Setting`. A default of True is an ablation, whose flags switch it off,
-    unless they are written --on/--no-on."""
-    return field(default=default, metadata={KEY: Setting(flags, help, **more)})
+def setting(default: Any, *flags: str, **more: Any) -> Any:
+    """A dataclass field; `more`: fields of `Setting`. Its help may stand in the docstring of the dataclass, as `name:
+    text` after the first paragraph. A default of True is an ablation, whose flags switch it off, unless they are
+    written --on/--no-on."""
+    return field(default=default, metadata={KEY: Setting(flags, **more)})
 
 
-def settings_of(kind: type[Any]) -> Iterator[tuple[str, Any, Setting]]:
+@cache
+def settings_of(kind: type[Any]) -> Sequence[tuple[str, Any, Setting]]:
     """(name, default, setting) of every setting of a dataclass."""
-    return ((each.name, each.default, each.metadata[KEY]) for each in fields(kind) if KEY in each.metadata)
+    settings = ((each.name, each.default, each.metadata[KEY]) for each in fields(kind) if KEY in each.metadata)
+    docs = [getdoc(base) or "" for base in reversed(kind.__mro__)]
+    helps = {name: " ".join(text.split()) for doc in docs for name, text in HELP.findall(doc)}
+    return tuple(
+        (name, default, setting if setting.help else replace(setting, help=helps[name]))
+        for name, default, setting in settings
+    )
 
 
 def value_text(value: Any) -> str:

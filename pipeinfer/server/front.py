@@ -42,51 +42,47 @@ def most_of_one(n: int) -> int:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpOptions:
     """`api_keys`: any of them is accepted; without one no request needs a key. No message between ranks has them.
-    `n_queue`: texts that may wait. `max_body`: bytes of a request. `timeout_s`: for a client to send or to read."""
+    `n_queue`: texts that may wait. `max_body`: bytes of a request. `timeout_s`: for a client to send or to read.
+
+    host: Address to listen on.
+    port: Port to listen on; 0: a free one.
+    api_key_file: Keys, as of --api-key, one a line.
+    ssl_key_file: The private key, PEM: with --ssl-cert-file it is HTTPS.
+    ssl_cert_file: Its certificate, PEM, with those that vouch for it.
+    alias: The model's name in answers. [default: the file's]
+    n_queue: Texts that may wait for room; for more the answer is 429.
+    priorities: Take `priority` of requests: whoever asks can pass and preempt others.
+    n_connections: Connections that are open at a time.
+    max_body: Bytes of a request.
+    timeout_s: Seconds that a client may take to send a request, or to read on.
+    origins: Pages of these origins may ask too, such as https://chat.example.org; *: all pages.
+    strict: Refuse requests with fields or parts that are unknown; else these are passed over, named once in the log and
+        in the header X-Pipeinfer-Passed-Over of the answer.
+    log_format: A line a request on standard error.
+    metrics: /metrics, for Prometheus.
+    slots: /slots: what is being written.
+    page: The page at /.
+    """
 
     heading = "Server"
-    host: str = setting("127.0.0.1", "--host", type=TextType(), help="Address to listen on.")
-    port: int = setting(8080, "--port", most=65535, help="Port to listen on; 0: a free one.")
+    host: str = setting("127.0.0.1", "--host", type=TextType())
+    port: int = setting(8080, "--port", most=65535)
     api_keys: tuple[str, ...] = field(default=(), compare=False, repr=False)
-    api_key_file: Path | None = setting(None, "--api-key-file", type=File(), help="Keys, as of --api-key, one a line.")
-    ssl_key_file: Path | None = setting(
-        None, "--ssl-key-file", type=File(), help="The private key, PEM: with --ssl-cert-file it is HTTPS."
-    )
-    ssl_cert_file: Path | None = setting(
-        None, "--ssl-cert-file", type=File(), help="Its certificate, PEM, with those that vouch for it."
-    )
-    alias: str | None = setting(
-        None, "--alias", "-a", type=TextType(), help="The model's name in answers. [default: the file's]"
-    )
-    n_queue: int = setting(
-        256, "--queue", most=1 << 20, help="Texts that may wait for room; for more the answer is 429."
-    )
-    priorities: bool = setting(
-        False, "--priorities", help="Take `priority` of requests: whoever asks can pass and preempt others."
-    )
-    n_connections: int = setting(
-        1024, "--max-connections", least=1, most=1 << 20, help="Connections that are open at a time."
-    )
-    max_body: int = setting(2 << 20, "--max-body", least=1024, most=1 << 30, help="Bytes of a request.")
-    timeout_s: float = setting(
-        600.0, "--timeout", "-to", type=Number(0, 1e6, above=True),
-        help="Seconds that a client may take to send a request, or to read on.",
-    )  # fmt: skip
-    origins: tuple[str, ...] = setting(
-        (), "--allow-origin", "--cors-origins", type=Listed(TextType()),
-        help="Pages of these origins may ask too, such as https://chat.example.org; *: all pages.",
-    )  # fmt: skip
-    strict: bool = setting(
-        False, "--strict/--lenient",
-        help="Refuse requests with fields or parts that are unknown; else these are passed over, named once in the log "
-        "and in the header X-Pipeinfer-Passed-Over of the answer.",
-    )  # fmt: skip
-    log_format: str = setting(
-        "text", "--log-format", type=click.Choice(["text", "json", "none"]), help="A line a request on standard error."
-    )
-    metrics: bool = setting(True, "--metrics/--no-metrics", help="/metrics, for Prometheus.")
-    slots: bool = setting(True, "--slots/--no-slots", help="/slots: what is being written.")
-    page: bool = setting(True, "--ui/--no-ui", help="The page at /.")
+    api_key_file: Path | None = setting(None, "--api-key-file", type=File())
+    ssl_key_file: Path | None = setting(None, "--ssl-key-file", type=File())
+    ssl_cert_file: Path | None = setting(None, "--ssl-cert-file", type=File())
+    alias: str | None = setting(None, "--alias", "-a", type=TextType())
+    n_queue: int = setting(256, "--queue", most=1 << 20)
+    priorities: bool = setting(False, "--priorities")
+    n_connections: int = setting(1024, "--max-connections", least=1, most=1 << 20)
+    max_body: int = setting(2 << 20, "--max-body", least=1024, most=1 << 30)
+    timeout_s: float = setting(600.0, "--timeout", "-to", type=Number(0, 1e6, above=True))
+    origins: tuple[str, ...] = setting((), "--allow-origin", "--cors-origins", type=Listed(TextType()))
+    strict: bool = setting(False, "--strict/--lenient")
+    log_format: str = setting("text", "--log-format", type=click.Choice(["text", "json", "none"]))
+    metrics: bool = setting(True, "--metrics/--no-metrics")
+    slots: bool = setting(True, "--slots/--no-slots")
+    page: bool = setting(True, "--ui/--no-ui")
 
 
 NEEDS = ("fastapi", "uvicorn", "prometheus_client")

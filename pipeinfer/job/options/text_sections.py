@@ -10,76 +10,76 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_CTX, MAX_LAYERS, MAX_SEQUENCES
 from pipeinfer.job.options.values import LOGIT_BIAS, Delay, File, Listed, Number, TextType, Whole
 
+ESCAPES = r"\n is a new line; so are \t, \r, \', \", \\, and \x with two digits."
 MAX_REQUESTS, MIN_RATE, MAX_RATE = 100_000, 1e-6, 1e6
 PARALLEL = 32  # the default number of open requests that arrive at a rate, as in a batch
+PARALLEL_HELP = (
+    "Requests of loads at a time at most, for which there is to be room. [default: the largest --concurrency, with "
+    f"--rate {PARALLEL} at least]"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptOptions:
-    """The text that is continued, or the first message."""
+    """The text that is continued, or the first message.
+
+    prompt: The text to continue.
+    file: Read the prompt from this file, without a newline at its end; - is standard input.
+    """
 
     heading = "Prompt and chat"
-    prompt: str | None = setting(
-        None, "--prompt", "-p", type=TextType(blank=True), first=True, help="The text to continue."
-    )
-    file: Path | None = setting(
-        None, "--file", "-f", type=File(stdin=True),
-        help="Read the prompt from this file, without a newline at its end; - is standard input.",
-    )  # fmt: skip
+    prompt: str | None = setting(None, "--prompt", "-p", type=TextType(blank=True), first=True)
+    file: Path | None = setting(None, "--file", "-f", type=File(stdin=True))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Asking:
-    """Whether the prompt is continued or answered."""
+    """Whether the prompt is continued or answered.
+
+    chat: Ask the model with its chat template, once.
+    conversation: Talk with it, turn by turn: `pipeinfer chat`.
+    single_turn: The same as --chat, also with -cnv.
+    """
 
     heading = "Prompt and chat"
-    chat: bool = setting(False, "--chat", help="Ask the model with its chat template, once.")
-    conversation: bool = setting(False, "--conversation", "-cnv", help="Talk with it, turn by turn: `pipeinfer chat`.")
-    single_turn: bool = setting(False, "--single-turn", "-st", help="The same as --chat, also with -cnv.")
+    chat: bool = setting(False, "--chat")
+    conversation: bool = setting(False, "--conversation", "-cnv")
+    single_turn: bool = setting(False, "--single-turn", "-st")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """A chat. `variables`: further ones for the template, as the text of a JSON object."""
+    """A chat. `variables`: further ones for the template, as the text of a JSON object.
+
+    system: In a chat, what the system says first.
+    system_file: The same, from a file.
+    template_file: The chat template, in Jinja. [default: the model's own]
+    variables: What else the template may look at, as a JSON object: {"enable_thinking": false}.
+    """
 
     heading = "Prompt and chat"
-    system: str | None = setting(
-        None, "--system-prompt", "-sys", type=TextType(), help="In a chat, what the system says first."
-    )
-    system_file: Path | None = setting(
-        None, "--system-prompt-file", "-sysf", type=File(), help="The same, from a file."
-    )
-    template_file: Path | None = setting(
-        None, "--chat-template-file", type=File(), help="The chat template, in Jinja. [default: the model's own]"
-    )
-    variables: str | None = setting(
-        None, "--chat-template-kwargs", type=TextType(),
-        help='What else the template may look at, as a JSON object: {"enable_thinking": false}.',
-    )  # fmt: skip
+    system: str | None = setting(None, "--system-prompt", "-sys", type=TextType())
+    system_file: Path | None = setting(None, "--system-prompt-file", "-sysf", type=File())
+    template_file: Path | None = setting(None, "--chat-template-file", type=File())
+    variables: str | None = setting(None, "--chat-template-kwargs", type=TextType())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Texts:
-    """The spelling of texts on the command line, and the ends of the output."""
+    """The spelling of texts on the command line, and the ends of the output.
+
+    parse_special: Names of control tokens in a prompt that is continued, such as <|im_start|>, are text; by default
+        they are these tokens. Messages of a chat: see --special-in-messages.
+    special_in_messages: Names of control tokens in messages, such as <|im_end|>, are these tokens, as in llama.cpp;
+        else text.
+    stops: End the text where this stands in it, which is not printed; may be given several times.
+    """
 
     heading = "Prompt and chat"
-    escape: bool = setting(
-        True, "--escape/--no-escape", "-e",
-        help=r"In -p, \n is a new line; so are \t, \r, \', \", \\, and \x with two digits.",
-    )  # fmt: skip
-    parse_special: bool = setting(
-        True, "--no-special", "--no-parse-special",
-        help="Names of control tokens in a prompt that is continued, such as <|im_start|>, are text; by default they "
-        "are these tokens. Messages of a chat: see --special-in-messages.",
-    )  # fmt: skip
-    special_in_messages: bool = setting(
-        False, "--special-in-messages",
-        help="Names of control tokens in messages, such as <|im_end|>, are these tokens, as in llama.cpp; else text.",
-    )  # fmt: skip
-    stops: tuple[str, ...] = setting(
-        (), "--reverse-prompt", "--stop", "-r", type=TextType(blank=True), repeated=True,
-        help="End the text where this stands in it, which is not printed; may be given several times.",
-    )  # fmt: skip
+    escape: bool = setting(True, "--escape/--no-escape", "-e", help=f"In -p, {ESCAPES}")
+    parse_special: bool = setting(True, "--no-special", "--no-parse-special")
+    special_in_messages: bool = setting(False, "--special-in-messages")
+    stops: tuple[str, ...] = setting((), "--reverse-prompt", "--stop", "-r", type=TextType(blank=True), repeated=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,30 +91,30 @@ class TextOptions(Texts, PromptOptions):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrammarOptions:
-    """A constraint of the text, one of: a grammar, a JSON schema as text, and the files of either."""
+    """A constraint of the text, one of: a grammar, a JSON schema as text, and the files of either.
+
+    grammar: What the text must be, in llama.cpp's form (GBNF): 'root ::= "yes" | "no"'.
+    grammar_file: The same, from a file.
+    schema: The text must be JSON that this schema describes; {}: any object.
+    schema_file: The same, from a file.
+    """
 
     heading = "Constraints"
-    grammar: str | None = setting(
-        None, "--grammar", type=TextType(),
-        help="What the text must be, in llama.cpp's form (GBNF): 'root ::= \"yes\" | \"no\"'.",
-    )  # fmt: skip
-    grammar_file: Path | None = setting(None, "--grammar-file", type=File(), help="The same, from a file.")
-    schema: str | None = setting(
-        None, "--json-schema", "-j", type=TextType(),
-        help="The text must be JSON that this schema describes; {}: any object.",
-    )  # fmt: skip
-    schema_file: Path | None = setting(None, "--json-schema-file", "-jf", type=File(), help="The same, from a file.")
+    grammar: str | None = setting(None, "--grammar", type=TextType())
+    grammar_file: Path | None = setting(None, "--grammar-file", type=File())
+    schema: str | None = setting(None, "--json-schema", "-j", type=TextType())
+    schema_file: Path | None = setting(None, "--json-schema-file", "-jf", type=File())
 
 
 @dataclass(frozen=True, kw_only=True)
 class Biases:
-    """Tokens that are made more or less likely."""
+    """Tokens that are made more or less likely.
+
+    biases: Add this to the logit of a token, as in 15043+1.5, 22-3 or 22-inf (never); may be given several times.
+    """
 
     heading = "Constraints"
-    biases: tuple[tuple[int, float], ...] = setting(
-        (), "--logit-bias", "-l", type=LOGIT_BIAS, repeated=True,
-        help="Add this to the logit of a token, as in 15043+1.5, 22-3 or 22-inf (never); may be given several times.",
-    )  # fmt: skip
+    biases: tuple[tuple[int, float], ...] = setting((), "--logit-bias", "-l", type=LOGIT_BIAS, repeated=True)
 
 
 # -- how much
@@ -122,50 +122,47 @@ class Biases:
 
 @dataclass(frozen=True, kw_only=True)
 class ContextOptions:
-    """The length of texts, the context, and the chunks of prompts."""
+    """The length of texts, the context, and the chunks of prompts.
+
+    predict: Tokens to generate; -1 or -2: until the model ends or the context is full.
+    ignore_eos: Go on after an end-of-generation token.
+    ctx_size: Context in tokens; 0: what prompt and -n need, within what the model was trained for.
+    batch_size: Prompt tokens a run at most, up to 2048; a prompt is cut into smaller chunks where that fills the
+        pipeline.
+    """
 
     heading = "Context and length"
-    predict: int = setting(
-        -1, "--predict", "--n-predict", "-n", least=-2, first=True,
-        help="Tokens to generate; -1 or -2: until the model ends or the context is full.",
-    )  # fmt: skip
-    ignore_eos: bool = setting(False, "--ignore-eos", help="Go on after an end-of-generation token.")
-    ctx_size: int = setting(
-        0, "--ctx-size", "-c", most=MAX_CTX, first=True, column=True,
-        help="Context in tokens; 0: what prompt and -n need, within what the model was trained for.",
-    )  # fmt: skip
-    batch_size: int = setting(
-        128, "--batch-size", "-b", least=1, column=True,
-        help="Prompt tokens a run at most, up to 2048; a prompt is cut into smaller chunks where that fills the "
-        "pipeline.",
-    )  # fmt: skip
+    predict: int = setting(-1, "--predict", "--n-predict", "-n", least=-2, first=True)
+    ignore_eos: bool = setting(False, "--ignore-eos")
+    ctx_size: int = setting(0, "--ctx-size", "-c", most=MAX_CTX, first=True, column=True)
+    batch_size: int = setting(128, "--batch-size", "-b", least=1, column=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
     """Requests that share a job. `parallel`: the most that are open at a time; `n_expected`: so many as exact numerics
-    are laid out for."""
+    are laid out for.
+
+    max_delay_s: Seconds that the tokens of a text may come later because prompts of others are read meanwhile: these
+        are cut into chunks that take all stages together so long. chunk: what one of -b tokens takes; none: no limit.
+    """
 
     heading = "Context and length"
     parallel: int = 1
     n_expected: int = 1
-    max_delay_s: float = setting(
-        math.inf, "--max-delay", type=Delay(), written="none", column=True,
-        help="Seconds that the tokens of a text may come later because prompts of others are read meanwhile: these are "
-        "cut into chunks that take all stages together so long. chunk: what one of -b tokens takes; none: no limit.",
-    )  # fmt: skip
+    max_delay_s: float = setting(math.inf, "--max-delay", type=Delay(), written="none", column=True)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machines:
-    """Speeds elsewhere."""
+    """Speeds elsewhere.
+
+    machines: After the text, how fast so many machines like this one would be on Gigabit Ethernet, as in 1,2,4,8: a
+        table of speeds without and with guesses, timed here and simulated there.
+    """
 
     heading = "Output"
-    machines: tuple[int, ...] = setting(
-        (), "--machines", type=Listed(Whole(1, MAX_LAYERS)),
-        help="After the text, how fast so many machines like this one would be on Gigabit Ethernet, as in 1,2,4,8: a "
-        "table of speeds without and with guesses, timed here and simulated there.",
-    )  # fmt: skip
+    machines: tuple[int, ...] = setting((), "--machines", type=Listed(Whole(1, MAX_LAYERS)))
 
 
 # -- loads
@@ -173,27 +170,19 @@ class Machines:
 
 @dataclass(frozen=True, kw_only=True)
 class Loads:
-    """Each concurrency and each rate is a load. `parallel`: the most requests that are open at a time."""
+    """Each concurrency and each rate is a load. `parallel`: the most requests that are open at a time.
+
+    concurrencies: Measure loads instead: 1,4,16 is three, of so many clients, each of whom asks for the next text when
+        it has one.
+    rates: Measure loads instead: 0.5,2 is two, of so many requests a second, which come at random (Poisson).
+    requests: Requests of a load. [default: each prompt once, but twice the largest --concurrency at least]
+    """
 
     heading = "Loads"
-    concurrencies: tuple[int, ...] = setting(
-        (), "--concurrency", type=Listed(Whole(1, MAX_SEQUENCES)),
-        help="Measure loads instead: 1,4,16 is three, of so many clients, each of whom asks for the next text when it "
-        "has one.",
-    )  # fmt: skip
-    rates: tuple[float, ...] = setting(
-        (), "--rate", type=Listed(Number(MIN_RATE, MAX_RATE)),
-        help="Measure loads instead: 0.5,2 is two, of so many requests a second, which come at random (Poisson).",
-    )  # fmt: skip
-    requests: int | None = setting(
-        None, "--requests", type=Whole(1, MAX_REQUESTS),
-        help="Requests of a load. [default: each prompt once, but twice the largest --concurrency at least]",
-    )  # fmt: skip
-    parallel: int | None = setting(
-        None, "--parallel", type=Whole(1, MAX_SEQUENCES),
-        help="Requests of loads at a time at most, for which there is to be room. [default: the largest --concurrency, "
-        f"with --rate {PARALLEL} at least]",
-    )  # fmt: skip
+    concurrencies: tuple[int, ...] = setting((), "--concurrency", type=Listed(Whole(1, MAX_SEQUENCES)))
+    rates: tuple[float, ...] = setting((), "--rate", type=Listed(Number(MIN_RATE, MAX_RATE)))
+    requests: int | None = setting(None, "--requests", type=Whole(1, MAX_REQUESTS))
+    parallel: int | None = setting(None, "--parallel", type=Whole(1, MAX_SEQUENCES), help=PARALLEL_HELP)
 
     @property
     def most_clients(self) -> int:
