@@ -26,7 +26,7 @@ REPETITIONS = 5
 MEASURED_TOKENS = 128  # of the job with which `measure` compares its profile
 POLICY_HELP = f"One or more, as in iterative,pipeinfer. [default: {','.join(USUAL)}, without guesses iterative]"
 ABLATE_HELP = f"Measure each policy also without each of these that it has: {','.join(ABLATIONS)}."
-DEFAULTS = {"temp": 0.0, "seed": 0}  # other than those of `run`: a benchmark can be repeated
+DEFAULTS: dict[str, Any] = {"temp": 0.0, "seed": 0}  # other than those of `run`: a benchmark can be repeated
 
 
 @dataclass(frozen=True, kw_only=True)

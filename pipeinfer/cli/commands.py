@@ -11,7 +11,7 @@ from typing import NoReturn
 import click
 
 from pipeinfer import __version__
-from pipeinfer.cli.options.command import CommandGroup
+from pipeinfer.cli.options.llama_cpp import CommandGroup
 from pipeinfer.cluster.hosts.launch import exit_together, fail_together, rank_from_environment
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.streams import settle

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from pipeinfer.cli.options.command import Command, CommandGroup
+from pipeinfer.cli.options.llama_cpp import Command, CommandGroup
 from pipeinfer.cluster.assignment import parse_split
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_CTX, MAX_LAYERS

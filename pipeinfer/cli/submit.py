@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from pipeinfer.cli.options.command import Command
+from pipeinfer.cli.options.llama_cpp import Command
 from pipeinfer.cluster.slurm import GROUP_KEYS, INDEX, NOTICE_S, Group, SlurmJob, groups_of, script_text
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import AUTO_LAYERS, NO_DRAFT, STDIN

@@ -4,7 +4,7 @@ import os
 
 import click
 
-from pipeinfer.cli.options.command import Command
+from pipeinfer.cli.options.llama_cpp import Command
 from pipeinfer.job.options.values import TextType, Whole
 
 RESTARTS_HELP = "Starts after the first one, within ten minutes."
@@ -21,7 +21,7 @@ def supervise_command(restarts: int, words: tuple[str, ...]) -> int:
     Hosts that take no ranks, as their slots come last, are spares. A host that cannot be reached, or on which ranks die
     twice within ten minutes, is left out; with fewer hosts there are fewer ranks. Bad input ends with exit code 2.
     """
-    from pipeinfer.supervisor.launcher import read_launcher
+    from pipeinfer.cluster.hosts.launcher import read_launcher
     from pipeinfer.supervisor.supervisor import Supervisor
 
     return Supervisor(read_launcher(words), restarts, os.environ).run()

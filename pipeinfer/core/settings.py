@@ -4,7 +4,6 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
-from functools import cache
 from inspect import getdoc
 from typing import Any
 
@@ -65,7 +64,6 @@ def setting(default: Any, *flags: str, **more: Any) -> Any:
     return field(default=default, metadata={KEY: Setting(flags, **more)})
 
 
-@cache
 def settings_of(kind: type[Any]) -> Sequence[tuple[str, Any, Setting]]:
     """(name, default, setting) of every setting of a dataclass."""
     settings = ((each.name, each.default, each.metadata[KEY]) for each in fields(kind) if KEY in each.metadata)

@@ -2,33 +2,26 @@
 
 import contextlib
 import hmac
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Send
 
-from pipeinfer.server.errors import Refusal
-from pipeinfer.server.respond import send_refusal
+from pipeinfer.server.errors import Headers, Refusal
 
-PAGE_FILES = {
-    "/": ("index.html", "text/html"),
-    **{f"/page/{name}": (name, "text/javascript") for name in ("markdown.js", "page.js")},
-    "/page/page.css": ("page.css", "text/css"),
-}  # fmt: skip
+SCRIPTS = {f"/page/{name}": (name, "text/javascript") for name in ("markdown.js", "page.js")}
+PAGE_FILES = {"/": ("index.html", "text/html"), "/page/page.css": ("page.css", "text/css"), **SCRIPTS}
 OPEN_PATHS = (*PAGE_FILES, "/health", "/v1/health")  # paths without secrets, which need no key
 LOOPBACK_NAMES = ("localhost", "localhost.localdomain", "ip6-localhost")
 
 ELSEWHERE = ("cross-site", "same-site")
 """A browser's Sec-Fetch-Site for a page of another host, or of another port of this one."""
 
-PREFLIGHT = [
-    (b"access-control-allow-methods", b"GET, POST"), (b"access-control-max-age", b"86400"),
-]  # fmt: skip
+PREFLIGHT = {"access-control-allow-methods": "GET, POST", "access-control-max-age": "86400"}
 """What a page may send; its headers are allowed as it names them."""
-
-Headers = Mapping[str, str]
 
 
 class Access:
@@ -46,20 +39,22 @@ class Access:
             if self._is_shared(headers):
                 send = _sharing(send, headers["origin"])
                 if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
-                    await _allow(send, headers)
+                    allowed = headers.get("access-control-request-headers", "content-type")
+                    preflight = Response(None, 204, PREFLIGHT | {"access-control-allow-headers": allowed})
+                    await preflight(scope, receive, send)
                     return
             try:
                 self._check(scope["method"], scope["path"], headers)
             except Refusal as refusal:
-                await send_refusal(send, refusal)
+                await refusal.response(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
     def _check(self, method: str, path: str, headers: Headers) -> None:
         if "content-length" in headers and "transfer-encoding" in headers:
             # a proxy may go by the other one, and take the rest for the next client's request (smuggling)
-            raise Refusal(400, "Content-Length and Transfer-Encoding both say how long the body is; send one of them",
-                          closes=True)  # fmt: skip
+            message = "Content-Length and Transfer-Encoding both say how long the body is; send one of them"
+            raise Refusal(400, message, headers={"connection": "close"})
         self._check_name(headers.get("host", ""))
         if not self._is_shared(headers) and (page := _other_page(method, path, headers)):
             raise Refusal(403, f"{page[:200]} may not ask this server")
@@ -70,7 +65,8 @@ class Access:
         if kind.lower() == "bearer":
             client_key = token.strip(" \t")
         if not any([hmac.compare_digest(client_key.encode("latin-1"), key) for key in self.keys]):
-            raise Refusal(401, "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'")
+            message = "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'"
+            raise Refusal(401, message, headers={"www-authenticate": "Bearer"})
 
     def _is_shared(self, headers: Headers) -> bool:
         """Whether the request is of a page of a permitted other origin."""
@@ -86,16 +82,8 @@ class Access:
         with contextlib.suppress(ValueError):
             name = urlsplit(f"//{host}").hostname
         if name is None or not (name == self.host or is_loopback(name)):
-            raise Refusal(403, f"{host[:200]} is no name of this host, and without a key this server answers to those "
-                          "alone; ask localhost, or start it with --api-key")  # fmt: skip
-
-
-async def _allow(send: Send, headers: Headers) -> None:
-    """The response to a preflight."""
-    allowed = headers.get("access-control-request-headers", "content-type").encode("latin-1")
-    headers_sent = [*PREFLIGHT, (b"access-control-allow-headers", allowed)]
-    await send({"type": "http.response.start", "status": 204, "headers": headers_sent})
-    await send({"type": "http.response.body", "body": b""})
+            reason = "is no name of this host, and without a key this server answers to those alone"
+            raise Refusal(403, f"{host[:200]} {reason}; ask localhost, or start it with --api-key")
 
 
 def _sharing(send: Send, origin: str) -> Send:

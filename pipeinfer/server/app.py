@@ -1,14 +1,16 @@
 """The server's endpoints. Each reads a request and responds; knows no MPI and no engine."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -30,7 +32,7 @@ from pipeinfer.server.llama_cpp import INFILL, CompletionForm, infill_of, props,
 from pipeinfer.server.metrics import CONTENT_TYPE, Metrics
 from pipeinfer.server.prompting import ParsedRequest, Prompting, parse_request
 from pipeinfer.server.request_log import RequestLog
-from pipeinfer.server.respond import AnswerResponse, EventsResponse, passed_over_header
+from pipeinfer.server.respond import STREAM_HEADERS, AnswerResponse, passed_over_header
 from pipeinfer.server.responses import RESPONSES, ResponseForm
 
 T = TypeVar("T")
@@ -39,12 +41,11 @@ SMALL_BODY = 16 << 10  # bytes of a body that is read at once, within some 2 ms
 MAX_CONTENT = 1 << 17  # characters for /tokenize: their tokens become JSON within some 70 ms
 TOKENIZE_FIELDS = {"content", "prompt", "add_special", "parse_special", "with_pieces", "model"}
 PAGE = Path(__file__).with_name("page")
-PAGE_HEADERS = {
-    "cache-control": "no-cache", "x-frame-options": "DENY", "x-content-type-options": "nosniff",
-    "content-security-policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; "
-    "img-src data:",
-}  # fmt: skip
+POLICY = "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:"
 """The page may load nothing but its own files."""
+
+PAGE_HEADERS = {"cache-control": "no-cache", "content-security-policy": POLICY}
+PAGE_HEADERS |= {"x-frame-options": "DENY", "x-content-type-options": "nosniff"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +122,8 @@ class Api:
         return JsonResponse({"status": "ok"})
 
     def _model(self) -> dict[str, Any]:
-        return {"id": self.model, "object": "model", "created": self.created, "owned_by": "pipeinfer",
-                "max_model_len": self.setup.limit, "system_fingerprint": self.setup.version}  # fmt: skip
+        model = {"id": self.model, "object": "model", "created": self.created, "owned_by": "pipeinfer"}
+        return model | {"max_model_len": self.setup.limit, "system_fingerprint": self.setup.version}
 
     async def models(self, request: Request) -> Response:
         return JsonResponse({"object": "list", "data": [self._model()]})
@@ -154,19 +155,20 @@ class Api:
     async def events(self, request: Request) -> Response:
         """Pictures of the pipeline, for as long as a client reads them."""
         self.head.check_ready()
-        queue = self.head.watch()
 
         async def pictures() -> AsyncIterator[bytes]:
-            while self.head.state is HeadState.READY:
-                try:
-                    picture = await asyncio.wait_for(queue.get(), 1.0)
-                except asyncio.TimeoutError:
-                    continue
-                running = sum(choice.is_running for choice in self.head.choices.values())
-                yield event({"seconds": picture.seconds, "ranks": picture.ranks, "running": running,
-                             "waiting": len(self.head.choices) - running})  # fmt: skip
+            queue = self.head.watch()
+            try:
+                while self.head.state is HeadState.READY:
+                    with contextlib.suppress(asyncio.TimeoutError):
+                        picture = await asyncio.wait_for(queue.get(), 1.0)
+                        running = sum(choice.is_running for choice in self.head.choices.values())
+                        load = {"running": running, "waiting": len(self.head.choices) - running}
+                        yield event({"seconds": picture.seconds, "ranks": picture.ranks, **load})
+            finally:
+                self.head.unwatch(queue)
 
-        return EventsResponse(pictures(), lambda: self.head.unwatch(queue))
+        return StreamingResponse(pictures(), headers=STREAM_HEADERS)
 
     # -- texts
 
@@ -177,16 +179,14 @@ class Api:
         if issubclass(dialect.form, BlockForm) and len(parsed.bodies) > 1:
             refuse(f"{len(parsed.bodies)} texts are asked for, and an answer of {path} has one")
         if parsed.bodies[0].priority and not self.http.priorities:
-            refuse(f"priority is {parsed.bodies[0].priority}, and this server takes none; leave it out, or start the "
-                   "server with --priorities")  # fmt: skip
+            reason = f"priority is {parsed.bodies[0].priority}, and this server takes none"
+            refuse(f"{reason}; leave it out, or start the server with --priorities")
         self.head.check_ready()
         answer = self.head.ask(await self.prompting.ask(parsed, client), client)
         form = dialect.form(parsed, answer, self.model, self.setup.version, self.spell)
         id = str(form.common["id"])
-        return AnswerResponse(
-            self.head, answer, form, lambda: self.log.ended(id, path, answer), passed_over_header(parsed.passed_over),
-            lambda line: self.log.warn(f"{id}: {line}"),
-        )  # fmt: skip
+        end, warn = partial(self.log.ended, id, path, answer), lambda line: self.log.warn(f"{id}: {line}")
+        return AnswerResponse(self.head, answer, form, passed_over_header(parsed.passed_over), end, warn)
 
     async def count_tokens(self, request: Request) -> Response:
         """Anthropic's, of a conversation."""
@@ -282,12 +282,10 @@ async def _read(request: Request, n_most: int) -> bytes:
 
 def _slot(choice: Choice) -> dict[str, Any]:
     request = choice.request
-    return {
-        "id": choice.id, "is_processing": choice.is_running, "n_ctx": request.n_ctx,
-        "n_prompt_tokens": choice.n_prompt, "n_prompt_tokens_processed": choice.n_evaluated,
-        "n_decoded": choice.n_tokens, "n_predict": request.n_predict, "seed": request.sampling.seed,
-        "seconds": round(time.monotonic() - choice.submitted_s, 3),
-    }  # fmt: skip
+    slot = {"id": choice.id, "is_processing": choice.is_running, "n_ctx": request.n_ctx, "n_decoded": choice.n_tokens}
+    slot |= {"n_prompt_tokens": choice.n_prompt, "n_prompt_tokens_processed": choice.n_evaluated}
+    slot |= {"n_predict": request.n_predict, "seed": request.sampling.seed}
+    return slot | {"seconds": round(time.monotonic() - choice.submitted_s, 3)}
 
 
 def _piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from starlette.exceptions import HTTPException
@@ -11,20 +12,19 @@ from starlette.responses import Response
 from pipeinfer.errors import UserError
 from pipeinfer.models.text.chat_template import TemplateFault
 
-TYPES = {
-    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error",
-    500: "server_error", 501: "not_supported_error", 503: "unavailable_error",
-}  # fmt: skip
+INVALID = "invalid_request_error"
+TYPES = {400: INVALID, 401: "authentication_error", 403: "permission_error", 404: "not_found_error", 405: INVALID}
+TYPES |= {408: "timeout_error", 413: INVALID, 429: "rate_limit_error"}
+TYPES |= {500: "server_error", 501: "not_supported_error", 503: "unavailable_error"}
 LOADING_S, FULL_S, DRAINING_S, LOST_S = 2, 2, 10, 30  # seconds after which a client may retry
 
+NO_EMBEDDINGS = "the last stage computes tokens, and no embeddings; llama-server --embedding has them"
 NOT_SERVED: Mapping[str, str] = {
-    **dict.fromkeys(("/embedding", "/embeddings", "/v1/embeddings"),
-                    "the last stage computes tokens, and no embeddings; llama-server --embedding has them"),
+    **dict.fromkeys(("/embedding", "/embeddings", "/v1/embeddings"), NO_EMBEDDINGS),
     **dict.fromkeys(("/rerank", "/reranking", "/v1/rerank", "/v1/reranking"), "nothing is ranked here"),
     **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/speech", "/v1/images/generations"), "models read text"),
     "/lora-adapters": "there are no adapters; merge them into the model file",
-}  # fmt: skip
+}
 """Paths of other servers, and the reason why they are not served."""
 
 NOT_SAVED = (
@@ -34,6 +34,8 @@ NOT_SAVED = (
 )
 """The same for llama-server's `/slots/ID?action=save`, `restore`, `erase`."""
 
+Headers = Mapping[str, str]
+NO_HEADERS: Headers = MappingProxyType({})
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
@@ -50,27 +52,25 @@ class JsonResponse(Response):
 
 
 class Refusal(Exception):
-    """An error response. `retry_s`: when a client may retry, if that can help. `closes`: the connection is closed."""
+    """An error response. `param`: the field of the request that it is about, if any. `retry_s`: when a client may
+    retry, if that can help."""
 
-    def __init__(self, status: int, message: str, retry_s: int = 0, closes: bool = False) -> None:
+    def __init__(
+        self, status: int, message: str, retry_s: int = 0, param: str | None = None, headers: Headers = NO_HEADERS
+    ) -> None:
         super().__init__(message)
-        self.status, self.message, self.retry_s, self.closes = status, message, retry_s, closes
-
-    @property
-    def headers(self) -> dict[str, str]:
-        headers = {"retry-after": str(self.retry_s)} if self.retry_s else {}
-        headers |= {"connection": "close"} if self.closes else {}
-        return headers | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
+        self.status, self.message, self.param = status, message, param
+        self.headers = dict(headers) | ({"retry-after": str(retry_s)} if retry_s else {})
 
     @property
     def body(self) -> dict[str, Any]:
-        return error_body(self.status, self.message)
+        kind = TYPES.get(self.status, "server_error")
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.status}
+        return {"type": "error", "error": error}
 
-
-def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """`param`: the field of the request that the message is about, if any."""
-    kind = TYPES.get(status, "server_error")
-    return {"type": "error", "error": {"message": message, "type": kind, "param": param, "code": status}}
+    @property
+    def response(self) -> Response:
+        return JsonResponse(self.body, self.status, self.headers)
 
 
 def lost() -> Refusal:
@@ -81,22 +81,23 @@ async def error_response(request: Request, error: Exception) -> Response:
     """The response to a request whose endpoint raises."""
     match error:
         case Refusal():
-            return JsonResponse(error.body, error.status, error.headers)
+            return error.response
         case TemplateFault(is_broken=True):  # for all chats; the path of the template is not told
-            message = f"the model's chat template: {error.what}; ask for completions, until the server has another"
-            return JsonResponse(error_body(500, message), 500)
+            what = f"{error.what}; ask for completions, until the server has another"
+            refusal = Refusal(500, f"the model's chat template: {what}")
         case TemplateFault():
-            return JsonResponse(error_body(400, f"the model's chat template: {error.what}", "messages"), 400)
+            refusal = Refusal(400, f"the model's chat template: {error.what}", param="messages")
         case UserError():
-            param = _param(str(error), getattr(request.state, "fields", ()))
-            return JsonResponse(error_body(400, str(error), param), 400)
+            refusal = Refusal(400, str(error), param=_param(str(error), getattr(request.state, "fields", ())))
         case ClientDisconnect():
             return Response(status_code=400)  # nobody reads it
         case HTTPException(status_code=status):
             reason = NOT_SERVED.get(request.url.path, "there is no such endpoint") if status == 404 else error.detail
             message = f"{request.method} {request.url.path[:200]}: {reason}"
-            return JsonResponse(error_body(status, message), status, error.headers)
-    return JsonResponse(error_body(500, f"a fault of the server: {type(error).__name__}"), 500)
+            refusal = Refusal(status, message, headers=error.headers or NO_HEADERS)
+        case _:
+            refusal = Refusal(500, f"a fault of the server: {type(error).__name__}")
+    return refusal.response
 
 
 def _param(message: str, fields: Collection[str]) -> str | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from pipeinfer.server.errors import Refusal, json_bytes
 from pipeinfer.server.front import most_of_one
 
 HEAD_S = 30.0  # how long the head of a request may take at most
@@ -20,8 +21,7 @@ answer."""
 N_OTHER_FILES = 64 + N_LINGERING
 FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 2\r\nconnection: close\r\ncontent-type: application/json\r\n\r\n"
-    b'{"error": {"message": "there are too many connections; ask again later", "type": "unavailable_error", '
-    b'"param": null, "code": 503}}'
+    + json_bytes(Refusal(503, "there are too many connections; ask again later").body)
 )
 
 

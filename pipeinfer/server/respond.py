@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from starlette.responses import Response
@@ -14,7 +14,7 @@ from starlette.types import Receive, Send
 
 from pipeinfer.models.text.grammar import TOO_MUCH
 from pipeinfer.server.choices import Answer
-from pipeinfer.server.errors import DRAINING_S, Refusal, json_bytes, lost
+from pipeinfer.server.errors import DRAINING_S, JsonResponse, Refusal, lost
 from pipeinfer.server.forms import OpenAIForm
 from pipeinfer.server.head_client import HeadClient, HeadState
 from pipeinfer.server.limits import WRITE, Chunks
@@ -23,19 +23,30 @@ PING_S = 15.0
 """After so long without output a stream gets a comment, which tells proxies and users what the answer waits for."""
 
 SAFE_NAME, MAX_NAMED = re.compile(r"[\w.\[\]-]{1,64}", re.ASCII), 32  # names that a header may have, and how many
-NO_HEADERS: Mapping[str, str] = MappingProxyType({})
-STREAM_HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache", "x-accel-buffering": "no",
-}  # fmt: skip
+STREAM_HEADERS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+STREAM_HEADERS |= {"x-accel-buffering": "no"}
 
 
-class WatchedResponse(Response):
-    """Cancels `respond` when the client leaves, and calls `over` in any case."""
+@dataclass(eq=False)
+class AnswerResponse(Response):
+    """A completion, whole or as events, cancelled when the client leaves. `on_end`: called when it is over. `extra`:
+    further headers. `warn`: called for each text that does not fit its schema."""
+
+    head: HeadClient
+    answer: Answer
+    form: OpenAIForm
+    extra: dict[str, str]
+    on_end: Callable[[], object]
+    warn: Callable[[str], object]
+
+    def __post_init__(self) -> None:
+        super().__init__()
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         chunked = scope["http_version"] == "1.1" and scope["method"] != "HEAD"
         self.chunks: Chunks | None = (scope.get("extensions") or {}).get(WRITE) if chunked else None
-        responding = asyncio.ensure_future(self.respond(send))
+        respond = self._stream if self.form.parsed.stream else self._whole
+        responding = asyncio.ensure_future(respond(scope, receive, send))
         leaving = asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait((responding, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -46,49 +57,20 @@ class WatchedResponse(Response):
                 with contextlib.suppress(asyncio.CancelledError):
                     await responding
             finally:
-                self.over()
+                self.head.cancel(self.answer)
+                self.on_end()
 
-    async def respond(self, send: Send) -> None:
-        raise NotImplementedError
-
-    def over(self) -> None:
-        """The client has all, or has left."""
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-class AnswerResponse(WatchedResponse):
-    """A completion, whole or as events. `on_end`: called when it is over. `extra`: further headers. `warn`: called for
-    each text that does not fit its schema."""
-
-    def __init__(
-        self, head: HeadClient, answer: Answer, form: OpenAIForm, on_end: Callable[[], object],
-        extra: Mapping[str, str], warn: Callable[[str], object],
-    ) -> None:  # fmt: skip
-        super().__init__()
-        self.head, self.answer, self.form, self.on_end, self.extra, self.warn = head, answer, form, on_end, extra, warn
-
-    def over(self) -> None:
-        self.head.cancel(self.answer)
-        self.on_end()
-
-    async def respond(self, send: Send) -> None:
-        await (self._stream(send) if self.form.parsed.stream else self._whole(send))
-
-    async def _whole(self, send: Send) -> None:
+    async def _whole(self, scope: Any, receive: Receive, send: Send) -> None:
         while not self.answer.has_ended:
             await self.answer.changed.wait()
             self.answer.changed.clear()
         if self.answer.was_given_up:
-            await send_refusal(send, self._refusal())
+            await self._refusal().response(scope, receive, send)
             return
         whole, mismatches = self.form.whole(), await self._mismatches()
         if mismatches and isinstance(whole, dict):
             whole |= {"warnings": mismatches}
-        await send_json(send, 200, whole, self.extra)
+        await JsonResponse(whole, 200, self.extra)(scope, receive, send)
 
     async def _mismatches(self) -> list[str]:
         """Where the texts do not fit their schemas. They are logged too."""
@@ -97,13 +79,14 @@ class AnswerResponse(WatchedResponse):
             self.warn(line)
         return mismatches
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, scope: Any, receive: Receive, send: Send) -> None:
         ping_s = time.monotonic() + PING_S
         await self._change(PING_S)
         if self.answer.was_given_up:  # nothing was sent yet: it can be refused
-            await send_refusal(send, self._refusal())
+            await self._refusal().response(scope, receive, send)
             return
-        await send_start(send, 200, {**STREAM_HEADERS, **self.extra})
+        headers = [(name.encode(), value.encode()) for name, value in (STREAM_HEADERS | self.extra).items()]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         data = self.form.first()
         while True:
             data += self.form.events()
@@ -111,7 +94,7 @@ class AnswerResponse(WatchedResponse):
                 break
             if data or time.monotonic() >= ping_s:
                 data = data or b": %b\n\n" % self.answer.awaits.encode()
-                await (self.chunks.send(data) if self.chunks else send_part(send, data))
+                await (self.chunks.send(data) if self.chunks else _send_part(send, data))
                 ping_s = time.monotonic() + PING_S
             self.answer.changed.push = partial(self._push, self.chunks) if self.chunks else None
             try:
@@ -121,7 +104,7 @@ class AnswerResponse(WatchedResponse):
             data = b""
         await self._mismatches()  # before the end, behind which no client waits
         data += self.form.failed(self._refusal()) if self.answer.was_given_up else self.form.last()
-        await send_part(send, data, more=False)
+        await _send_part(send, data, more=False)
 
     def _push(self, chunks: Chunks) -> Callable[[], None] | None:
         """See `Changed.push`."""
@@ -149,21 +132,9 @@ class AnswerResponse(WatchedResponse):
         self.answer.changed.clear()
 
 
-class EventsResponse(WatchedResponse):
-    """Events of an iterator, which may have no end. `on_end`: called when it is over."""
-
-    def __init__(self, events: AsyncIterator[bytes], on_end: Callable[[], None]) -> None:
-        super().__init__()
-        self.events, self.on_end = events, on_end
-
-    def over(self) -> None:
-        self.on_end()
-
-    async def respond(self, send: Send) -> None:
-        await send_start(send, 200, STREAM_HEADERS)
-        async for data in self.events:
-            await send_part(send, data)
-        await send_part(send, b"", more=False)
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 def passed_over_header(reasons: Mapping[str, str]) -> dict[str, str]:
@@ -172,20 +143,5 @@ def passed_over_header(reasons: Mapping[str, str]) -> dict[str, str]:
     return {"x-pipeinfer-passed-over": ", ".join(names)} if names else {}
 
 
-async def send_start(send: Send, status: int, headers: Mapping[str, str]) -> None:
-    encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
-    await send({"type": "http.response.start", "status": status, "headers": encoded})
-
-
-async def send_part(send: Send, data: bytes, more: bool = True) -> None:
+async def _send_part(send: Send, data: bytes, more: bool = True) -> None:
     await send({"type": "http.response.body", "body": data, "more_body": more})
-
-
-async def send_json(send: Send, status: int, data: Any, extra: Mapping[str, str] = NO_HEADERS) -> None:
-    body = json_bytes(data)
-    await send_start(send, status, {"content-type": "application/json", "content-length": str(len(body)), **extra})
-    await send_part(send, body, more=False)
-
-
-async def send_refusal(send: Send, refusal: Refusal) -> None:
-    await send_json(send, refusal.status, refusal.body, refusal.headers)

@@ -15,8 +15,7 @@ import click
 import pytest
 
 from pipeinfer.cli.commands import cli
-from pipeinfer.cli.options.command import Command, CommandGroup
-from pipeinfer.cli.options.llama_cpp import HARMLESS, INSTEAD
+from pipeinfer.cli.options.llama_cpp import HARMLESS, INSTEAD, Command, CommandGroup
 from pipeinfer.cli.options.setting_options import select_policy
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.cluster.wire import WireType

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.cluster.hosts.launch import check_size, rank_from_environment, size_from_environment
-from pipeinfer.cluster.hosts.launcher_words import hosts_by_rank
+from pipeinfer.cluster.hosts.launcher import hosts_by_rank
 from pipeinfer.errors import UserError
 from tests.support.jobs import COMMAND, environment, installed_script, launcher
 

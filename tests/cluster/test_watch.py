@@ -21,10 +21,16 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.cluster.watch.deaths import Process, first_to_die
-from pipeinfer.cluster.watch.heartbeats import Flow, FlowMonitor, HeartbeatMonitor
-from pipeinfer.cluster.watch.inquiry import MAX_HOSTS, Inquiry
-from pipeinfer.cluster.watch.protocol import LEAST_S, MOST_S, Limits, authenticate_sentinel
+from pipeinfer.cluster.watch.processes import MAX_HOSTS, Inquiry, Process, first_to_die
+from pipeinfer.cluster.watch.protocol import (
+    LEAST_S,
+    MOST_S,
+    Flow,
+    FlowMonitor,
+    HeartbeatMonitor,
+    Limits,
+    authenticate_sentinel,
+)
 from pipeinfer.cluster.watch.rendezvous import Listener, Rendezvous, _own_addresses, connect, own_location
 from pipeinfer.cluster.watch.watch import Watch
 from tests.support.jobs import until

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,16 +12,19 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.server import respond
 from pipeinfer.server.choices import Answer
-from pipeinfer.server.respond import AnswerResponse, EventsResponse
+from pipeinfer.server.respond import AnswerResponse
 
 
-async def one_event_then_a_fault() -> AsyncIterator[bytes]:
-    yield b"data: 1\n\n"
-    raise KeyError("x")
+def request_of(n_prompt: int) -> GenerationRequest:
+    return GenerationRequest((1,) * n_prompt, 8, 20, SamplingParams(), frozenset())
 
 
 def test_an_answer_that_fails_is_over() -> None:
-    over, sent = list[bool](), list[str]()
+    answer, over, sent = Answer([0], [request_of(1)]), list[str](), list[str]()
+    answer.changed.set()
+
+    def fail() -> bytes:
+        raise KeyError("x")
 
     async def receive() -> Any:
         await asyncio.sleep(60)
@@ -30,16 +32,18 @@ def test_an_answer_that_fails_is_over() -> None:
     async def send(message: Any) -> None:
         sent.append(message["type"])
 
-    response = EventsResponse(one_event_then_a_fault(), lambda: over.append(True))
+    head: Any = SimpleNamespace(cancel=lambda answer: over.append("cancelled"))
+    form: Any = SimpleNamespace(parsed=SimpleNamespace(stream=True), first=lambda: b"data: 1\n\n", events=fail)
+    response = AnswerResponse(head, answer, form, {}, lambda: over.append("ended"), lambda line: None)
     with pytest.raises(KeyError):
-        asyncio.run(response({"http_version": "1.1", "method": "GET"}, receive, send))
-    assert over == [True] and sent == ["http.response.start", "http.response.body"]
+        asyncio.run(response({"http_version": "1.0", "method": "POST"}, receive, send))
+    assert over == ["cancelled", "ended"] and sent == ["http.response.start"]
 
 
 def test_a_stream_without_output_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also while its prompt goes on."""
     monkeypatch.setattr(respond, "PING_S", 0.05)
-    answer = Answer([0], [GenerationRequest((1,) * 9, 8, 20, SamplingParams(), frozenset())])
+    answer = Answer([0], [request_of(9)])
     form: Any = SimpleNamespace(
         parsed=SimpleNamespace(stream=True, schemas={}), first=lambda: b"", events=lambda: b"", last=lambda: b"end"
     )
@@ -62,7 +66,7 @@ def test_a_stream_without_output_says_what_it_waits_for(monkeypatch: pytest.Monk
 
     async def run() -> None:
         head: Any = SimpleNamespace(cancel=lambda answer: None)
-        response = AnswerResponse(head, answer, form, lambda: None, {}, lambda line: None)
+        response = AnswerResponse(head, answer, form, {}, lambda: None, lambda line: None)
         await asyncio.gather(read_prompt(), response({"http_version": "1.0", "method": "POST"}, receive, send))
 
     asyncio.run(run())

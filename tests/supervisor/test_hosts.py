@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.supervisor.launcher import read_launcher
+from pipeinfer.cluster.hosts.launcher import read_launcher
 from pipeinfer.supervisor.supervisor import Supervisor
 from tests.support.jobs import COMMAND, finish
 from tests.support.namespaces import Hosts, hosts, missing

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeinfer.cluster.hosts.launcher import read_launcher
 from pipeinfer.errors import UserError
 from pipeinfer.supervisor.job import Loss, loss_in
-from pipeinfer.supervisor.launcher import read_launcher
 
 RUN = ["pipeinfer", "run", "-n", "8", "-f", "x"]
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from pipeinfer.cli.options.command import is_from_environment, variable_of
-from pipeinfer.cli.options.llama_cpp import ignored_variables
+from pipeinfer.cli.options.llama_cpp import ignored_variables, is_from_environment, variable_of
 from pipeinfer.cli.options.setting_options import requests_guesses, select_policy, take, take_policies
 from pipeinfer.cluster.hosts.launch import rank_from_environment
 from pipeinfer.core.sampling import SamplingParams, bias_text

@@ -1,10 +1,16 @@
-"""llama.cpp's options and environment variables (LLAMA_ARG_*): a command reads them, accepts them without effect, or
-refuses them with a hint. `llama_cpp.txt` has the data."""
+"""Commands that read llama.cpp's spellings, such as `-fa`, and its environment variables (LLAMA_ARG_*), accept them
+without effect, or refuse them with a hint. `llama_cpp.txt` has the data."""
 
+import os
+import re
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 PREFIX = "LLAMA_ARG_"
 NEGATION = f"{PREFIX}NO_"
@@ -95,3 +101,156 @@ def _ignored(name: str, value: str) -> str:
 
 def _listed(names: str | Iterable[str] | None) -> Iterable[str]:
     return (names,) if isinstance(names, str) else names or ()
+
+
+# -- commands
+
+SYNONYMS = {"model": ("hf_repo", "hf_file"), "hf_repo": ("model",), "drafts": ("hf_drafts",), "hf_drafts": ("drafts",)}
+"""Parameters, and those that name the same in another way."""
+
+NEAR = 0.75  # the least similarity of an unknown option and a suggested one; 1: they are equal
+ATTACHED = re.compile(r"-[A-Za-z][0-9][0-9.,]*")  # `-n8`: only a number may follow an option's letter directly
+
+
+class Command(click.Command):
+    """Raises click.UsageError for unknown options, with the way out. Its help lists the usual options first, then a
+    section each."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        params = self.get_params(ctx)
+        has_usual = any(getattr(param, "is_first", False) for param in params)
+        default = f"Options of {self.name}" if has_usual else "Options"
+        groups: dict[str, list[tuple[str, str]]] = {"Options": [], default: []}
+        for param in params:
+            if record := param.get_help_record(ctx):
+                is_usual = getattr(param, "is_first", False) or param is self.get_help_option(ctx)
+                heading = "Options" if is_usual else getattr(param, "heading", "") or default
+                groups.setdefault(heading, []).append(record)
+        for heading, records in filter(lambda group: group[1], groups.items()):
+            with formatter.section(heading):
+                formatter.write_dl(records)
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words = args
+        if not ctx.resilient_parsing:
+            implied = IMPLIED.get(str(self.name), [])
+            words = list(read_words(args, self.get_params(ctx), implied, ctx.allow_interspersed_args))
+        try:
+            rest = super().parse_args(ctx, words)
+            _prefer_command_line(ctx)
+            return rest
+        except click.BadParameter as error:
+            param = error.param
+            if param and is_from_environment(ctx, str(param.name)):
+                raise click.BadParameter(f"{error.message} ({variable_of(param)})", ctx, param) from None
+            raise
+
+
+def _prefer_command_line(ctx: click.Context) -> None:
+    """Drop values of variables for which the command line has a synonym."""
+    for name, others in SYNONYMS.items():
+        if ctx.get_parameter_source(name) is ParameterSource.COMMANDLINE:
+            for other in filter(partial(is_from_environment, ctx), others):
+                ctx.params[other] = () if isinstance(ctx.params[other], tuple) else None
+                ctx.set_parameter_source(other, ParameterSource.DEFAULT)
+
+
+def is_from_environment(ctx: click.Context, name: str) -> bool:
+    """Whether a variable gives a parameter its value."""
+    return ctx.get_parameter_source(name) is ParameterSource.ENVIRONMENT
+
+
+def variable_of(param: click.Parameter) -> str:
+    """The environment variable that gives a parameter its value."""
+    names = [param.envvar] if isinstance(param.envvar, str) else param.envvar or ()
+    return next((name for name in names if os.environ.get(name)), "the environment")
+
+
+class CommandGroup(click.Group):
+    """A group of such commands. Options of a command that stand before it are refused with a hint."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        first = args[0] if args else ""
+        flags = {name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)}
+        if first.startswith("-") and first not in flags and not ctx.resilient_parsing:
+            names = self.list_commands(ctx)
+            example = f"{ctx.command_path} {'run' if 'run' in names else names[0]} …"
+            raise click.UsageError(
+                f"{first}: options come after a command, as in {example}; there are {', '.join(names)}"
+            )
+        return super().parse_args(ctx, args)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        names = self.list_commands(ctx)
+        near = get_close_matches(args[0], names, cutoff=NEAR)
+        if args[0] not in names and not args[0].startswith("-") and not ctx.resilient_parsing:
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+            raise click.UsageError(f"there is no command {args[0]!r}; {hint}")
+        return super().resolve_command(ctx, args)
+
+
+def read_words(args: list[str], params: list[click.Parameter], implied: list[str], interspersed: bool) -> Iterator[str]:
+    """The words that click parses. `implied`: flags without effect. Unless `interspersed`, all words from the first
+    argument on are passed unchanged."""
+    options = {name: param for param in params for name in (*param.opts, *param.secondary_opts)}
+    words = deque(args)
+    while words:
+        word = words.popleft()
+        name = _name(word, options)
+        if word in implied:
+            continue
+        if name in options:
+            yield name + word[len(name) :]
+            if word == name and _takes_value(options[name]) and words:
+                yield words.popleft()
+        elif word == "--":
+            yield word
+            yield from words
+            return
+        elif not word.startswith("-") or word == "-" or (ATTACHED.fullmatch(word) and word[:2] in options):
+            yield word
+            if not (interspersed or word.startswith("-")):
+                yield from words
+                return
+        elif name == RANKS and NODES in options:
+            raise click.UsageError(f"{RANKS}: here {NODES} N says how many nodes there are")
+        elif name in HARMLESS:
+            _check_harmless(name, HARMLESS[name], words)
+        elif hint := INSTEAD.get(name) or OF_RUN.get(name):
+            raise click.UsageError(f"{name}: {hint}")
+        else:
+            raise click.NoSuchOption(name, possibilities=_near_misses(name, options))
+
+
+def _near_misses(name: str, options: Iterable[str]) -> list[str]:
+    """Options that `name` may be meant for, the likeliest first. Dashes, which all have, do not count."""
+    names = {option.lstrip("-"): option for option in options}
+    return [names[bare] for bare in get_close_matches(name.lstrip("-"), names, cutoff=NEAR)]
+
+
+def _name(word: str, options: dict[str, click.Parameter]) -> str:
+    """The option of `--name=value`; llama.cpp takes `--n_predict` for `--n-predict`."""
+    if not word.startswith("--"):
+        return word
+    name = word.partition("=")[0]
+    return name if name in options else name.replace("_", "-")
+
+
+def _takes_value(param: click.Parameter) -> bool:
+    return isinstance(param, click.Option) and not param.is_flag and not param.count
+
+
+def _check_harmless(name: str, values: tuple[str, ...] | None, words: deque[str]) -> None:
+    """Take the flag's value. Raises click.UsageError for one that is not harmless."""
+    if values is None or (OPTIONAL in values and (not words or words[0] not in values)):
+        return
+    value = words.popleft() if words else ""
+    if value in values or (value and ANY in values):
+        return
+    choices = "" if ANY in values else ", ".join(values)
+    if not value or value.startswith("-"):
+        raise click.UsageError(f"{name} needs a value: {choices}; it has no effect here and may be left out")
+    reason = INSTEAD.get(name, "it cannot be had here")
+    raise click.UsageError(f"{name} {value}: {reason}; accepted, and without effect: {choices}")

@@ -6,8 +6,7 @@ from typing import Any, TypeVar
 
 import click
 
-from pipeinfer.cli.options.command import Command
-from pipeinfer.cli.options.llama_cpp import read_variables
+from pipeinfer.cli.options.llama_cpp import Command, read_variables
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.settings import REQUIRED, Setting, settings_of, value_text
 from pipeinfer.errors import UserError

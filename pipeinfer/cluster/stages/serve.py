@@ -13,7 +13,7 @@ from pipeinfer.cluster.stages.runs import LocalPrunings, PendingRun, Samplers
 from pipeinfer.cluster.stages.stage import StageWorker
 from pipeinfer.cluster.transport import NOT_SENT, Comm, Inbox, Outbox, Request, Tag
 from pipeinfer.cluster.verdicts import encode_verdict
-from pipeinfer.cluster.watch.heartbeats import Flow
+from pipeinfer.cluster.watch.protocol import Flow
 from pipeinfer.cluster.wire import (
     ALL_ROWS,
     N_PRUNINGS_BYTES,

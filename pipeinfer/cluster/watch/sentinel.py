@@ -15,17 +15,16 @@ import socket
 import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
 
-from pipeinfer.cluster.hosts.launcher_words import hosts_by_rank
-from pipeinfer.cluster.watch.deaths import Process, first_to_die, is_death, launcher_of, ranks_beside
-from pipeinfer.cluster.watch.heartbeats import Flow, FlowMonitor, HeartbeatMonitor
-from pipeinfer.cluster.watch.inquiry import Inquiry
-from pipeinfer.cluster.watch.protocol import BEATS, JOIN_VARIABLE, Limits, Message, receive, send, title, write_line
+from pipeinfer.cluster.hosts.launcher import hosts_by_rank
+from pipeinfer.cluster.watch import processes, protocol
+from pipeinfer.cluster.watch.processes import Inquiry, Process, ranks_beside
+from pipeinfer.cluster.watch.protocol import Flow, Limits, Message, send, write_line
 from pipeinfer.cluster.watch.rendezvous import Listener
-from pipeinfer.cluster.watch.segments import remove_dead, segments_of, sweep
 
 EXIT_CODE = 1
 ABORT_GRACE_S = 1.0
@@ -46,34 +45,44 @@ REMAINS_S = 2.0
 SCANCEL_TIMEOUT_S = 5.0
 
 
+@dataclass(eq=False)
 class Sentinel:
-    """Listens until every rank has joined or time is up; after that it talks to the ranks only."""
+    """Listens until every rank has joined or time is up; after that it talks to the ranks only.
 
-    def __init__(
-        self, head: Connection, head_pid: int, host: str, size: int, join_s: float, limits: Limits, resume_file: str,
-        inquiry: Sequence[str],
-    ) -> None:  # fmt: skip
-        """`head`: the connection to rank 0. `resume_file`: with which the same command goes on, or empty. `inquiry`:
-        the command of `Inquiry`."""
-        self._head_pid, self._size, self._limits, self._resume_file = head_pid, size, limits, resume_file
-        self._join_s, self._until_s = join_s, time.monotonic() + join_s
-        self._find_until_s = time.monotonic() + FIND_S
-        self._notice_s = time.monotonic() + NOTICE_S
-        self._notice_here_s = time.monotonic() + NOTICE_HERE_S
-        self._heartbeats, self._flows = HeartbeatMonitor(limits.silent_s), FlowMonitor(BEATS)
+    head         the connection to rank 0; `head_pid`, `host`: its process and host
+    join_s       how long ranks may take to join
+    resume_file  with which the same command goes on, or empty
+    inquiry      the command of `Inquiry`
+    """
+
+    head: Connection
+    limits: Limits
+    head_pid: int
+    host: str
+    size: int
+    join_s: float
+    resume_file: str
+    inquiry: Sequence[str]
+
+    def __post_init__(self) -> None:
+        self._silence = f"{self.limits.silent_s:g} s (--rank-timeout)"
+        self._start_s = time.monotonic()
+        self._notice_s = NOTICE_S
+        self._heartbeats = protocol.HeartbeatMonitor(self.limits.silent_s)
+        self._flows = protocol.FlowMonitor(protocol.BEATS)
         self._key = ""
         self._listener: Listener | None = None
-        self._links: dict[int, Connection] = {0: head}
-        self._hosts = {0: host}
+        self._links: dict[int, Connection] = {0: self.head}
+        self._hosts = {0: self.host}
         self._abouts: dict[int, str] = {}
-        self._processes = {0: Process(head_pid)}
+        self._processes = {0: Process(self.head_pid)}
         self._beside: dict[int, Process] = {}  # ranks on this host, until every rank has joined
         self._segments: set[Path] = set()
         self._stopping = False
         # epoll reports events in their order: the first death comes first, even if the launcher kills others meanwhile
         self._selector = selectors.DefaultSelector()
-        self._inquiry = Inquiry(inquiry, self._selector)
-        self._selector.register(head, selectors.EVENT_READ, 0)
+        self._inquiry = Inquiry(self.inquiry, self._selector)
+        self._selector.register(self.head, selectors.EVENT_READ, 0)
 
     def run(self) -> None:
         self._look()
@@ -95,44 +104,43 @@ class Sentinel:
     @property
     def _complete(self) -> bool:
         """Every rank has joined. Rank 0 sends the key once MPI has started."""
-        return bool(self._key) and len(self._links) == self._size
+        return bool(self._key) and len(self._links) == self.size
 
     def _look(self) -> None:
         """While ranks are missing: find those on this host and rank 0's shared memory, admit ranks, check the time."""
-        if len(self._beside) < self._size > 1 and time.monotonic() < self._find_until_s:
+        waited_s = time.monotonic() - self._start_s
+        if len(self._beside) < self.size > 1 and waited_s < FIND_S:
             self._find_ranks()
-        self._segments |= segments_of(self._head_pid)
+        self._segments |= processes.segments_of(self.head_pid)
         if self._listener:
             self._admit(self._listener)
-        if time.monotonic() > self._until_s:
+        if waited_s > self.join_s:
             here = "" if self._key else f", nor does it run on host {self._hosts[0]}"
             about = "".join(f"; {line}" for line in self._inquiry.lines)
-            self._end(
-                f"{self._missing()} did not join within {self._join_s:g} s{here}{about}; ending the job", died=False
-            )
-        if time.monotonic() > self._notice_s:
-            self._report_missing()
+            self._end(f"{self._missing()} did not join within {self.join_s:g} s{here}{about}")
+        if waited_s > self._notice_s:
+            self._report_missing(waited_s)
 
-    def _report_missing(self) -> None:
+    def _report_missing(self, waited_s: float) -> None:
         """Name the ranks that are missing after some seconds, and start the inquiry into their hosts."""
         missing = self._missing_ranks()
-        if not missing and time.monotonic() < self._notice_here_s:
-            self._notice_s = self._notice_here_s
+        if not missing and waited_s < NOTICE_HERE_S:
+            self._notice_s = NOTICE_HERE_S
             return
         self._notice_s = math.inf
-        launched = hosts_by_rank(*launcher_of(self._head_pid), self._size)
-        if {rank for rank, host in enumerate(launched) if host == launched[0]} != {0, *ranks_beside(self._head_pid)}:
+        launched = hosts_by_rank(*processes.launcher_of(self.head_pid), self.size)
+        if {rank for rank, host in enumerate(launched) if host == launched[0]} != {0, *ranks_beside(self.head_pid)}:
             launched = []  # this launcher places ranks in another way
         if not self._key:
             self._hosts = dict(enumerate(launched)) | self._hosts
         who = self._missing() if missing else f"MPI to start; all ranks run on host {self._hosts[0]}"
-        write_line(f"waiting for {who}, {self._join_s:g} s at most ({JOIN_VARIABLE})")
+        write_line(f"waiting for {who}, {self.join_s:g} s at most ({protocol.JOIN_VARIABLE})")
         hosts = dict(enumerate(launched)) or self._hosts
         others = dict.fromkeys(hosts[rank] for rank in missing if hosts.get(rank, hosts[0]) != hosts[0])
-        self._inquiry.start(self._size, hosts[0], list(others))
+        self._inquiry.start(self.size, hosts[0], list(others))
 
     def _find_ranks(self) -> None:
-        for rank, pid in ranks_beside(self._head_pid).items():
+        for rank, pid in ranks_beside(self.head_pid).items():
             process = Process(pid)
             if rank not in self._beside and process.fileno() >= 0:
                 self._beside[rank] = process
@@ -144,7 +152,7 @@ class Sentinel:
         listener.reject_late()
         while not listener.admitted.empty():
             rank, link = listener.admitted.get()
-            if rank in self._links or not 0 < rank < self._size:
+            if rank in self._links or not 0 < rank < self.size:
                 link.close()
                 continue
             self._links[rank] = link
@@ -168,39 +176,41 @@ class Sentinel:
     def _check_heartbeats(self) -> None:
         silent = self._heartbeats.look(time.monotonic())
         if silent is not None:
-            time_text = f"{self._limits.silent_s:g} s (--rank-timeout)"
             why = "its process or its host stands still, or the way to it is cut"
-            self._end(f"{self._title(silent)} has said nothing for {time_text}: {why}; ending the job", died=False)
+            self._end(f"{self._title(silent)} has said nothing for {self._silence}: {why}")
 
     # -- messages
 
     def _receive(self, rank: int) -> None:
         message: Message = {}
         try:
-            message = receive(self._links[rank])
+            message = protocol.receive(self._links[rank])
         except EOFError:
             self._lost(rank)
         except OSError as error:
             if error.errno in UNREACHABLE:
-                self._end(f"{self._title(rank)} cannot be reached any more, its host or the way to it is down; "
-                          "ending the job", died=True)  # fmt: skip
+                why = "cannot be reached any more, its host or the way to it is down"
+                self._end(f"{self._title(rank)} {why}", died=True)
             self._lost(rank)
         self._heartbeats.hear(rank, time.monotonic())
         self._handle(rank, message)
 
     def _handle(self, rank: int, message: Message) -> None:
         if "fault" in message:
-            self._end(f"{self._title(rank)}: {message['fault']}", died=False)
+            self._end(f"{self._title(rank)}: {message['fault']}", then="")
         elif "stop" in message:
             self._stopping = True
-            send(self._links[0], message)
+            send(self.head, message)
         elif "about" in message:
             self._abouts[rank] = message["about"]
             if rank == 0:
                 self._tell_all({"head": self._title(0)})
         elif "flow" in message:
             if cut := self._flows.hear(rank, Flow(*message["flow"])):
-                self._end_cut_link(*cut)
+                source, dest = map(self._title, cut)
+                lost = f"a message has not come for {self._silence} though both are there"
+                why = "the way between their hosts is cut"
+                self._end(f"nothing comes from {source} to {dest} any more: {lost}; {why}")
         elif "pid" in message:
             self._processes[rank] = Process(message["pid"])
         elif "key" in message:
@@ -215,10 +225,10 @@ class Sentinel:
 
     def _invite(self, message: Message) -> None:
         """Rank 0: MPI has started, the others may join at the socket that it sends."""
-        self._key, self._size = message["key"], message["size"]
+        self._key, self.size = message["key"], message["size"]
         self._hosts = dict(enumerate(message["hosts"]))
-        self._segments |= segments_of(self._head_pid)
-        listener = Listener(socket.socket(fileno=recv_handle(self._links[0])), self._key, self._size, self._limits)
+        self._segments |= processes.segments_of(self.head_pid)
+        listener = Listener(socket.socket(fileno=recv_handle(self.head)), self._key, self.size, self.limits)
         if self._complete:
             listener.close()
             self._begin()
@@ -240,8 +250,8 @@ class Sentinel:
         how = process.how_it_ended()
         if not how:  # unknown on older kernels: the next one may not be the first to end
             del self._beside[rank]
-        if rank in self._links or is_death(how):
-            self._died(*first_to_die(self._beside, rank, how))
+        if rank in self._links or processes.is_death(how):
+            self._died(*processes.first_to_die(self._beside, rank, how))
 
     def _lost(self, rank: int) -> None:
         if rank in self._beside:  # wait for the process: processes are reported in the order of their ends
@@ -251,57 +261,51 @@ class Sentinel:
 
     def _died(self, rank: int, how: str) -> None:
         who = self._title(rank)
-        if self._size not in (len(self._links), len(self._beside)):
+        if self.size not in (len(self._links), len(self._beside)):
             # if a rank dies before it has joined, only the launcher's kill of another one may be seen
             who += f", or {self._missing()}, which had not joined yet,"
-        self._end("" if self._stopping else f"{who} died{how}; ending the job", died=True)
+        self._end("" if self._stopping else f"{who} died{how}", died=True)
 
-    def _end_cut_link(self, source: int, dest: int) -> None:
-        self._end(
-            f"nothing comes from {self._title(source)} to {self._title(dest)} any more: a message has not come for "
-            f"{self._limits.silent_s:g} s (--rank-timeout) though both are there; the way between their hosts is cut; "
-            "ending the job", died=False,
-        )  # fmt: skip
-
-    def _end(self, line: str, died: bool) -> None:
-        """Print the line, end the job, and this process."""
+    def _end(self, line: str, died: bool = False, then: str = "; ending the job") -> None:
+        """Print the line, if any, end the job, and this process."""
         self._inquiry.end()
         if line:
-            write_line(f"{line}; the same command goes on from {self._resume_file}" if self._resume_file else line)
+            resume = f"; the same command goes on from {self.resume_file}" if self.resume_file else ""
+            write_line(f"{line}{then}{resume}")
         self._tell_all({"end": True})
         if died:
             self._await_head(LAUNCHER_GRACE_S)
-        send(self._links[0], {"end": True})
+        send(self.head, {"end": True})
         self._await_head(ABORT_GRACE_S)
-        if os.getppid() == self._head_pid:
-            os.kill(self._head_pid, signal.SIGKILL)
+        if os.getppid() == self.head_pid:
+            os.kill(self.head_pid, signal.SIGKILL)
         self._clear_up()
-        if len(self._links) < self._size:
+        if len(self._links) < self.size:
             end_slurm_step()  # missing ranks could not be told
         os._exit(EXIT_CODE)
 
     def _await_head(self, timeout_s: float) -> None:
         """Wait until rank 0 has ended, but no longer: the launcher waits for this process, which holds its pipe."""
         with contextlib.suppress(OSError, EOFError):
-            while self._links[0].poll(timeout_s):
-                self._links[0].recv_bytes()
+            while self.head.poll(timeout_s):
+                self.head.recv_bytes()
 
     def _clear_up(self) -> None:
         """Remove the shared memory that killed ranks leave on this host. Nothing waits for it."""
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         deadline = time.monotonic() + REMAINS_S
-        while not remove_dead(self._segments) and time.monotonic() < deadline:
+        while not processes.remove_dead(self._segments) and time.monotonic() < deadline:
             time.sleep(LOOK_EVERY_S)
         time.sleep(LAUNCHER_GRACE_S)
-        sweep()  # segments of other ranks, and those that rank 0 marked before it was looked at
+        processes.sweep()  # segments of other ranks, and those that rank 0 marked before it was looked at
 
     # -- texts
 
     def _missing_ranks(self) -> list[int]:
         """Ranks that have not joined; before MPI has started, when none can, those that are not on this host."""
-        here = set(self._links) if self._key else {0, *ranks_beside(self._head_pid)}
-        return [rank for rank in range(self._size) if rank not in here]
+        here = set(self._links) if self._key else {0, *ranks_beside(self.head_pid)}
+        return [rank for rank in range(self.size) if rank not in here]
 
     def _missing(self) -> str:
         missing = self._missing_ranks()
@@ -309,7 +313,7 @@ class Sentinel:
         return ", ".join(map(self._title, missing[:MAX_SHOWN])) + more or "a rank"
 
     def _title(self, rank: int) -> str:
-        return title(rank, self._hosts.get(rank, ""), self._abouts.get(rank, ""))
+        return protocol.title(rank, self._hosts.get(rank, ""), self._abouts.get(rank, ""))
 
 
 def end_slurm_step() -> None:
@@ -324,9 +328,8 @@ def end_slurm_step() -> None:
 
 
 def main(arguments: str) -> None:
-    """`arguments`: the file descriptor of the connection to rank 0 and those of `Sentinel`, as JSON."""
+    """`arguments`: those of `Sentinel` as JSON, the file descriptor of the connection to rank 0 for the first one."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE):
         signal.signal(number, signal.SIG_IGN)
     head_fd, limits, *others = json.loads(arguments)
-    head_pid, host, size, join_s, *texts = others
-    Sentinel(Connection(head_fd), head_pid, host, size, join_s, Limits(*limits), *texts).run()
+    Sentinel(Connection(head_fd), Limits(*limits), *others).run()

@@ -5,7 +5,7 @@ process that would say so. So rank 0 starts a *sentinel*, a small process of its
 rank that never comes. Every rank holds a TCP connection to the sentinel (rank 0 a socket pair), on which the kernel
 reports a death at once; keepalive reports a vanished host. Each rank sends heartbeats, which reveal a process that
 hangs. A heartbeat has the numbers of messages received and passed on, which reveal a cut link between two ranks
-(`heartbeats`).
+(`protocol`).
 
     rank 1..n ── TCP ──> sentinel <── socket pair ── rank 0
 """
@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass, field
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
@@ -28,18 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer.cluster.hosts.launch import is_launched
-from pipeinfer.cluster.watch.deaths import Process, first_to_close, ranks_beside
-from pipeinfer.cluster.watch.heartbeats import Flow
-from pipeinfer.cluster.watch.protocol import (
-    JOIN_VARIABLE,
-    Limits,
-    Message,
-    join_limit_s,
-    receive,
-    send,
-    title,
-    write_line,
-)
+from pipeinfer.cluster.watch import protocol
+from pipeinfer.cluster.watch.processes import Process, first_to_close, ranks_beside
+from pipeinfer.cluster.watch.protocol import JOIN_VARIABLE, Flow, Limits, Message, join_limit_s, send, write_line
 from pipeinfer.cluster.watch.rendezvous import Location, Rendezvous, connect, open_listener
 from pipeinfer.cluster.watch.sentinel import ABORT_GRACE_S, EXIT_CODE
 from pipeinfer.errors import UserError
@@ -49,29 +40,30 @@ HEAD_FIRST_S = 3.0  # how much longer the others wait than rank 0, which can nam
 START = "import sys; sys.path.append(sys.argv[1]); from pipeinfer.cluster.watch.sentinel import main; main(sys.argv[2])"
 
 
+@dataclass(eq=False)
 class Watch:
     """One rank's connection to the sentinel: `open` before MPI starts, `join` once it has started.
 
     As a context manager it leaves in order at the end of the block, also on `SystemExit` and `KeyboardInterrupt`; any
-    other exception is reported as this rank's fault.
+    other exception is reported as this rank's fault. `end_all(code)` ends all ranks; it is called from a thread and may
+    return. `limits` must be the same on every rank. `resume_file`, `inquiry`: see `Sentinel`.
     """
 
-    def __init__(
-        self, rank: int, size: int, end: Callable[[int], object], limits: Limits = Limits(),  # noqa: B008 (it is frozen)
-        resume_file: Path | None = None, inquiry: Sequence[str] = (),
-    ) -> None:  # fmt: skip
-        """`end(code)` ends all ranks; it is called from a thread and may return. `limits` must be the same on every
-        rank. `resume_file`: with which the same command goes on. `inquiry`: see `Sentinel`."""
-        self.rank, self._size, self._limits, self._resume_file = rank, size, limits, resume_file
-        self._inquiry = inquiry
-        self._end_all = end
+    rank: int
+    size: int
+    end_all: Callable[[int], object]
+    limits: Limits = field(default_factory=Limits)
+    resume_file: Path | None = None
+    inquiry: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
         self._on_stop: Callable[[str], object] = lambda reason: None
         self._link: Connection | None = None
         self._sentinel: subprocess.Popen[bytes] | None = None
         self._about = ""
         self.flow = Flow()
         """This rank's part in a pipeline, which is sent with every heartbeat."""
-        self._head_title = title(0, "", "")
+        self._head_title = protocol.title(0, "", "")
         self._sending = threading.RLock()  # a signal's thread may send too
         self._joined = threading.Event()
         self._closed = threading.Event()
@@ -104,7 +96,7 @@ class Watch:
         if self.rank == 0:
             broadcast(self._invite(locations))
         else:
-            link = connect(broadcast(None), self.rank, self._limits)
+            link = connect(broadcast(None), self.rank, self.limits)
             if link:
                 self._link = first_to_close(link)
                 self._start(self._listen, self._link)
@@ -123,7 +115,7 @@ class Watch:
     def fault(self, message: str) -> None:
         """Report why this rank cannot go on, once, and end the job. Does not return."""
         if not self._send({"fault": message}):
-            write_line(f"{title(self.rank, socket.gethostname(), self._about)}: {message}")
+            write_line(f"{protocol.title(self.rank, socket.gethostname(), self._about)}: {message}")
             self._end()
         time.sleep(2 * ABORT_GRACE_S)
         self._end()
@@ -152,24 +144,19 @@ class Watch:
         assert self._link and self._sentinel
         rendezvous, listener = open_listener(locations)
         with listener, self._sending:
-            send(
-                self._link,
-                {"key": rendezvous.key, "size": len(locations), "hosts": [location.host for location in locations]},
-            )
+            hosts = [location.host for location in locations]
+            send(self._link, {"key": rendezvous.key, "size": len(hosts), "hosts": hosts})
             send_handle(self._link, listener.fileno(), self._sentinel.pid)
         return rendezvous
 
     def _start_sentinel(self, theirs: Connection) -> subprocess.Popen[bytes]:
-        arguments = [
-            theirs.fileno(), astuple(self._limits), os.getpid(), socket.gethostname(), self._size, join_limit_s(),
-            str(self._resume_file or ""), self._inquiry,
-        ]  # fmt: skip
-        command = [sys.executable, "-I", "-S", "-c", START, str(Path(__file__).parents[3]), json.dumps(arguments)]
+        here = os.getpid(), socket.gethostname()
+        texts = str(self.resume_file or ""), self.inquiry
+        arguments = json.dumps([theirs.fileno(), astuple(self.limits), *here, self.size, join_limit_s(), *texts])
+        command = [sys.executable, "-I", "-S", "-c", START, str(Path(__file__).parents[3]), arguments]
+        fds, none = (theirs.fileno(),), subprocess.DEVNULL
         with theirs:
-            return subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )  # fmt: skip
+            return subprocess.Popen(command, stdin=none, stdout=none, pass_fds=fds, start_new_session=True)
 
     def _start(self, act: Callable[..., object], *arguments: Any) -> None:
         threading.Thread(target=act, args=arguments, name="watch", daemon=True).start()
@@ -180,13 +167,13 @@ class Watch:
 
     def _beat(self) -> None:
         """Send heartbeats. They stop only with the process: no thread holds the interpreter's lock for long."""
-        while not self._closed.wait(self._limits.beat_s) and self._send({"flow": astuple(self.flow)}):
+        while not self._closed.wait(self.limits.beat_s) and self._send({"flow": astuple(self.flow)}):
             pass
 
     def _await_joining(self) -> None:
         """MPI may wait forever for a rank that has ended. Rank 0's sentinel reports that first, if rank 0 has
         started."""
-        limit_s, here = join_limit_s() + HEAD_FIRST_S, title(self.rank, socket.gethostname(), "")
+        limit_s, here = join_limit_s() + HEAD_FIRST_S, protocol.title(self.rank, socket.gethostname(), "")
         first_s = NOTICE_S if self.rank == 1 and limit_s > NOTICE_S else 0.0
         if first_s and not self._joined.wait(first_s) and 0 not in ranks_beside(os.getpid()):
             write_line(f"{here} has waited {first_s:g} s for rank 0, {limit_s:g} s at most ({JOIN_VARIABLE})")
@@ -203,7 +190,7 @@ class Watch:
 
     def _listen(self, link: Connection) -> None:
         try:
-            while "bye" not in (message := receive(link)):
+            while "bye" not in (message := protocol.receive(link)):
                 if "stop" in message:
                     self._on_stop(message["stop"])
                 elif "head" in message:
@@ -246,6 +233,6 @@ class Watch:
         with contextlib.suppress(OSError):  # hides the line of MPI_Abort; ours has been printed
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         try:
-            self._end_all(EXIT_CODE)
+            self.end_all(EXIT_CODE)
         finally:
             os._exit(EXIT_CODE)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeinfer.cluster.hosts.roster import check_alike, version_text
-from pipeinfer.cluster.watch.segments import RANK_BYTES
+from pipeinfer.cluster.watch.processes import RANK_BYTES
 from pipeinfer.errors import UserError
 from pipeinfer.job.doctor.agent import ADDRESS_SPACE, LOCKED_MEMORY, OPEN_FILES
 from pipeinfer.job.doctor.findings import Cluster, Fault, Finding, HostReport, Result, Severity, check

@@ -14,8 +14,7 @@ from pickle import loads
 from typing import TYPE_CHECKING, Any
 
 from pipeinfer.cluster.hosts.cores import FreeMemory, Host, this_host
-from pipeinfer.cluster.hosts.mpi_library import describe_mpi
-from pipeinfer.cluster.hosts.roster import version_text
+from pipeinfer.cluster.hosts.roster import describe_mpi, version_text
 from pipeinfer.cluster.watch.rendezvous import own_location
 from pipeinfer.errors import UserError
 from pipeinfer.models.llama.ggml import describe_build

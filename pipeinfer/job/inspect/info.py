@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeinfer.cluster.hosts.cores import UNLIMITED, this_host
 from pipeinfer.cluster.hosts.launch import is_launched
-from pipeinfer.cluster.hosts.mpi_library import describe_mpi
-from pipeinfer.cluster.hosts.roster import version_text
+from pipeinfer.cluster.hosts.roster import describe_mpi, version_text
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.sections import PlacementOptions, Servers
 from pipeinfer.models.llama.ggml import describe_build

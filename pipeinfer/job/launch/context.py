@@ -10,7 +10,7 @@ from pipeinfer.cluster.hosts.resources import EnergyMeter, count_open_files, pea
 from pipeinfer.cluster.stages.pace import JobClock, PacedStage
 from pipeinfer.cluster.stages.stage import StageStats, StageWorker
 from pipeinfer.cluster.transport import Link, Outbox
-from pipeinfer.cluster.watch.heartbeats import Flow
+from pipeinfer.cluster.watch.protocol import Flow
 from pipeinfer.job.process.stop import StopFlag
 from pipeinfer.models.text.tokenizer import VocabularyFile
 from pipeinfer.observe.trace import StageLedger, Tracer, pack_spans

@@ -22,9 +22,9 @@ from pipeinfer.cluster.idle import sleep_on_time
 from pipeinfer.cluster.link_times import clock_offset_s
 from pipeinfer.cluster.stages.pace import JobClock
 from pipeinfer.cluster.transport import Link, abort
+from pipeinfer.cluster.watch.processes import marking, sweep
 from pipeinfer.cluster.watch.protocol import Limits
 from pipeinfer.cluster.watch.rendezvous import Location
-from pipeinfer.cluster.watch.segments import marking, sweep
 from pipeinfer.cluster.watch.watch import Watch
 from pipeinfer.errors import JobError, UserError
 from pipeinfer.job.doctor.findings import Severity

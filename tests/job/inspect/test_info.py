@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pipeinfer import __version__
-from pipeinfer.cluster.hosts import mpi_library
+from pipeinfer.cluster.hosts import roster
 from pipeinfer.job.inspect.info import by_host, info_lines
 from pipeinfer.models.llama.eval_callback import compiled
 from pipeinfer.models.llama.ggml import llama_devices
@@ -60,12 +60,12 @@ def test_hosts_in_the_order_of_their_first_ranks() -> None:
 
 
 def test_an_mpi_that_cannot_be_loaded_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mpi_library, "PROBE", "raise ImportError('libmpi.so: cannot open shared object file')")
-    found = mpi_library.describe_mpi()
+    monkeypatch.setattr(roster, "PROBE", "raise ImportError('libmpi.so: cannot open shared object file')")
+    found = roster.describe_mpi()
     assert found["library"] is None and "libmpi.so: cannot open shared object file" in found["error"]
-    monkeypatch.setattr(mpi_library, "PROBE", "import time; time.sleep(9)")
-    monkeypatch.setattr(mpi_library, "PROBE_TIMEOUT_S", 0.3)
-    assert "does not answer" in mpi_library.describe_mpi()["error"]
+    monkeypatch.setattr(roster, "PROBE", "import time; time.sleep(9)")
+    monkeypatch.setattr(roster, "PROBE_TIMEOUT_S", 0.3)
+    assert "does not answer" in roster.describe_mpi()["error"]
 
 
 def test_devices_of_libllama() -> None:

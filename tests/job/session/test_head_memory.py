@@ -17,7 +17,7 @@ from pipeinfer.cluster.head_pipeline import HeadPipeline, HeadWaiter
 from pipeinfer.cluster.stages.stage import StageWorker
 from pipeinfer.cluster.transport import Comm
 from pipeinfer.cluster.verdicts import decode_verdict
-from pipeinfer.cluster.watch.heartbeats import Flow
+from pipeinfer.cluster.watch.protocol import Flow
 from pipeinfer.core.admission import OpenLimits
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.levels import Level

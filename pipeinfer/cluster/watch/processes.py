@@ -1,0 +1,292 @@
+"""Processes of this host: how they ended, which ranks run here, the one that looks at other hosts, and the shared
+memory that killed ranks leave.
+
+MPI leaves about 1 MB a rank in /dev/shm when its ranks are killed. Every rank marks the segments it uses, so that a
+later start on this host recognises them; those with a name only while MPI starts are recognised by it. Nothing is
+removed that a running process maps or has open. Knows /proc, pidfds and file leases; standard library alone.
+"""
+
+import contextlib
+import fcntl
+import os
+import resource
+import select
+import selectors
+import signal
+import struct
+import subprocess
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from pipeinfer.cluster.hosts.launch import rank_from_environment, size_from_environment
+from pipeinfer.cluster.watch.protocol import write_line
+
+INFO_LAYOUT = "QQ11IiQ"  # struct pidfd_info up to its exit code; the kernel takes any longer buffer
+INFO_BYTES = struct.calcsize(INFO_LAYOUT)
+GET_INFO = 3 << 30 | INFO_BYTES << 16 | 0xFF << 8 | 11  # PIDFD_GET_INFO, Linux 6.13
+INFO_EXIT = 1 << 3  # PIDFD_INFO_EXIT, Linux 6.15
+STATUS_S = 0.15
+HIGHEST_FILE = 1024  # what select(2) can take, and the usual limit
+N_SPARE_FILES = 8
+MAX_HOSTS = 8  # hosts that an inquiry looks at
+KILLED = " of SIGKILL"
+ORDERLY = (" of SIGINT", " of SIGTERM", " of SIGHUP")
+LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "prterun", "prun", "orterun")
+KILLS_S = 0.1
+"""Time between a rank's closed files, which the launcher sees, and its reported end: its memory is freed in between."""
+
+
+class Process:
+    """A process of this host that is not a child of this one."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._fd = -1
+        with contextlib.suppress(OSError, AttributeError):  # macOS has no pidfds
+            self._fd = os.pidfd_open(pid)
+
+    def fileno(self) -> int:
+        """The pidfd, which becomes readable when the process ends; -1 if there is none."""
+        return self._fd
+
+    def wait(self) -> bool:
+        """Wait until it has ended. False at once if that is not possible."""
+        return self._fd >= 0 and bool(select.select([self._fd], [], []))
+
+    def how_it_ended(self, wait_s: float = STATUS_S) -> str:
+        """` of SIGKILL`, ` with exit code 3`; empty if unknown or still running after `wait_s` seconds."""
+        if self._fd < 0 or not select.select([self._fd], [], [], wait_s)[0]:
+            return ""
+        deadline = time.monotonic() + STATUS_S
+        while (status := self._status()) is None and time.monotonic() < deadline:
+            time.sleep(0.002)
+        return "" if status is None else _describe(status)
+
+    def _status(self) -> int | None:
+        """Its wait status: from /proc until its parent has reaped it, then from the pidfd."""
+        fields = _stat(self.pid)
+        if fields and fields[0] in "ZX" and self.pid:
+            return int(fields[49])
+        with contextlib.suppress(OSError):
+            info = bytearray(struct.pack(INFO_LAYOUT, INFO_EXIT, *[0] * 14))
+            fcntl.ioctl(self._fd, GET_INFO, info)
+            mask, *_, exit_code, _ = struct.unpack(INFO_LAYOUT, info)
+            if mask & INFO_EXIT:
+                return int(exit_code)
+        return None
+
+
+def first_to_close(link: Connection) -> Connection:
+    """The same connection under a number above those of all other files, which Linux closes first when a process dies.
+
+    If the launcher's files were closed first, it could kill other ranks, whose deaths could be heard before this one.
+    """
+    highest = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], HIGHEST_FILE)
+    with contextlib.suppress(OSError, ValueError):
+        moved = fcntl.fcntl(link.fileno(), fcntl.F_DUPFD_CLOEXEC, highest - N_SPARE_FILES)
+        link.close()
+        return Connection(moved)
+    return link
+
+
+def is_death(how: str) -> bool:
+    """Whether a signal ended the process that is no request to stop."""
+    return how.startswith(" of ") and how not in ORDERLY
+
+
+def first_to_die(processes: dict[int, Process], rank: int, how: str) -> tuple[int, str]:
+    """The rank that died first, and how. A launcher kills the others; one of those may be reported before it."""
+    if how == KILLED:
+        time.sleep(KILLS_S)
+        for other, process in processes.items():
+            other_how = process.how_it_ended(wait_s=0.0)
+            if is_death(other_how) and other_how != KILLED:
+                return other, other_how
+    return rank, how
+
+
+def ranks_beside(pid: int) -> dict[int, int]:
+    """Rank -> process id of the job's ranks on this host: processes with the same parent as `pid`, one of them."""
+    parent, pids = _parent(pid), dict[int, int]()
+    for folder in Path("/proc").glob("[0-9]*"):
+        if _parent(int(folder.name)) != parent:
+            continue
+        with contextlib.suppress(OSError):
+            entries = (folder / "environ").read_bytes().decode("utf-8", "replace").split("\0")
+            environ = dict(entry.partition("=")[::2] for entry in entries)
+            if size_from_environment(environ) > 1:
+                pids[rank_from_environment(environ)] = int(folder.name)
+    return pids
+
+
+def launcher_of(pid: int) -> tuple[list[str], Path]:
+    """The words of the mpirun above a process, and the folder where it runs; no words where it is on another host."""
+    while (pid := _parent(pid)) > 1:
+        with contextlib.suppress(OSError):
+            words = os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).split("\0")
+            if os.path.basename(words[0]) in LAUNCHERS:
+                return words, Path(os.readlink(f"/proc/{pid}/cwd"))
+    return [], Path()
+
+
+def _parent(pid: int) -> int:
+    """0 of a process that has ended."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields and fields[0] not in "ZX" else 0
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; none if there is no such process."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return []
+
+
+def _describe(status: int) -> str:
+    if os.WIFEXITED(status):
+        return f" with exit code {os.WEXITSTATUS(status)}"
+    number = os.WTERMSIG(status)
+    try:
+        return f" of {signal.Signals(number).name}"
+    except ValueError:
+        return f" of signal {number}"
+
+
+class Inquiry:
+    """`command`: prints a line about each host of its arguments, which are the number of ranks, rank 0's host and those
+    of missing ranks; empty: there is none."""
+
+    def __init__(self, command: Sequence[str], selector: selectors.BaseSelector) -> None:
+        self._command, self._selector = command, selector
+        self._process: subprocess.Popen[bytes] | None = None
+        self.lines: list[str] = []
+
+    def start(self, size: int, here: str, hosts: Sequence[str]) -> None:
+        """The selector has this object as data from now on, for `hear`."""
+        if self._command and hosts:
+            none, words = subprocess.DEVNULL, [*self._command, str(size), here, *hosts[:MAX_HOSTS]]
+            with contextlib.suppress(OSError):
+                self._process = subprocess.Popen(words, bufsize=0, stdin=none, stdout=subprocess.PIPE, stderr=none)
+                assert self._process.stdout
+                self._selector.register(self._process.stdout, selectors.EVENT_READ, self)
+
+    def hear(self) -> None:
+        """Pass a line on."""
+        assert self._process and self._process.stdout
+        if line := self._process.stdout.readline().decode("utf-8", "replace").strip():
+            write_line(line)
+            self.lines.append(line)
+        else:
+            self.end()
+
+    def end(self) -> None:
+        if self._process and self._process.stdout:
+            self._selector.unregister(self._process.stdout)
+            self._process.kill()
+            self._process = None
+
+
+# -- shared memory
+
+FOLDER = Path("/dev/shm")
+MARK = "user.pipeinfer"  # an extended attribute; tmpfs has them since Linux 6.6, before nothing is marked or swept
+
+LOOK_EVERY_S = 0.003
+
+BRIEF_NAMES = ("ucx_shm_posix_*", "mpich_shar_tmp*")
+"""Segments of UCX and MPICH 4 while MPI starts: some have names for milliseconds only, too short to be marked."""
+
+BRIEF_AGE_S = 0.2  # younger ones stay: their creator may not have opened them yet
+RANK_BYTES = 1_400_000  # MPICH's need for a rank; with less a bus error ends ranks (measured: 4 MB for 3 ranks)
+
+
+def segments_of(pid: int) -> set[Path]:
+    """The segments that a process of this user maps or has open."""
+    names = []
+    with contextlib.suppress(OSError):
+        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+        names += [f"{FOLDER}/{name}" for line in maps if (name := line.partition(f" {FOLDER}/")[2])]
+    with contextlib.suppress(OSError):
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                names.append(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
+    return {Path(name) for name in names if name.startswith(f"{FOLDER}/") and not name.endswith(" (deleted)")}
+
+
+def mark_own() -> None:
+    """Mark the segments of this process with its process namespace: users in other namespaces cannot be seen."""
+    with contextlib.suppress(OSError, AttributeError):
+        for path in segments_of(os.getpid()):
+            os.setxattr(path, MARK, _namespace())
+
+
+@contextlib.contextmanager
+def marking() -> Iterator[None]:
+    """Mark the segments of this process throughout the block, because it may be killed at any moment."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(LOOK_EVERY_S):
+            mark_own()
+
+    threading.Thread(target=look, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+        mark_own()
+
+
+def sweep() -> None:
+    """Remove the segments that killed jobs of this user left on this host."""
+    with contextlib.suppress(OSError, AttributeError):
+        remove_dead(path for path in FOLDER.iterdir() if _is_marked(path))
+    for path in (path for name in BRIEF_NAMES for path in FOLDER.glob(name)):
+        with contextlib.suppress(OSError, AttributeError):
+            _remove_unopened(path)
+
+
+def remove_dead(paths: Iterable[Path]) -> bool:
+    """Remove the segments that no process uses. True when all of them are gone."""
+    present = {path for path in paths if path.exists()}
+    if not present:
+        return True
+    used = set[Path]()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if folder.stat().st_uid == os.getuid():
+                used |= segments_of(int(folder.name))
+    for path in present - used:
+        with contextlib.suppress(OSError):
+            path.unlink()
+    return not present & used
+
+
+def _remove_unopened(path: Path) -> None:
+    """Remove a file of this user's that no process maps or has open, in any namespace.
+
+    The kernel grants a write lease only if nobody else has the file open. Raises OSError if it does not.
+    """
+    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        state = os.fstat(file)
+        if state.st_uid == os.getuid() and time.time() - state.st_ctime > BRIEF_AGE_S:
+            # if another process opens it now, this one gets a signal: SIGURG, which is ignored by default
+            fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
+            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            path.unlink()
+    finally:
+        os.close(file)
+
+
+def _is_marked(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return path.stat().st_uid == os.getuid() and os.getxattr(path, MARK) == _namespace()
+    return False
+
+
+def _namespace() -> bytes:
+    return os.readlink("/proc/self/ns/pid").encode()
