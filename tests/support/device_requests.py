@@ -12,10 +12,12 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import KvOp
+from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.drafts.model_drafter import ModelDrafter
@@ -25,16 +27,33 @@ from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.rpc import connect
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.observe.metrics import RequestMetrics
+from pipeinfer.policies import PipeInfer
+from pipeinfer.policies.pipedec import PipeDec
+from pipeinfer.policies.pipespec import PipeSpec
 from tests.core.test_engine import toy_engine
 from tests.job.run.test_rpc_devices import TYPES
-from tests.job.session.test_many_real import make_policy
-from tests.job.session.test_shared_real import make_requests
 from tests.support.audit import audit_engine, emitted
 from tests.support.shipped import N_LAYER, N_SEQ, load_draft
 from tests.support.toy import ToyPipeline
 
-N_CELLS, AT_ONCE = 640, 3
+N_CELLS, AT_ONCE = 768, 3
 """Too few cells for all requests; rows that a device computes with the bits of single ones."""
+
+N_REQUESTS, N_PREDICT, N_CTX = 6, 100, 400
+POLICIES = (PipeDec(), PipeInfer(), PipeSpec())
+
+
+def make_requests() -> list[Request]:
+    """Half of them begin alike; greedy and sampled so hot that most guesses are wrong."""
+    rng = random.Random(3)
+    common = [rng.randrange(300, 3000) for _ in range(150)]
+    requests = []
+    for number in range(N_REQUESTS):
+        own = [rng.randrange(300, 3000) for _ in range(10 + 30 * (number % 3))]
+        params = SamplingParams(seed=number, temp=1.2 * (number % 3 > 0), repeat_penalty=1.1)
+        prompt = [*common, *own] if number % 2 else own
+        requests.append(Request(number, prompt, N_PREDICT, params, N_CTX, keep=number % 2 == 1))
+    return requests
 
 
 def load(places: Sequence[str]) -> list[LlamaStage]:
@@ -54,7 +73,7 @@ def generate(stages: Sequence[LlamaStage], draft: LlamaStage, requests: Sequence
     """Their texts, all at once. Returns how often what happened."""
     for stage in (*stages, draft):
         stage.clear()
-    pipeline = ToyPipeline(stages, random.Random(len(stages)))
+    pipeline = ToyPipeline(stages, random.Random(len(stages)), late=0.5)
     pool, ops = SequencePool(N_SEQ, N_CELLS, parked=True), Counter[str]()
     take = pool.take_pending
 
@@ -68,7 +87,7 @@ def generate(stages: Sequence[LlamaStage], draft: LlamaStage, requests: Sequence
     engine = toy_engine(pipeline, pool, drafter, n_chunk=128, n_rows=32)
     metrics = [RequestMetrics() for _ in requests]
     for request, observer in zip(requests, metrics, strict=True):
-        engine.add(request, make_policy(request.id), observer)
+        engine.add(request, replace(POLICIES[request.id % 3]), observer)
     for _ in emitted(engine):
         audit_engine(engine)
     stats = [worker.stats for worker in pipeline.workers]
