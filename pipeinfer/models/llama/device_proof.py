@@ -141,9 +141,9 @@ class Trial:
 
     def _evaluate(self, rows: npt.ArrayLike, positions: npt.ArrayLike, seqs: list[int]) -> FloatArray:
         rows, stage = np.asarray(rows), self._stage
-        hidden, wanted = None if stage.is_first else self._hidden[rows], np.ones(len(seqs), np.bool_)
-        at = np.asarray(positions, np.int32)
-        batch = Batch(self._tokens[rows], at, [(seq,) for seq in seqs], hidden, wanted)
+        hidden = None if stage.is_first else self._hidden[rows]
+        at, flags = np.asarray(positions, np.int32), np.ones(len(seqs), np.bool_)
+        batch = Batch(self._tokens[rows], at, [(seq,) for seq in seqs], hidden, flags)
         stage.threads.n_threads = stage.threads.most  # however busy the cores are
         result = stage.evaluate(batch, lambda: False)
         assert result is not None
