@@ -81,8 +81,7 @@ class Prefixes:
         return max(0, n_most - (best.n_tokens if best else 0))
 
     def is_awaited(self, request: Request, others: Sequence[Request]) -> bool:
-        """Whether one of the others starts with all of the request's prompt, which is possible only until its root is
-        sent."""
+        """Whether one of the others starts with the request's whole prompt, possible only until its root is sent."""
         if self._pool.rewinds or request.n_generated:
             return False
         return any(self._n_usable(request, each, len(request.prompt) - 1) for each in others)
@@ -203,8 +202,7 @@ class Admission:
         return [active.request for active in self.active.values()]
 
     def forget_oldest(self, but: Prefix | None = None) -> bool:
-        """Free what the oldest finished request, other than the source of `but`, has retained; False if there is
-        none."""
+        """Free what the oldest finished request but the source of `but` has retained; False if there is none."""
         if request := self.prefixes.pop_oldest(but):
             self.speculator.forget(request)
             for level in self.levels:

@@ -110,8 +110,7 @@ class DeviceStage(AsyncStage, Protocol):
         """Memory of the device, unused, that MPI may receive into."""
 
     def device_rows(self, memory: Any, n_rows: int, rounded: bool) -> DeviceRows:
-        """What was received there, in float32 or `rounded` to bf16. The memory is in use until the batch is done or
-        stopped."""
+        """What was received there, in float32 or `rounded` to bf16. The memory is in use until the batch ends."""
 
     def begin_on_device(self, batch: Batch, stop: Callable[[], bool], rounded: bool) -> StageFuture[DeviceRows] | None:
         """As `begin`, with the result on the device. Not on the last stage."""

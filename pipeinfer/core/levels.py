@@ -22,8 +22,7 @@ Requests = Sequence[Request]
 
 @dataclass(slots=True, eq=False)
 class RequestSlice:
-    """What a run carries of one request: its next `n_context` committed tokens below the root, then nodes, parents
-    before children."""
+    """What a run carries of a request: its next `n_context` committed tokens, then nodes, parents before children."""
 
     request: Request
     n_context: int
@@ -275,8 +274,7 @@ class Level:
         return n_rows
 
     def poll(self) -> tuple[InFlightRun, Any] | None:
-        """The next verdict that has come, if any, and its run, without the parts of requests that were closed since it
-        was sent."""
+        """The next verdict that has come, if any, and its run, without the parts of requests closed since."""
         verdict = self.pipeline.poll() if self._flights else None
         if verdict is None:
             return None

@@ -90,16 +90,14 @@ class PolicyView(Protocol):
         """Seconds of a run of `n_rows` in the slowest stage, after this context; 0: unknown."""
 
     def undisturbed_s(self, n_before: int) -> float:
-        """Seconds of a run of one row in the slowest stage after so many tokens, without other ranks beside it; 0:
-        unknown."""
+        """Seconds of a one-row run in the slowest stage after so many tokens, without ranks beside it; 0: unknown."""
 
     @property
     def on_way_s(self) -> float:
         """Seconds of a verdict beside the slowest stage's evaluation, the least of late; 0: unknown."""
 
     def verdict_in_s(self, node: Node) -> float:
-        """Seconds until a node's verdict, by the running mean; from now on if it was not sent. 0 before the first
-        verdict."""
+        """Seconds until a node's verdict, by the running mean; if unsent from now on. 0 before the first verdict."""
 
     def early(self, patience: float = 0.0) -> HoldUntil | None:
         """The answer while a run would only be queued, or miss a verdict that is about to come: a later run has better
@@ -192,18 +190,15 @@ class Policy(ABC):
         return {}
 
     def look_up(self, context: PolicyView) -> Collection[Node]:
-        """Nodes after which guesses that take no time shall stand before the draft is asked. Asked until there are
-        none."""
+        """Nodes after which guesses that take no time come before the draft is asked. Asked until there are none."""
         return ()
 
     def keep(self, node: Node, guesses: list[Guess], draft: int = 0) -> list[Guess]:
-        """The guesses after `node` that enter the tree, with their probabilities. Draft 0 is the smallest; LOOKED_UP
-        is none."""
+        """The guesses after `node` that enter the tree, with probabilities. Draft 0: the smallest; LOOKED_UP: none."""
         return guesses
 
     def refine(self, context: PolicyView, draft: int) -> Mapping[Node, int]:
-        """Nodes that a larger draft, by its number, is asked about now, the most important first, and how many guesses
-        after each."""
+        """Nodes that a larger draft is asked about now, the most important first, and how many guesses after each."""
         return {}
 
     def settled(self, settled: Settled, context: PolicyView) -> str:

@@ -172,8 +172,7 @@ class Speculator:
         return self._step.nodes, max(0.0, self._step.start_s + self.step_s - self.clock())
 
     def prefer(self, active: ActiveRequest) -> bool:
-        """Make the request the next one that the smallest draft steps for. Returns whether any draft has something to
-        do for it."""
+        """Let the smallest draft step for the request next. Returns whether any draft has something to do for it."""
         steps = active.context.drafting[0] or (self.n_drafts > len(self.drafts) and self._to_draft(active))
         has_work = bool(steps) or any(
             level.n_inflight(active.request) or active.policy.refine(active.context, draft)

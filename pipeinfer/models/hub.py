@@ -102,11 +102,14 @@ def n_parts(file: str) -> int:
 def choose_files(name: HubName, sizes: Mapping[str, int]) -> list[str]:
     """The files that a name means among those of the repository, all parts of a split model in order, as in llama.cpp.
     `sizes`: of all files, by their paths. Raises UserError, with the models that there are."""
-    models = [file for file in sorted(sizes) if is_model(file) and not _is_later_part(file)]
+    parts = {file: PART.fullmatch(file) for file in sorted(sizes) if is_model(file)}
+    models = [file for file, part in parts.items() if part is None or int(part[2]) == 1]
     if name.file:
         chosen = name.file if name.file in sizes else None
     else:
-        matches = filter(None, (_of_quant(quant, models) for quant in ([name.quant] if name.quant else USUAL)))
+        # llama.cpp's rule: the first path with the quantisation's name before a dot or a dash
+        quants = [re.escape(quant) + "[.-]" for quant in ([name.quant] if name.quant else USUAL)]
+        matches = (file for quant in quants for file in models if re.search(quant, file, re.IGNORECASE))
         chosen = next(matches, None if name.quant else next(iter(models), None))
     if chosen is None:
         there = ", ".join(f"{file if name.file else quant_of(file) or file} ({_size(file, sizes)})" for file in models)
@@ -116,17 +119,6 @@ def choose_files(name: HubName, sizes: Mapping[str, int]) -> list[str]:
     if len(files) != n_parts(chosen):
         raise UserError(f"of {n_parts(chosen)} parts of {chosen} {name.repo} has {len(files)}; take another file")
     return files
-
-
-def _of_quant(quant: str, models: Sequence[str]) -> str | None:
-    """llama.cpp's rule: the first path with the quantisation's name before a dot or a dash."""
-    pattern = re.compile(re.escape(quant) + "[.-]", re.IGNORECASE)
-    return next((file for file in models if pattern.search(file)), None)
-
-
-def _is_later_part(file: str) -> bool:
-    match = PART.fullmatch(file)
-    return match is not None and int(match[2]) != 1
 
 
 def _size(file: str, sizes: Mapping[str, int]) -> str:

@@ -29,8 +29,7 @@ def unsent_in_reach(context: PolicyView) -> list[Node]:
 
 
 def to_expand(context: PolicyView, n_rows: int, is_done: Callable[[Node], bool] = IS_EXPANDED) -> list[Node]:
-    """The likeliest nodes that are not done, at most `n_rows`, after which guesses could be in the next run of
-    `n_rows`."""
+    """The likeliest nodes that are not done, at most `n_rows`, after which guesses could be in a run of `n_rows`."""
     unsent = sorted((node.score for node in unsent_in_reach(context)), reverse=True)
     worst = unsent[n_rows - 1] if len(unsent) >= n_rows else -math.inf
     # children score no higher than their parent
@@ -41,8 +40,7 @@ def to_expand(context: PolicyView, n_rows: int, is_done: Callable[[Node], bool] 
 
 
 def to_refine(context: PolicyView, draft: int) -> list[Node]:
-    """Nodes for a larger draft: first those after which nothing was sent, so that its guesses are in time; the
-    likeliest first."""
+    """Nodes for a larger draft, the likeliest first: before all those after which nothing was sent, to be in time."""
     open_nodes = [node for node in context.tree.nodes if node.is_open(draft) and context.may_branch(node)]
     return sorted(open_nodes, key=lambda node: (any(child.run_id for child in node.children), -node.score))
 

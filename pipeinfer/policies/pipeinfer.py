@@ -126,8 +126,7 @@ class PipeInfer(PaperPolicy):
     # -- micro-batches (section IV-B.1)
 
     def _microbatch(self, context: PolicyView) -> list[Node]:
-        """The newest guess that was sent, the first of its siblings, and the guesses that are drafted from it, layer by
-        layer."""
+        """The newest sent guess, the first of its siblings, and the guesses drafted from it, layer by layer."""
         tip, raised, n_rows = context.tree.root, self._shift(context), self._n_rows(context)
         while tip.children and tip.children[0].run_id is not None:
             tip = tip.children[0]

@@ -133,8 +133,7 @@ class ProfileFile:
         )
 
     def _sizes(self, stages: Sequence[ModelCost]) -> list[float]:
-        """Sizes of the layers, the last with the output; their times if no sizes are known. Raises UserError for a
-        wrong number."""
+        """Sizes of the layers, the last with the output; else their times. Raises UserError for a wrong number."""
         n_layers, last = sum(stage.layers for stage in stages), stages[-1]
         if "target" not in self.top.values:
             return [last.layer.at(1)] * (n_layers - 1) + [last.layer.at(1) + last.output.at(1)]
@@ -242,8 +241,7 @@ def share_layers(machines: Sequence[Machine], model: Model) -> list[int]:
 
 
 def spread_over(slices: Sequence[ModelCost], n_ranks: int, sizes: Sequence[float]) -> tuple[ModelCost, ...]:
-    """The same layers on all `n_ranks` ranks, split by size as in `run`. Ranks of drafts are as fast as the first
-    stage."""
+    """The same layers on all `n_ranks`, split by size as in `run`. Ranks of drafts are as fast as the first stage."""
     n_layers = sum(each.layers for each in slices)
     if n_layers < n_ranks:
         raise UserError(f"{n_layers} layers were measured: no {n_ranks} stages without a draft")

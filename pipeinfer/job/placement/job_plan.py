@@ -155,8 +155,7 @@ class JobPlan:
         return (self.capacity.n_nodes, drafts[0].n_embd) if drafts else (self.n_rows_max, self.model.n_embd)
 
     def hop_is_out_of_band(self, source: int | None, dest: int | None) -> bool:
-        """Whether activations of this hop go from device to device: between stages of the target that torch
-        computes."""
+        """Whether activations of this hop go from device to device: between the target's stages that torch computes."""
         ends = [rank for rank in (source, dest) if rank is not None and self.assignment.stage_of(rank) is not None]
         return len(ends) == 2 and all(self.hosts[rank].device_messages for rank in ends)
 

@@ -71,8 +71,7 @@ class PlanInputs:
 
 
 def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: int, n_prompt: int) -> JobPlan:
-    """The plan for contexts of `n_ctx` tokens. Raises UserError for a wrong option, DoesNotFit for too little
-    memory."""
+    """The plan for contexts of `n_ctx` tokens. Raises UserError for wrong options, DoesNotFit for too little memory."""
     inputs = PlanInputs(options, hosts, info, read_drafts(options.drafts_in_use, info), n_ctx, n_prompt)
     if planned := options.placement.planned:
         planned.check({"model": info.fingerprint, "drafts": [draft.fingerprint for draft in inputs.drafts]})

@@ -1,5 +1,4 @@
-"""What a text would take on several machines like this one: some layers timed here, the pipelines simulated. Knows no
-MPI."""
+"""What a text would take on several machines like this one: some layers timed, pipelines simulated. Knows no MPI."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

@@ -58,8 +58,7 @@ def start_prepared(settings: object, options: RunOptions, plan_job: Prepare[T], 
 
 
 def _run(crew: "Crew", options: RunOptions, plan_job: Prepare[T], run_head: RunHead[T]) -> int:
-    """Rank 0 prepares and is the head, the others serve. Returns the exit code; 0 without a plan. Raises
-    JobError."""
+    """Rank 0 prepares and is the head, the others serve. Returns the exit code; 0 without a plan. Raises JobError."""
     link = crew.link
     if link.rank:
         get_ready()

@@ -89,8 +89,7 @@ def make_schedule(
 
 
 def evened(speeds: Sequence[LayerSpeed | None], kinds: Sequence[Kind]) -> list[LayerSpeed | None]:
-    """Average ranks of one kind whose times differ only by noise. None where all ranks are of one kind: sizes
-    decide."""
+    """Average ranks of one kind whose times differ only by noise. None where all are of one kind: sizes decide."""
     means, groups = list(speeds), _by_kind(speeds, kinds)
     for of_kind in groups:
         if _are_alike(of_kind):

@@ -115,8 +115,7 @@ def _show(tokenizer: Tokenizer, token: int) -> str:
 
 
 class TranslatedStage:
-    """A draft's LoadedModel, or a slice of it, with the target's vocabulary. Tokens that the draft lacks have a logit
-    of -inf."""
+    """A draft's LoadedModel, or a slice, with the target's vocabulary. Tokens that it lacks have a logit of -inf."""
 
     def __init__(self, model: LoadedModel, translation: Translation) -> None:
         self.model, self._inputs = model, translation.inputs

@@ -84,8 +84,7 @@ class SliceFile:
 
 
 class SliceTensor(NamedTuple):
-    """A tensor of a slice: its name there, and its source, or the form of one that is never used. `data`: replaces the
-    source's."""
+    """A tensor of a slice: its name there, its source, or the form of an unused one. `data`: replaces the source's."""
 
     name: str
     tensor: Tensor

@@ -124,8 +124,7 @@ class VocabularyCheck:
         )
 
     def check_encodable(self, text: str, missing: Collection[int]) -> None:
-        """UserError if a character of `text` is no token and has one of the `missing` bytes, which libllama would look
-        for."""
+        """UserError if a character is no token and has one of the `missing` bytes, which libllama would look for."""
         for character in sorted({SPACE, *text.replace(" ", SPACE)}):
             data = character.encode("utf-8", "replace")
             if data not in self._texts and any(byte in missing for byte in data):

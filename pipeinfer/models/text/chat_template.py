@@ -136,8 +136,7 @@ def named_templates(metadata: Mapping[str, Value]) -> dict[str, str]:
 
 
 class TemplateFault(UserError):
-    """A template does not render. `what`: the error, without the file's name. `is_broken`: it fails with any
-    messages."""
+    """A template does not render. `what`: the error without the file's name. `is_broken`: with any messages."""
 
     def __init__(self, name: str, what: str, is_broken: bool) -> None:
         super().__init__(f"{name} {what}; give another with --chat-template-file FILE")

@@ -241,8 +241,7 @@ class TorchStage:
     def _through_layers(
         self, visible: VisibleCells, group: int, rows: Tensor, cos: Tensor, sin: Tensor, cells: Tensor, stop: Stop
     ) -> torch.Tensor | None:
-        """The residual stream after the slice; None when told to stop. `group`: rows that matrices multiply at once; 0:
-        all."""
+        """The residual stream after the slice; None when told to stop. `group`: rows multiplied at once; 0: all."""
         n_head = self._numbers.n_head
         for index, (layer, cache) in enumerate(zip(self._layers, self._caches, strict=True)):
             heads = in_groups(group, layer.project, rows, cos, sin)[0].to(cache.dtype)

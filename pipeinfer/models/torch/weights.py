@@ -45,8 +45,7 @@ class Weights:
         return concatenated([_ordered(self._load_matrix(name), order(name)) for name in names])
 
     def _load_matrix(self, name: str) -> Loaded:
-        """With 4 bits the output matrix has 8 on CPUs, where that kernel is fast, and rows that are no whole groups
-        have 16."""
+        """With 4 bits the output matrix has 8 on CPUs, where that kernel is fast; rows of no whole groups have 16."""
         is_head = name in HEADS
         if self.dtype == INT8 or (self.dtype == INT4 and is_head and self.device.type == CPU):
             return self._load_int8(name)
@@ -110,8 +109,7 @@ class Weights:
     def _read(
         self, name: str, targets: Sequence[torch.Tensor], convert: Callable[[memoryview, int], list[torch.Tensor]]
     ) -> None:
-        """Fill rows of the targets from the data of some rows, converted in threads. Raises UserError for a shorter
-        file."""
+        """Fill rows of the targets, converted in threads, some rows at a time. Raises UserError for a shorter file."""
         tensor = self.tensors[name]
         n_rows = tensor.n_elements // tensor.shape[0]
         row_bytes = tensor.n_bytes // n_rows
