@@ -85,7 +85,7 @@ def test_what_cannot_have_them_can_be_written_all_the_same(tmp_path: Path) -> No
 
 def test_slices_lie_in_large_pages_and_are_what_they_were(info: ModelInfo, monkeypatch: pytest.MonkeyPatch) -> None:
     part = open_slice(info, 1, 3)
-    monkeypatch.setattr("pipeinfer.models.gguf.slice.reserve_large_pages", lambda *_: False)
+    monkeypatch.setattr("pipeinfer.models.gguf.writer.reserve_large_pages", lambda *_: False)
     plain = open_slice(info, 1, 3)
     assert part.path.read_bytes() == plain.path.read_bytes() and len(read_header(part.path).tensors) > 18
     assert held(part.fd) >= part.n_bytes > 6 * HUGE_PAGE and held(part.fd) - part.n_bytes < HUGE_PAGE

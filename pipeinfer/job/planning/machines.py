@@ -47,12 +47,8 @@ class TimedMachine:
         if sum(self.sizes) > n_machines * room:
             raise UserError(f"{self.plan.model.path.name} needs more than the {size_text(room)} of each machine")
         stages, link = spread_over((self.target,), n_machines, self.sizes), load_profile(ETHERNET).link()
-        name, n_embd, blocks, parked = (
-            f"{n_machines} machines",
-            self.plan.model.n_embd,
-            numerics.blocks,
-            numerics.parked,
-        )
+        blocks, parked, n_embd = numerics.blocks, numerics.parked, self.plan.model.n_embd
+        name = f"{n_machines} machines"
         return Profile(
             name, n_embd, stages, (), link, HEAD, head_is_first=True, sleeps=True, blocks=blocks, parked=parked
         )

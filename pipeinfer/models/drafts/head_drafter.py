@@ -18,7 +18,7 @@ from pipeinfer.core.runs import Guess, KvOp, OpKind
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import Node, State
 from pipeinfer.core.types import POSITION_END, FloatArray
-from pipeinfer.models.drafts.model_drafter import Constrain, ModelDrafter, Seqs
+from pipeinfer.models.drafts.model_drafter import Constrain, ModelDrafter
 
 N_UNREAD, N_MIN_UNREAD = 4096, 64
 """The most tokens with unread features: of all requests, and of one of many. The head reads the end of longer texts."""
@@ -103,8 +103,9 @@ class HeadDrafter(ModelDrafter):
         text, placement = self._texts[request.id], self.pool.place(request.id, 0, nodes)
         before = np.stack([self._before(request, node) for node in nodes])
         flags = np.array([node in widths for node in nodes])
-        tokens, positions = [node.token for node in nodes], [node.position for node in nodes]
-        logits = self._evaluate_after(before, tokens, positions, placement.seqs, flags, interrupted)
+        tokens = np.array([node.token for node in nodes], np.int32)
+        positions = np.array([node.position for node in nodes], np.int32)
+        logits = self._evaluate_after(Batch(tokens, positions, placement.seqs, before, flags), interrupted)
         if logits is None:
             self.pool.undo(nodes, placement)
             return None
@@ -149,26 +150,18 @@ class HeadDrafter(ModelDrafter):
         if positions:
             zeros = np.zeros_like(next(iter(features.values())))
             before = self.head.encode(np.stack([features.get(at - 1, zeros) for at in positions]))
-            tokens, flags = request.tokens[positions.start : end], np.zeros(len(positions), np.bool_)
-            seqs: Seqs = [(seq,)] * len(positions)
-            self._evaluate_after(before, tokens, positions, seqs, flags, to_the_end(interrupted))
+            tokens, seqs = np.array(request.tokens[positions.start : end], np.int32), [(seq,)] * len(positions)
+            flags = np.zeros(len(positions), np.bool_)
+            batch = Batch(tokens, np.array(positions, np.int32), [*seqs], before, flags)
+            self._evaluate_after(batch, to_the_end(interrupted))
         for at in range(start, end):
             features.pop(at - 1, None)
 
-    def _evaluate_after(
-        self,
-        before: FloatArray,
-        tokens: Sequence[int],
-        positions: Sequence[int],
-        seqs: Seqs,
-        flags: np.typing.NDArray[np.bool_],
-        interrupted: Callable[[], bool],
-    ) -> FloatArray | None:
-        """Logits (n_flags, n_vocab) of the rows with a flag; None when interrupted. `before`: (n_rows, n_embd), of the
-        tokens before."""
+    def _evaluate_after(self, batch: Batch, interrupted: Callable[[], bool]) -> FloatArray | None:
+        """Logits (n_flags, n_vocab) of the rows with a flag; None when interrupted. The batch has the positions of its
+        tokens, and in `hidden` what the head goes on from."""
         self._apply()
-        at = np.array(positions, np.int32) - self.shift
-        return self.model.evaluate(Batch(np.array(tokens, np.int32), at, seqs, before, flags), interrupted)
+        return self.model.evaluate(replace(batch, positions=batch.positions - self.shift), interrupted)
 
     def _apply(self) -> None:
         """Apply the pool's operations at the positions of cells."""

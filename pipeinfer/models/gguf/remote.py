@@ -13,7 +13,7 @@ from pipeinfer.models.gguf.header import Tensor
 from pipeinfer.models.gguf.model_info import ModelHeaders, ModelInfo, read_model_info
 from pipeinfer.models.gguf.slice import COPY_BYTES, TABLE, Feed, SliceFile, is_cached, open_slice, slice_data
 from pipeinfer.models.gguf.slice_cache import CachedSlice
-from pipeinfer.models.gguf.writer import reserve_large_pages, tensor_data, written
+from pipeinfer.models.gguf.writer import memory_file, tensor_data, written
 from pipeinfer.outputs import whole_file
 
 Content = Literal["layers", "table", "file"]
@@ -173,14 +173,10 @@ class RemoteModel:
 
 
 def _memory_file(content: str, feed: Feed, n_bytes: int) -> int:
-    fd = os.memfd_create(f"pipeinfer-{content.split()[0]}", os.MFD_CLOEXEC)
-    try:
-        reserve_large_pages(fd, n_bytes, [(0, n_bytes)])
+    def write(fd: int) -> None:
         _write_fed(fd, feed, n_bytes, f"memory for the {content}")
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+
+    return memory_file(content.split()[0], n_bytes, [(0, n_bytes)], write)
 
 
 def _write_fed(fd: int, feed: Feed, n_bytes: int, place: str) -> None:

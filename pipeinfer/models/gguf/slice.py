@@ -22,8 +22,8 @@ from pipeinfer.models.gguf.writer import (
     encode_header,
     encode_number,
     encode_text,
+    memory_file,
     padded,
-    reserve_large_pages,
     tensor_data,
     write_gguf,
     written,
@@ -176,15 +176,9 @@ def open_slice(
         cached = _cached(layout, info, first, last, cache_dir, elsewhere)
         sources = (cached.open(cut, on_notice),)
         return SliceFile(info, first, last, cached.path, layout.n_bytes, sources=sources)
-    fd = os.memfd_create(f"pipeinfer-{first}-{last}", os.MFD_CLOEXEC)
-    slice_file = SliceFile(info, first, last, Path(f"/proc/self/fd/{fd}"), layout.n_bytes, fd)
-    try:
-        reserve_large_pages(fd, layout.n_bytes, layout.ranges())
-        cut(fd, f"memory for {layout.n_bytes} bytes of layers {first}-{last - 1}")
-    except BaseException:
-        slice_file.close()
-        raise
-    return slice_file
+    place = f"memory for {layout.n_bytes} bytes of layers {first}-{last - 1}"
+    fd = memory_file(f"{first}-{last}", layout.n_bytes, layout.ranges(), lambda fd: cut(fd, place))
+    return SliceFile(info, first, last, Path(f"/proc/self/fd/{fd}"), layout.n_bytes, fd)
 
 
 def open_blank(info: ModelInfo, first: int, last: int) -> SliceFile:
@@ -192,13 +186,15 @@ def open_blank(info: ModelInfo, first: int, last: int) -> SliceFile:
     take as long to evaluate, and need no file. Raises UserError if there is no memory for them."""
     assert (first, last) != (0, info.n_layer), "a whole model is its own file"
     layout = _layout(info, first, last)
-    fd = os.memfd_create(f"pipeinfer-blank-{first}-{last}", os.MFD_CLOEXEC)
-    try:
-        reserve_large_pages(fd, layout.n_bytes, layout.ranges() if layout.n_bytes <= BLANK_GATHERED else ())
+
+    def write(fd: int) -> None:
         os.write(fd, layout.head)
         os.ftruncate(fd, layout.n_bytes)
+
+    ranges = layout.ranges() if layout.n_bytes <= BLANK_GATHERED else ()
+    try:
+        fd = memory_file(f"blank-{first}-{last}", layout.n_bytes, ranges, write)
     except OSError as error:
-        os.close(fd)
         raise UserError(f"no memory for {layout.n_bytes} bytes to be timed: {error.strerror}") from None
     return SliceFile(info, first, last, Path(f"/proc/self/fd/{fd}"), layout.n_bytes, fd)
 

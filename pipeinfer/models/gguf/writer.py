@@ -8,13 +8,15 @@ import ctypes
 import errno
 import os
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import thread_time
 from typing import BinaryIO
 
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.header import ARRAY, FLOAT32, SCALARS, UINT32, Scalar, Tensor
 from pipeinfer.text import size_text
+
+ByteRange = tuple[int, int]  # (first byte, byte after the last)
 
 ALIGNMENT = 32  # the default of files whose metadata have none
 
@@ -94,6 +96,18 @@ def written(fd: int, place: str, n_bytes: int, way_out: str) -> Iterator[BinaryI
         raise UserError(f"no room in {place}{amounts}: {error.strerror}; {way_out}") from None
 
 
+def memory_file(name: str, n_bytes: int, ranges: Iterable[ByteRange], write: Callable[[int], object]) -> int:
+    """The descriptor of a file in memory that `write` fills, with large pages for `ranges`. Raises what that does."""
+    fd = os.memfd_create(f"pipeinfer-{name}", os.MFD_CLOEXEC)
+    try:
+        reserve_large_pages(fd, n_bytes, ranges)
+        write(fd)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 HUGE_PAGE = 2 << 20
 FIRST_BYTES, PIECE_BYTES = 4 * HUGE_PAGE, 16 * HUGE_PAGE
 """Gathered in one call, which nothing interrupts: some milliseconds."""
@@ -106,8 +120,6 @@ From this factor on small ones are cheaper."""
 PROT_NONE, PROT_READ_WRITE = 0, 3
 MAP_SHARED_FIXED, MAP_PRIVATE_ANONYMOUS = 0x11, 0x22
 MADV_COLLAPSE = 25
-
-ByteRange = tuple[int, int]  # (first byte, byte after the last)
 
 
 def reserve_large_pages(fd: int, n_bytes: int, ranges: Iterable[ByteRange]) -> bool:

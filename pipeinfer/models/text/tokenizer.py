@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.header import FileHead, Value, read_header, value_of
 from pipeinfer.models.gguf.validation import VocabularyCheck
-from pipeinfer.models.gguf.writer import encode_header
+from pipeinfer.models.gguf.writer import encode_header, memory_file
 from pipeinfer.models.llama import ggml
 
 ATTR_UNKNOWN, ATTR_CONTROL, ATTR_USER_DEFINED, ATTR_BYTE, ATTR_LSTRIP, ATTR_RSTRIP = 1, 8, 16, 32, 128, 256
@@ -248,10 +248,9 @@ class VocabularyFile:
         source = self._source
         if isinstance(source, Path):
             source = Path(f"/proc/self/fd/{self._file.fileno()}")
-        fd = os.memfd_create("pipeinfer-vocabulary", os.MFD_CLOEXEC)
+        header = metadata_only(source, self._file)
+        fd = memory_file("vocabulary", len(header), (), lambda fd: os.pwrite(fd, header, 0))
         try:
-            with open(fd, "wb", closefd=False) as file:
-                file.write(metadata_only(source, self._file))
             return Tokenizer(f"/proc/self/fd/{fd}")
         finally:
             os.close(fd)
