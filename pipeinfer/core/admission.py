@@ -1,8 +1,6 @@
-"""Which requests are opened, when, with which cached tokens of other requests, and which are preempted. Opens none.
-
-The output does not depend on shared tokens: where prompts are evaluated in blocks, only rows that the request would
-evaluate in the same way are shared.
-"""
+"""Which requests are opened, when, with which cached tokens of other requests, and which are preempted. Opens none. The
+output does not depend on shared tokens: where prompts are evaluated in blocks, only rows that the request would
+evaluate in the same way are shared."""
 
 from bisect import insort
 from collections.abc import Iterator, Sequence

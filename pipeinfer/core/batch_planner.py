@@ -1,8 +1,6 @@
-"""What the next run may carry, by the load and by what runs cost: roots, guesses, rows of prompts. Sends nothing.
-
-A token waits in every stage for the chunks of prompts before it. A chunk goes when a stage is about to want it, so
-chunks follow each other at a distance, and a token waits for about one chunk in each stage, however many there are.
-"""
+"""What the next run may carry, by the load and by what runs cost: roots, guesses, rows of prompts. Sends nothing. A
+token waits in every stage for the chunks of prompts before it. A chunk goes when a stage is about to want it, so chunks
+follow each other at a distance, and a token waits for about one chunk in each stage, however many there are."""
 
 import math
 from bisect import bisect_right
@@ -18,8 +16,7 @@ from pipeinfer.core.types import Clock
 
 ONE_CHUNK = 0.0  # as `max_delay_s`: the time of one chunk of the largest size
 
-ChunkRows = Callable[[RequestSlice, int], int]
-"""(the first slice, rows of all waiting prompts) -> rows of the next chunk."""
+ChunkRows = Callable[[RequestSlice, int], int]  # (first slice, rows of all waiting prompts) -> rows of the next chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +55,7 @@ class BatchBudget:
 
         With one run in flight for each stage only one more goes, to cover the time of messages and of the head. It
         needs `n_roots` roots: small runs would stay small, as their answers come together again. Prompts have their
-        size in any case. Guesses alone take no place that a root will want.
-        """
+        size in any case. Guesses alone take no place that a root will want."""
         n_more = n_inflight - self.n_stages
         if not certain:
             return n_more < 0 and self.n_open < self.n_stages
@@ -170,8 +166,7 @@ def choose(
 
     The first request decides whether the run carries prompts or nodes: with both, every root in it would wait for a
     whole chunk. Roots go before guesses, which fill the cheap rows that are left. `alone`: there is one request, whose
-    policy decides how many guesses pay. Without `chunk_rows` a chunk is as large as the budget allows.
-    """
+    policy decides how many guesses pay. Without `chunk_rows` a chunk is as large as the budget allows."""
     if not wants:
         return []
     return _prompts(wants, budget, chunk_rows) if wants[0].n_context else _nodes(wants, budget, alone)

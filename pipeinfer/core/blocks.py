@@ -81,10 +81,7 @@ def common(first: Sequence[int], second: Sequence[int]) -> int:
 
 def spans_to_continue(spans: Sequence[Span], n_said: int, n_common: int, n_prompt: int) -> tuple[Span, ...]:
     """Spans of a prompt that shares its first `n_common` tokens with a text of `n_said` tokens and these `spans`, so
-    that only new tokens have to be evaluated.
-
-    They follow from the texts alone, whether anything is cached or not.
-    """
+    that only new tokens have to be evaluated. They follow from the texts alone, whether anything is cached or not."""
     n_known, result = min(n_common, n_said - 1, n_prompt - 1), list[Span]()  # the last token is not evaluated
     for span in spans:
         if n_known < span.end:

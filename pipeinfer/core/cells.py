@@ -7,10 +7,7 @@ from dataclasses import dataclass, field
 @dataclass(slots=True, eq=False)
 class Cells:
     """Positions [start, end) of one or more texts, after those `below`. Each text has a tip of its own, the only part
-    that grows; what is below may be shared.
-
-    `n_holders`: texts of which it is the tip, and parts right above it.
-    """
+    that grows; what is below may be shared. `n_holders`: texts of which it is the tip, and parts right above it."""
 
     below: "Cells | None" = None
     start: int = 0

@@ -19,11 +19,9 @@ def likeliest(logits: FloatArray, width: int) -> list[Guess]:
 
 
 def coupled(logits: FloatArray, width: int, params: SamplingParams, position: int) -> list[Guess]:
-    """The `width` tokens that the target would be likeliest to sample if its logits (n_vocab,) were these.
-
-    The target keys its noise by (seed, position), so the draft can use the same noise (Gumbel-max coupling): they agree
-    far more often than two independent samples. Probabilities are the softmax of the perturbed scores.
-    """
+    """The `width` tokens that the target would be likeliest to sample if its logits (n_vocab,) were these. The target
+    keys its noise by (seed, position), so the draft can use the same noise (Gumbel-max coupling): they agree far more
+    often than two independent samples. Probabilities are the softmax of the perturbed scores."""
     ids, scores = perturbed(logits, params, position)
     weights = np.exp(scores - scores.max())
     order = np.argsort(-scores, kind="stable")[:width]

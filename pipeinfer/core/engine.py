@@ -26,8 +26,7 @@ class Engine:
     `drafter`: the smallest draft, a Level where another rank has it. `on_tokens`: called with the new tokens of all
     requests in one run; it may add and stop requests. `drafts`: larger drafts, which refine its guesses, the smallest
     first. `run_cost`: with it a run is held back until the slowest stage is about to want it. `max_delay_s`: as in
-    `BatchPlanner`. `draft_s`: as in `Speculator`.
-    """
+    `BatchPlanner`. `draft_s`: as in `Speculator`."""
 
     def __init__(
         self,

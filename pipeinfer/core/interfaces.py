@@ -62,10 +62,8 @@ class StageModel(Protocol):
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
         """The residual stream after the slice (n_rows, n_embd), or, on the last stage, the logits (n_wanted, n_vocab).
-
         `stop` is called between layers; if it returns True, the evaluation leaves the KV cache as it was and returns
-        None. The result is valid until the next call, and the caller may change it.
-        """
+        None. The result is valid until the next call, and the caller may change it."""
 
 
 @runtime_checkable
@@ -171,9 +169,7 @@ class Waiter(Protocol):
 
     def wait(self, pipelines: Sequence[Any], timeout_s: float | None = None) -> None:
         """Return when a verdict of one of the pipelines, all of the waiter's kind, may have come, or after the timeout.
-
-        Raises StopRequested when the user asks to stop.
-        """
+        Raises StopRequested when the user asks to stop."""
 
 
 class Drafter(Protocol):
@@ -189,10 +185,8 @@ class Drafter(Protocol):
     def expand(
         self, request: Request, widths: Mapping[Node, int], interrupted: Callable[[], bool]
     ) -> Mapping[Node, list[Guess]] | None:
-        """Up to so many guesses after each node, likeliest first. Nodes for which there was no room are missing.
-
-        None when `interrupted` answered True meanwhile.
-        """
+        """Up to so many guesses after each node, likeliest first. Nodes for which there was no room are missing. None
+        when `interrupted` answered True meanwhile."""
 
     def settle(self, request: Request, path: Sequence[Node]) -> None:
         """The request's root moved along `path`, from the old root to the new one; other branches are dead."""

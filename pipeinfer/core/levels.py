@@ -1,7 +1,5 @@
-"""One model that judges nodes, the target or a draft: its pipeline, its KV sequences, its runs in flight.
-
-Knows rows, sequences and runs; no policy, no model and no MPI.
-"""
+"""One model that judges nodes, the target or a draft: its pipeline, its KV sequences, its runs in flight. Knows rows,
+sequences and runs; no policy, no model and no MPI."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -92,11 +90,9 @@ class InFlightRun:
 
 @dataclass(eq=False)
 class Level:
-    """Makes runs of nodes and context, submits them, and keeps what is in flight.
-
-    `n_chunk`: committed tokens a run at most. `n_rows`: nodes a run at most. `cancel`: tell the stages which runs and
-    rows are dead; off for ablation studies. `blocks`: prompts are evaluated in blocks, see there.
-    """
+    """Makes runs of nodes and context, submits them, and keeps what is in flight. `n_chunk`: committed tokens a run at
+    most. `n_rows`: nodes a run at most. `cancel`: tell the stages which runs and rows are dead; off for ablation
+    studies. `blocks`: prompts are evaluated in blocks, see there."""
 
     pipeline: Pipeline[Any]
     pool: SequencePool
@@ -249,10 +245,8 @@ class Level:
             self.pipeline.submit(ahead)
 
     def _place(self, part: RequestSlice, run: Run, n_free: int) -> int:
-        """Give what fits of the part rows of the run and some of `n_free` cells; returns how many.
-
-        Nodes that do not fit are cut off, context is placed as a whole or not at all.
-        """
+        """Give what fits of the part rows of the run and some of `n_free` cells; returns how many. Nodes that do not
+        fit are cut off, context is placed as a whole or not at all."""
         request, rows, nodes = part.request, run.rows, part.nodes
         if n_free and not part.n_context and len(nodes) == 1 and nodes[0].parent is None:
             root = nodes[0]  # by itself, as without guesses

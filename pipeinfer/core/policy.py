@@ -101,10 +101,8 @@ class PolicyView(Protocol):
 
     def early(self, patience: float = 0.0) -> HoldUntil | None:
         """The answer while a run would only be queued, or miss a verdict that is about to come: a later run has better
-        guesses. None if it is time; with other requests open the engine paces runs.
-
-        `patience`: one-row runs for which the slowest stage may be idle to wait for that verdict.
-        """
+        guesses. None if it is time; with other requests open the engine paces runs. `patience`: one-row runs for which
+        the slowest stage may be idle to wait for that verdict."""
 
     # -- drafts
 
@@ -146,8 +144,7 @@ class Policy(ABC):
     `name`: as in --policy. `drafts`: whether it uses a draft. `n_seq`: KV sequences that its trees use. `uses`:
     features that an ablation study can take away: `cancel` (of runs) and `partitions` (sequences). `looks_up`: whether
     `--lookup` is its default. `n_rows`: rows of a run and of a draft's step at most. `prunes`: stages leave dead rows
-    out of runs in flight.
-    """
+    out of runs in flight."""
 
     name: ClassVar[str]
     drafts: ClassVar[bool] = True

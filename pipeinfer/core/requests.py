@@ -37,9 +37,7 @@ class Request:
     n_predict: int
     sampling: SamplingParams
     n_ctx: int
-    end_tokens: frozenset[int] = frozenset()
-    """Tokens that end the generation, and are part of the output; empty with --ignore-eos."""
-
+    end_tokens: frozenset[int] = frozenset()  # they end the generation, part of the output; empty with --ignore-eos
     spans: tuple[Span, ...] | None = None
     """Rows of the prompt that are evaluated in blocks, where the target does that; None: by the prompt's length. The
     output may depend on them, so they must not depend on what is cached."""

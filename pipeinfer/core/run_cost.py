@@ -1,7 +1,5 @@
 """Seconds of a run in the slowest stage, timed at loading and corrected by what stages report, and when it wants a run.
-
-Knows rows, tokens and times; no model, no pipeline, no tree and no policy.
-"""
+Knows rows, tokens and times; no model, no pipeline, no tree and no policy."""
 
 import math
 from bisect import bisect_left
@@ -11,24 +9,18 @@ from functools import lru_cache
 from pipeinfer.core.levels import InFlightRun
 from pipeinfer.core.types import Clock
 
-CHEAP = 1.25
-"""Rows are cheap while a run costs at most so many times a single row; two smaller runs are better beyond it."""
-
+CHEAP = 1.25  # rows are cheap while a run costs at most so many times a single row; beyond two smaller runs are better
 MEMORY = 0.98  # the weight of an observation after the next one
 FAITH_IN_TIMES, FAITH_IN_SLOPE = 2.0, 5.0
 """Weights, in observations, of the timed costs and of a timed slope. While all runs have one row, an excess after a
 short context means a busy machine, and after a long one attention."""
 
-LARGEST_EXCESS = 3.0
-"""The largest factor by which an observation exceeds what was expected: ranks are interrupted now and then."""
-
+LARGEST_EXCESS = 3.0  # an observation exceeds what was expected by at most this factor: ranks are interrupted
 PER_TOKENS = 1000.0
 
 CHUNK_MEMORY = 4  # chunks of prompts in the running mean of their costs; a long prompt has a dozen
 CHUNKS = (8, 16, 32, 64, 128, 256, 512, 1024)  # sizes of chunks that are considered beside those timed
-NEARLY, WORTH = 1.25, 2.0
-"""How much longer prompts may take in larger chunks than in the best, and in the largest chunk."""
-
+NEARLY, WORTH = 1.25, 2.0  # how much longer prompts may take in larger chunks than in the best, and in the largest
 TILED = 2.0  # how much cheaper than linear rows beyond those timed may be, as kernels are tiled
 
 
@@ -45,8 +37,7 @@ class RunCost:
     together they may have been slower at loading by that factor. `chunk`: rows and seconds of a chunk of a prompt,
     which has other kernels; without it chunks cost what runs do. `context_s`: seconds that each token before a row adds
     to it, as timed; 0: unknown. The scale is how much slower everything is than at loading, the slope what attention
-    adds; both are fitted by recursive least squares with forgetting.
-    """
+    adds; both are fitted by recursive least squares with forgetting."""
 
     def __init__(
         self,
@@ -89,11 +80,9 @@ class RunCost:
         return self._cheap[1]
 
     def n_chunk_rows(self, n_left: int, n_stages: int, most: int) -> int:
-        """The size of chunks, at most `most`, in which `n_left` rows of prompts pass the stages soonest.
-
-        Small chunks fill the pipeline, rows of large ones cost less, and messages and waiting ranks cost time that is
-        not known here. So it is the largest chunk that is nearly as good as the best, and `most` if little is gained.
-        """
+        """The size of chunks, at most `most`, in which `n_left` rows of prompts pass the stages soonest. Small chunks
+        fill the pipeline, rows of large ones cost less, and messages and waiting ranks cost time that is not known
+        here. So it is the largest chunk that is nearly as good as the best, and `most` if little is gained."""
         most = min(most, n_left)
         took = {n: self._prompt_share(n, n_left, n_stages) for n in {most, *self._rows, *CHUNKS} if n <= most}
         best = min(took.values())
@@ -177,11 +166,9 @@ class Pacer:
         self._n_prompts = 0  # runs of prompts in flight
 
     def due_s(self, context: int, oldest_sent_s: float = math.inf, patience: float = 0.0) -> float:
-        """Until when a run would only be queued, or miss a verdict that is about to come.
-
-        `context`: tokens before it. `oldest_sent_s`: when the run was sent whose verdict comes next. `patience`: the
-        share of a one-row run for which the slowest stage may be idle if that verdict is there by then.
-        """
+        """Until when a run would only be queued, or miss a verdict that is about to come. `context`: tokens before it.
+        `oldest_sent_s`: when the run was sent whose verdict comes next. `patience`: the share of a one-row run for
+        which the slowest stage may be idle if that verdict is there by then."""
         if self.run_cost is None:
             return -math.inf
         row_s = self.run_cost.seconds(1, context)
@@ -205,9 +192,7 @@ class Pacer:
 
     def landed(self, flight: InFlightRun, slowest_s: float, left_s: float) -> float:
         """A verdict has come; returns when. Only a run that every stage evaluated as a whole teaches costs.
-
-        `slowest_s`: what it took the slowest stage; 0: unknown. `left_s`: expected costs of runs still in flight.
-        """
+        `slowest_s`: what it took the slowest stage; 0: unknown. `left_s`: expected costs of runs still in flight."""
         now_s = self.clock()
         self._free_s = min(self._free_s, now_s + left_s)
         self._n_prompts -= flight.n_context > 0

@@ -21,9 +21,7 @@ from pipeinfer.core.types import Allowed
 Ids = npt.NDArray[np.intp]
 Logits = npt.NDArray[np.float32]
 
-BLOCKS_A_TOKEN = 32
-"""`largest` compares the maxima of so many blocks for each wanted token, so that it finds few others."""
-
+BLOCKS_A_TOKEN = 32  # `largest` compares the maxima of so many blocks for each wanted token, and finds few others
 BLOCK = 4096  # weights added at once
 CHUNK = 16_384  # logits processed at once, within the processor's cache
 
@@ -34,9 +32,7 @@ sure; the second is above a tenth, below which numpy's search for indices is slo
 SAMPLE_EVERY = 64  # logits, of which one is sampled to find the least of such a share
 N_EXACT = 512  # candidates whose noise is computed without bounding it first
 MIN_TEMP = 1e-30  # lower temperatures are greedy: they would overflow as divisors
-BELOW_BEST = 8.0
-"""Of many candidates, those whose scores are further below the best are left out: each is less than e^-8 as likely."""
-
+BELOW_BEST = 8.0  # of many candidates, those further below the best are left out: each is less than e^-8 as likely
 MAX_BIASES = 2048  # of one request, limited by the messages between ranks
 BIAS = re.compile(r"([0-9]{1,10})([+-](?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?|-inf(?:inity)?)")
 MAX_TOKEN_ID, MAX_BIAS = 2**31 - 1, 1e9
@@ -54,8 +50,7 @@ class SamplingParams:
     The penalties use the last `repeat_last_n` tokens of prompt and output. `logit_bias`: as `bias_text` writes them.
     `grammar`: what the output must match, in llama.cpp's form (GBNF) or as a JSON schema; empty: anything.
     `n_logprobs`: the number of likeliest tokens whose log-probabilities are wanted, with that of the chosen one; below
-    0: none.
-    """
+    0: none."""
 
     heading = "Sampling"
     seed: int = setting(-1, "--seed", "-s", help="-1: a random one.", least=-1, most=2**32 - 1)
@@ -94,11 +89,9 @@ class SamplingParams:
 def choose(
     logits: Logits, params: SamplingParams, position: int, history: Sequence[int] = (), allowed: Allowed | None = None
 ) -> int:
-    """The token for `position` given its logits (n_vocab,): greedy, or a Gumbel-max sample of the kept candidates.
-
-    As in llama.cpp, tokens that are not allowed are left out only if one of them would be chosen. `history`: as in
-    `adjust`. The logits are changed in place.
-    """
+    """The token for `position` given its logits (n_vocab,): greedy, or a Gumbel-max sample of the kept candidates. As
+    in llama.cpp, tokens that are not allowed are left out only if one of them would be chosen. `history`: as in
+    `adjust`. The logits are changed in place."""
     adjust(logits, params, history)
     token = _pick(logits, params, position)
     if allowed and not allowed.has(token):
@@ -130,10 +123,8 @@ def adjust(logits: Logits, params: SamplingParams, history: Sequence[int]) -> No
 
 
 def perturbed(logits: Logits, params: SamplingParams, position: int) -> tuple[Ids, npt.NDArray[np.float64]]:
-    """Candidates and their scores, the highest of which is the sample (Gumbel-max); `params.temp` is above 0.
-
-    Of many candidates only those near the best.
-    """
+    """Candidates and their scores, the highest of which is the sample (Gumbel-max); `params.temp` is above 0. Of many
+    candidates only those near the best."""
     ids = candidates(logits, params)
     values = logits if len(ids) == len(logits) else logits[ids]
     if len(ids) > N_EXACT:
@@ -309,10 +300,8 @@ def gumbel(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
 
 
 def gumbel_bound(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
-    """An upper bound of `gumbel` (n,), up to rounding; infinite for the largest bits.
-
-    With u the uniform number, -log(-log(u)) <= -log(1 - u): one logarithm of 32 bits instead of two of 53.
-    """
+    """An upper bound of `gumbel` (n,), up to rounding; infinite for the largest bits. With u the uniform number,
+    -log(-log(u)) <= -log(1 - u): one logarithm of 32 bits instead of two of 53."""
     high_halves = words.astype("<u8", copy=False).view("<u4")[1::2]
     with np.errstate(divide="ignore"):
         return np.float32(32 * np.log(2)) - np.log((~high_halves).astype(np.float32))

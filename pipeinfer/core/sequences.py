@@ -39,8 +39,7 @@ class SequencePool:
     `parked`: removed cells stay, out of sight, until all are packed, so that cells keep the order of evaluation (exact
     numerics). `rewinds`: sequences can lose their newest cells; without it every guess has a sequence of its own,
     `n_guesses` at most, so that the others are left for requests. `window`: tokens that the layers with the shortest
-    attention window see; 0: all see everything. Unless `parked`, libllama takes cells outside of it for others.
-    """
+    attention window see; 0: all see everything. Unless `parked`, libllama takes cells outside of it for others."""
 
     def __init__(
         self, n_seq: int, n_cells: int, parked: bool = False, rewinds: bool = True, n_guesses: int = 0, window: int = 0
@@ -213,10 +212,8 @@ class SequencePool:
 
     def place(self, request_id: int, n_context: int, nodes: Sequence[Node]) -> Placement:
         """Give cells to the next `n_context` committed tokens, then to `nodes`, whose parents are placed or among them.
-
         Context may come with the root, not with deeper nodes. All of `nodes` must be `fitting`, and as many cells be
-        free as there are rows.
-        """
+        free as there are rows."""
         text = self._texts[request_id]
         n_rows = n_context + len(nodes)
         assert n_rows <= self.n_free_cells, f"{n_rows} rows for {self.n_free_cells} free cells"

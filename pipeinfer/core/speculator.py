@@ -31,10 +31,8 @@ class _Step(NamedTuple):
 class Speculator:
     """Drafts are numbered by size. Draft 0, the `drafter`, proposes children of nodes, one step at a time: a Drafter in
     this process, or a Level where another rank has it. The larger `drafts` refine what smaller ones proposed.
-
     `version`: the engine's. `grown`: is told which request's tree has changed. `draft_s`: seconds of a step until the
-    first one has been timed; 0: unknown.
-    """
+    first one has been timed; 0: unknown."""
 
     def __init__(
         self,

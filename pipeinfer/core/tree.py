@@ -95,10 +95,8 @@ class Settled:
 
 
 class TokenTree:
-    """The root is the newest committed token; every path below it is a guess at what follows.
-
-    `nodes`: the live nodes in insertion order, so parents before children.
-    """
+    """The root is the newest committed token; every path below it is a guess at what follows. `nodes`: the live nodes
+    in insertion order, so parents before children."""
 
     def __init__(self, token: int, position: int) -> None:
         self.root = Node(token, position)
@@ -128,8 +126,7 @@ class TokenTree:
 
     def refine(self, parent: Node, guesses: Sequence[Guess], log_probs: Sequence[float], draft: int) -> list[Node]:
         """Replace a smaller draft's guesses by a larger one's: missing children are added, known ones get its
-        `log_probs`, and those that it does not guess at most its least. Returns the new children.
-        """
+        `log_probs`, and those that it does not guess at most its least. Returns the new children."""
         assert parent.refined < draft, f"draft {draft} refines what draft {parent.refined} has refined"
         parent.refined = draft
         edges = {guess.token: log_prob for guess, log_prob in zip(guesses, log_probs, strict=True)}

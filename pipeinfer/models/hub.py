@@ -1,7 +1,5 @@
-"""Models of the hub: the files that a name means, their download into the hub's cache, and its content.
-
-The cache, the endpoint and by default the token are huggingface_hub's: HF_HOME, HF_ENDPOINT, HF_TOKEN.
-"""
+"""Models of the hub: the files that a name means, their download into the hub's cache, and its content. The cache, the
+endpoint and by default the token are huggingface_hub's: HF_HOME, HF_ENDPOINT, HF_TOKEN."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,9 +14,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.text import size_text
 
 PREFIX = "hf:"  # the beginning of a path that is the name of a model on the hub
-USUAL = ("Q4_K_M", "Q8_0")
-"""Quantisations for names without one, the first that the repository has; else its first file is taken."""
-
+USUAL = ("Q4_K_M", "Q8_0")  # quantisations for names without one, the first there is; else the first file is taken
 COMPANIONS = ("mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-")
 """Parts of the names of GGUF files that are no models by themselves."""
 
@@ -144,11 +140,8 @@ class Unreachable(Exception):
 
 
 def fetch(name: HubName, offline: bool, on_notice: Notice, token: str | None = None) -> Path:
-    """The file that a name means, the first of a split model; files that the cache lacks are downloaded.
-
-    If the hub cannot be reached, with a line to `on_notice`, or if `offline`, the cache alone is searched. Raises
-    UserError.
-    """
+    """The file that a name means, the first of a split model; files that the cache lacks are downloaded. If the hub
+    cannot be reached, with a line to `on_notice`, or if `offline`, the cache alone is searched. Raises UserError."""
     hub = _library()
     if offline or hub.constants.HF_HUB_OFFLINE:
         return _cached(hub, name, f"it is not asked ({'--offline' if offline else 'HF_HUB_OFFLINE'})")

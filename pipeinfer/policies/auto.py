@@ -60,10 +60,7 @@ from pipeinfer.policies.likeliest import (
 
 LEAST, LEAST_LOOKED_UP = 0.003, 0.06  # less probable guesses do not enter the tree
 PATIENCE = 0.2  # one-row runs for which the slowest stage may wait for an expected verdict
-EARLIER = 0.3
-"""One-row runs that a guess gains in this run instead of the next; less than one, as a verdict between the two may
-refute it."""
-
+EARLIER = 0.3  # one-row runs that a guess gains in this run instead of the next: a verdict between may refute it
 N_BEHIND = 4  # tokens that the draft reads at no cost before it guesses again
 OFTEN_RIGHT, REPAID = 0.9, 0.5
 """How often a good draft's likeliest guess is right, and the share of what that would save of the rest of a text which
@@ -134,11 +131,9 @@ class Auto(Policy):
 
     def _awaits_first(self, context: PolicyView, best: list[Node]) -> bool:
         """As `_awaits_draft`, for an unsent root. A step that the draft has yet to start counts too, unless other
-        requests are open or it has to read more than a few tokens first.
-
-        Where the draft guesses faster than runs can carry guesses, a guess goes with the next run instead, so a wait
-        gains it only if no guess after it is right: P (1 − P).
-        """
+        requests are open or it has to read more than a few tokens first. Where the draft guesses faster than runs can
+        carry guesses, a guess goes with the next run instead, so a wait gains it only if no guess after it is right: P
+        (1 − P)."""
         if not context.is_alone or not self._is_caught_up(context):
             return False
         nodes, left_s = self._next_guesses(context)

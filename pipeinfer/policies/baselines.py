@@ -24,11 +24,9 @@ class Iterative(Policy):
 
 @dataclass(unsafe_hash=True)  # by its settings, which stay as they are
 class Speculative(PaperPolicy):
-    """One tree at a time, into an empty pipeline. Guesses below `accept_cutoff` are dropped.
-
-    The preset `paper` has the settings of PipeInfer's experiments, whose -ps 0.8 lets no second guess in. There the
-    draft reads the prompt while the target does, and guesses afterwards.
-    """
+    """One tree at a time, into an empty pipeline. Guesses below `accept_cutoff` are dropped. The preset `paper` has the
+    settings of PipeInfer's experiments, whose -ps 0.8 lets no second guess in. There the draft reads the prompt while
+    the target does, and guesses afterwards."""
 
     name: ClassVar[str] = "speculative"
 

@@ -1,7 +1,5 @@
 """Continuous speculation: a tree's best guesses first, in segments, and ever new ones (FlowSpec, Liu et al. 2025).
-
-Sections III-A to III-D and IV-A. The pruning of section III-C is in the core.
-"""
+Sections III-A to III-D and IV-A. The pruning of section III-C is in the core."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -30,8 +28,7 @@ class FlowSpec(PaperPolicy):
     layers beyond it.
 
     Ablations of table III: without `scored`, segments go layer by layer; without `expansion`, a round is its first tree
-    alone ("Pruned PP"); with --no-cancel, too, each tree is verified as a whole before the next ("Chunk-PP").
-    """
+    alone ("Pruned PP"); with --no-cancel, too, each tree is verified as a whole before the next ("Chunk-PP")."""
 
     name: ClassVar[str] = "flowspec"
     n_seq: ClassVar[int] = 127

@@ -1,8 +1,6 @@
 """What is learned of guesses: how far a draft's probabilities can be trusted, by verdicts on its guesses; and when
-requests go without guesses: while hardly any is right, and while guesses cost more time than they save.
-
-Knows verdicts and times, no tree.
-"""
+requests go without guesses: while hardly any is right, and while guesses cost more time than they save. Knows verdicts
+and times, no tree."""
 
 import math
 from collections import defaultdict
@@ -21,8 +19,7 @@ class Calibration:
     """Corrects the probability of each draft's first guess (log-odds, online logistic regression on a constant): with
     an underconfident draft chains would lose to their siblings, an overconfident one would never branch. `hit_rate`:
     the share of guessed-at tokens that had been guessed; `first_rate`: that had been the likeliest guess; running
-    means.
-    """
+    means."""
 
     hit_rate: float = 0.5
     first_rate: float = 0.5
@@ -181,13 +178,9 @@ class SpeculationBackoff:
 
 N_WITH, N_WITHOUT = 12, 8  # tokens over which the one and the other is measured at least
 N_SKIPPED = 2  # verdicts after a change that count for neither: runs of before are in flight
-SURELY = 0.9
-"""Guesses are put to the test unless a token takes less than this share of what it takes without, by estimate."""
-
+SURELY = 0.9  # guesses are tested unless a token takes less than this share of what it takes without, by estimate
 LOSS = 1.03  # times as long as without guesses that a token may take with them
-LEAST_REST, LONGEST_REST = 32, 1536
-"""Tokens without guesses before they are tried again: twice as many each time that they do not pay."""
-
+LEAST_REST, LONGEST_REST = 32, 1536  # tokens without guesses before a try: twice as many each time that they do not pay
 SHARE_OF_TRIES = 0.02  # of the time, which trying guesses again may cost
 MOST_LINES = 2  # for the user of one text: where guesses hardly matter the answer changes often
 TRUSTED, TRUSTED_MOST = 256, 1024
@@ -196,8 +189,7 @@ measurement has the same answer."""
 
 
 MayTry = Callable[[], bool]
-Estimate = Callable[[int], float]
-"""Seconds of a token without guesses after so many tokens, as far as they are known now; 0: unknown."""
+Estimate = Callable[[int], float]  # seconds of a token without guesses after so many tokens, as known now; 0: unknown
 
 
 @dataclass

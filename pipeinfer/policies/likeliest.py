@@ -53,9 +53,7 @@ def chance(context: PolicyView, score: float) -> float:
 # -- a lone stage
 
 MOST_ROWS = 8  # rows of a lone stage's run, unless more are cheap
-IDLE_SHARE = 0.05
-"""Share of a one-row run for which a lone stage may be idle: a run after the verdict has better guesses."""
-
+IDLE_SHARE = 0.05  # of a one-row run a lone stage may be idle: a run after the verdict has better guesses
 LEAST_AHEAD = 0.25  # probability of its first guess from which a lone stage's run goes ahead of the verdict
 
 

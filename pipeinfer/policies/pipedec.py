@@ -20,8 +20,7 @@ class PipeDec(PaperPolicy):
     A node's `score` is its cumulative log-probability B (section 3.3.3). Which of the draft's guesses make the next
     layer is decided when it is sent, after the newest verdict has pruned the tree: the update that section 3.3.4 has
     follow a hit. After a miss the root is new and alone, and so is the tree (section 3.3.2). The defaults are the
-    paper's (section 4.3.1): `early` makes its timesteps.
-    """
+    paper's (section 4.3.1): `early` makes its timesteps."""
 
     name: ClassVar[str] = "pipedec"
     n_seq: ClassVar[int] = 127

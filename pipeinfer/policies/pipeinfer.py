@@ -1,8 +1,6 @@
-"""Asynchronous pipelined speculation (PipeInfer, sections IV-A and IV-B).
-
-The newest token is sent at once; guesses follow in micro-batches while it is in flight. Guesses that survive a verdict
-stay in the tree and in the pipeline, and are never drafted or sent twice.
-"""
+"""Asynchronous pipelined speculation (PipeInfer, sections IV-A and IV-B). The newest token is sent at once; guesses
+follow in micro-batches while it is in flight. Guesses that survive a verdict stay in the tree and in the pipeline, and
+are never drafted or sent twice."""
 
 import math
 from collections.abc import Sequence
@@ -23,25 +21,18 @@ RECOVERY_HELP = "Added to -pa and -ps for each run of guesses after a verdict."
 
 @dataclass(unsafe_hash=True)  # by its settings, which stay as they are
 class PipeInfer(PaperPolicy):
-    """`microbatch`: guesses a run at most (0: as many as are cheap). `inflight`: runs in flight at most (0: one more
-    than there are stages).
-
-    Cutoffs are probabilities under the draft: the likeliest guess after a node counts from `accept_cutoff` on, a
+    """Cutoffs are probabilities under the draft: the likeliest guess after a node counts from `accept_cutoff` on, a
     further one (up to `width` in all) from `split_cutoff` on. Reactive speculation (section IV-B.2): each micro-batch
     raises both cutoffs by `recovery` until the next verdict, each draft step that finds no guess lowers them by `decay`
     until a guess is accepted. A node is drafted once: guesses below a raised cutoff stay in the tree and count when it
     falls.
-
-    For ablation studies (the paper's figure 8): without `continuous`, one run of guesses is in flight at a time;
-    without `asynchronous`, the draft works only while the pipeline is empty.
 
     Not the paper's, and off in its preset: `pacing` holds a run back until a stage is about to want it; `best_first`
     fills runs with the likeliest guesses of the whole tree, where the paper drafts micro-batches after each other, each
     from the end of the one before; `calibrated` corrects probabilities by experience, which requests of one session
     share; `backoff` stops guessing for a while when hardly any guess is right; `pruning` leaves dead rows out of runs
     in flight, where the paper cancels whole runs; `early` guesses while the target reads the prompt. Larger drafts are
-    asked first about the likeliest nodes after which nothing was sent.
-    """
+    asked first about the likeliest nodes after which nothing was sent."""
 
     name: ClassVar[str] = "pipeinfer"
     uses: ClassVar[tuple[str, ...]] = ("cancel", "partitions")

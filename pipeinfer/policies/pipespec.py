@@ -23,8 +23,7 @@ class PipeSpec(PaperPolicy):
     model chose instead becomes the first child, and no message is needed.
 
     `lookahead`: tokens that M_i waits for before it verifies them (section 4.4), unless M_0 … M_(i-1) cannot make more.
-    Without `asynchronous` (table 1) a model that has made so many waits until they are verified.
-    """
+    Without `asynchronous` (table 1) a model that has made so many waits until they are verified."""
 
     name: ClassVar[str] = "pipespec"
     uses: ClassVar[tuple[str, ...]] = ("cancel",)

@@ -1,9 +1,7 @@
 """Tokens of a target and guesses of drafts without models: synthetic choices, and recorded ones of real models, in a
-JSON-lines file with a text in each line. Knows no time.
-
-A context is (`start`, `branch`): the position of the last token on the target's path, and the wrong tokens after it.
-The target needs no branch: nodes that descend from a wrong guess are dead before their verdict.
-"""
+JSON-lines file with a text in each line. Knows no time. A context is (`start`, `branch`): the position of the last
+token on the target's path, and the wrong tokens after it. The target needs no branch: nodes that descend from a wrong
+guess are dead before their verdict."""
 
 from __future__ import annotations
 
@@ -200,10 +198,9 @@ Guesses = Sequence[tuple[int, float]]  # a draft's guesses for a token: pairs of
 @dataclass(frozen=True)
 class RecordedChoices:
     """A target's text after a prompt of `n_prompt` tokens, and the guesses of a draft. `off_path`: for each token, if
-    the best guess is wrong: after this guess, and after each best guess that follows.
-
-    No guess on a wrong branch is accepted; how sure the draft is there decides what it sends. A branch that was not
-    recorded has the guesses of one that was, or of a right context in a record without any."""
+    the best guess is wrong: after this guess, and after each best guess that follows. No guess on a wrong branch is
+    accepted; how sure the draft is there decides what it sends. A branch that was not recorded has the guesses of one
+    that was, or of a right context in a record without any."""
 
     name: str
     n_prompt: int

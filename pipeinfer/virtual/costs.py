@@ -10,11 +10,9 @@ MANY_ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A duration by rows: `seconds[i]` for `rows[i]` rows, linear in between, and the last line continued.
-
-    `context_s`, attention, is added for every row and every token before the run. It is one number, or one for each of
-    `rows`, because chunks of prompts are computed in another way than single rows.
-    """
+    """A duration by rows: `seconds[i]` for `rows[i]` rows, linear in between, and the last line continued. `context_s`,
+    attention, is added for every row and every token before the run. It is one number, or one for each of `rows`,
+    because chunks of prompts are computed in another way than single rows."""
 
     rows: tuple[float, ...]
     seconds: tuple[float, ...]
@@ -47,8 +45,7 @@ class ModelCost:
 
     Further times: `reshape_s` if a run has another number of rows than the one before (libllama rebuilds its graph),
     `rest_s` if the stage was idle (its threads wake), `prompt_s` for a run that begins a prompt in blocks (it gets a
-    context of its own).
-    """
+    context of its own)."""
 
     name: str
     layers: int
@@ -104,8 +101,7 @@ class HostWork:
 
     A run's input takes `prepare_s` and `prepare_row_s` for each row; `ahead`: while the run before is evaluated
     (section 5.2). Sampling takes `sample_s` for each row after the last stage, or in `samplers` threads beside it
-    (section 5.1). Two stages take `meet_s` to agree on a message's layout; `posted`: they know it (section 5.3).
-    """
+    (section 5.1). Two stages take `meet_s` to agree on a message's layout; `posted`: they know it (section 5.3)."""
 
     prepare_s: float = 0.0
     prepare_row_s: float = 0.0
@@ -122,9 +118,7 @@ class HostWork:
 @dataclass(frozen=True, slots=True)
 class Profile:
     """A cluster with its models placed. `stages`: in pipeline order; `head_is_first`: the head hosts the first one.
-
-    `drafts`: the smallest first, which is on the head unless the head has a stage; each of the others has a rank.
-    """
+    `drafts`: the smallest first, which is on the head unless the head has a stage; each of the others has a rank."""
 
     name: str
     n_embd: int
@@ -135,8 +129,7 @@ class Profile:
     head_is_first: bool = False
     sleeps: bool = False  # waiting ranks sleep between polls, as in `Idle`; measured costs include that
     slowdown: tuple[float, ...] = ()  # a row's slowdown when 1, 2, … ranks of a host compute. Empty: none.
-    slowdown_of_many: tuple[float, ...] = ()
-    """The same for MANY_ROWS rows and more, which are bound by arithmetic. Empty: as one row."""
+    slowdown_of_many: tuple[float, ...] = ()  # the same for MANY_ROWS rows and more, bound by arithmetic. Empty: as one
     acceptance: tuple[float, ...] = ()  # each draft's published acceptance rate with the target
     host: HostWork = HostWork()
     blocks: bool = False  # prompts are cut into blocks; see `pipeinfer.core.blocks`

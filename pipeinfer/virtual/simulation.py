@@ -231,11 +231,9 @@ def synthetic_texts(load: Load, by_rank: Sequence[float], ageing: Sequence[float
 
 def simulate_load(profile: Profile, policy: Policy, load: Load, choices: Sequence[Choices]) -> dict[str, Any]:
     """Throughput, latencies and how busy the stages were. `choices`: for each request; texts end after `load.predict`
-    tokens, or with their choices.
-
-    `busy`: the share of the time between the first and the last token that each stage worked; `evaluating`: without the
-    work of its host. `notice`: why the load's limit of delays cannot be held, if so.
-    """
+    tokens, or with their choices. `busy`: the share of the time between the first and the last token that each stage
+    worked; `evaluating`: without the work of its host. `notice`: why the load's limit of delays cannot be held, if
+    so."""
     clock = VirtualClock()
     n_ctx = max(len(each.prompt) + n_predicted(each, load.predict) for each in choices)
     pipeline = SimPipeline(profile, choices, clock)

@@ -1,8 +1,6 @@
 """Profiles as TOML text: checked values of a table, with errors that name their place, and the profile of a cluster's
-measured times. Knows no model, no clock and no MPI, and opens no file.
-
-tomli_w is not used: it writes each number of a list into a line, and tables of times could not be compared.
-"""
+measured times. Knows no model, no clock and no MPI, and opens no file. tomli_w is not used: it writes each number of a
+list into a line, and tables of times could not be compared."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,9 +13,7 @@ from pipeinfer.core.run_cost import interpolate
 from pipeinfer.errors import UserError
 from pipeinfer.virtual.costs import MANY_ROWS
 
-LEAST, MOST = 1e-9, 1e12
-"""Beyond any machine in any of the units, and near enough to 1 that no sum or product overflows."""
-
+LEAST, MOST = 1e-9, 1e12  # beyond any machine in any of the units, and no sum or product of them overflows
 MAX_SHOWN = 80
 
 
@@ -113,10 +109,8 @@ def is_chunk(n_rows: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModelTimes:
-    """Times of one rank's model, in seconds.
-
-    beside_s      rows of a run -> ranks of the host that compute at once, itself included -> its time
-    """
+    """Times of one rank's model, in seconds. beside_s rows of a run -> ranks of the host that compute at once, itself
+    included -> its time"""
 
     layers: int
     by_rows: dict[int, float]  # rows of a run -> its time with an empty cache, after another run of that size

@@ -35,9 +35,7 @@ N_SPARE_STATES = 2  # of sequences beside those of requests
 N_MESSAGES = 4  # on their way in and out of a rank at a time
 TOKEN_BYTES, MERGE_BYTES = 250, 200  # of a vocabulary, on rank 0 (measured)
 RANK_0_BYTES = 4_000_000  # of modules that rank 0 alone imports (measured)
-TORCH_BYTES = 290_000_000
-"""Memory of Python, MPI, libllama and torch's build for CPUs on a rank without a model (measured)."""
-
+TORCH_BYTES = 290_000_000  # of Python, MPI, libllama and torch's build for CPUs on a rank without a model (measured)
 N_WIDE = 6  # rows of gates and up projections that torch holds at a time
 
 Place = tuple[DevicePlan, frozenset[str]]  # the devices of a rank's layers, and the models without a file there

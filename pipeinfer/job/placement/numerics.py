@@ -1,7 +1,5 @@
-"""The numerics of a job: everything that decides the bits of its texts beside models and requests, and its name.
-
-Free memory, the number of ranks, threads and the policy are no part of it. Knows no request.
-"""
+"""The numerics of a job: everything that decides the bits of its texts beside models and requests, and its name. Free
+memory, the number of ranks, threads and the policy are no part of it. Knows no request."""
 
 import hashlib
 import re
@@ -48,10 +46,8 @@ def may_repack(options: Numerics) -> bool:
 
 def repacked_alike(hosts: Sequence[Host], info: ModelInfo, n_requests: int, name: str) -> tuple[TypeRows, ...]:
     """Types of the target's weights that are repacked, and how rows of each are computed; none where that is no faster.
-    A layer must have the same bits on every rank: all hosts must repack the same types with the same results.
-
-    Rows come in groups where a job is opened for many requests, or for numerics of this `name`, if it is not empty.
-    """
+    A layer must have the same bits on every rank: all hosts must repack the same types with the same results. Rows come
+    in groups where a job is opened for many requests, or for numerics of this `name`, if it is not empty."""
     if len({host.repacked for host in hosts}) > 1:
         return ()
     in_parts = worth_repacking(info, LlamaParams(0), tuple(TypeRows(*each[:2]) for each in hosts[0].repacked))

@@ -34,9 +34,7 @@ from pipeinfer.models.torch.params import check_known
 from pipeinfer.virtual.costs import Profile
 from pipeinfer.virtual.profile import load_profile
 
-CLEAR_GAIN = 1.1
-"""A draft is on another rank than 0 if the slowest stage is so many times faster: rank 0 has the engine besides."""
-
+CLEAR_GAIN = 1.1  # so many times faster is the slowest stage where a rank drafts that has not the engine besides
 DRAFT_SHARE = 0.5
 """A step of the draft there takes at most so much of the slowest stage's time, or no more than on rank 0."""
 

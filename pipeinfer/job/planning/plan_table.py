@@ -81,8 +81,7 @@ def plan_rows(plan: JobPlan, nodes: Sequence[Node]) -> list[dict[str, Any]]:
     read_bytes_per_s, …   this rank's share of its host's speed, and the source
     memory_bytes          of the rank; needed_bytes: without weights that the system can read again
     gpu_bytes, gpu_spare_bytes   of libllama on its GPUs, and left there likewise; null: unknown
-    spare_bytes           left there when all ranks of the host are loaded; negative: so much is missing
-    """
+    spare_bytes           left there when all ranks of the host are loaded; negative: so much is missing"""
     hosts, memories = plan.hosts, plan.memory
     spare, on_gpus = plan.spare_memory, plan.spare_on_gpus
     rows = []

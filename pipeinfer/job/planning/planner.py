@@ -148,11 +148,8 @@ def open_planner(
 def planned_profile(
     plan: JobPlan, info: ModelInfo, drafts: Sequence[ModelInfo], nodes: Sequence[Node], link: LinkCost
 ) -> Profile:
-    """The costs of a plan. `info`, `drafts`: of its models.
-
-    Raises UserError for what virtual time does not know: a rank that has target and draft, a draft that is cut, a host
-    of unknown speed.
-    """
+    """The costs of a plan. `info`, `drafts`: of its models. Raises UserError for what virtual time does not know: a
+    rank that has target and draft, a draft that is cut, a host of unknown speed."""
     assignment, machines, numerics = plan.assignment, machines_of(plan, info, nodes), plan.numerics
     if assignment.n_ranks == 1 and assignment.drafts:
         raise UserError("a lone rank computes target and draft in turns, which is not simulated")

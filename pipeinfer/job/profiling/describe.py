@@ -140,10 +140,7 @@ def sends_from_device(
     gpu_aware: str, devices: Sequence[RankDevices], host: Host, rank: int, query_mpi: Callable[[], bool | None]
 ) -> bool:
     """Whether MPI moves this rank's activations. `gpu_aware`: the option's value; `query_mpi`: whether MPI reports that
-    it can; None: it does not report it.
-
-    Raises UserError where the option is on and MPI reports that it cannot.
-    """
+    it can; None: it does not report it. Raises UserError where the option is on and MPI reports that it cannot."""
     by_torch = [target.is_torch for target, _ in devices]
     if gpu_aware == OFF or sum(by_torch) < 2 or not by_torch[rank]:
         return False

@@ -1,9 +1,7 @@
 """Times the target's layers on ranks that are not alike, for the split, before there is a plan; and keeps times for the
-next start. A `Schedule` says which ranks are timed, at which layers, and when.
-
-Collective functions, which take a link, branch only on values that all ranks have in common: arguments that are the
-same everywhere, and what the link returned. What a rank does alone is in `_RankTimer`, which knows no link.
-"""
+next start. A `Schedule` says which ranks are timed, at which layers, and when. Collective functions, which take a link,
+branch only on values that all ranks have in common: arguments that are the same everywhere, and what the link returned.
+What a rank does alone is in `_RankTimer`, which knows no link."""
 
 import math
 import time
@@ -280,11 +278,8 @@ def recall(
     link: "Link", key: str, kind: type[T], measure: Callable[[], list[tuple[T | None, str]]], ranks: Collection[int]
 ) -> tuple[list[tuple[T | None, str]], bool]:
     """Of every rank its value and why it has none, and whether the values were kept. If one of `ranks` has nothing kept
-    under its `key`, all ranks measure and keep the result. Collective.
-
-    `key`: empty on ranks that measure nothing. `kind`: a dataclass of seconds or speeds. `measure`: collective; returns
-    the same on all ranks.
-    """
+    under its `key`, all ranks measure and keep the result. Collective. `key`: empty on ranks that measure nothing.
+    `kind`: a dataclass of seconds or speeds. `measure`: collective; returns the same on all ranks."""
     cache = user_cache()
     cached = link.all_gather(_read(kind, cache.get(key)) if key else None)
     if all(cached[rank] for rank in ranks):

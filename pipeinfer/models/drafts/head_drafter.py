@@ -26,11 +26,8 @@ N_UNREAD, N_MIN_UNREAD = 4096, 64
 
 @dataclass(slots=True)
 class _Features:
-    """Rows (n,) of one request.
-
-    features       the target's, of committed tokens whose successors have no cell, by position
-    states         the head's, of nodes that have a cell, or had one before the root moved
-    """
+    """Rows (n,) of one request. features the target's, of committed tokens whose successors have no cell, by position
+    states the head's, of nodes that have a cell, or had one before the root moved"""
 
     features: dict[int, FloatArray] = field(default_factory=dict)
     node_features: dict[Node, FloatArray] = field(default_factory=dict)  # the target's, of nodes that have not settled
@@ -38,11 +35,9 @@ class _Features:
 
 
 class HeadDrafter(ModelDrafter):
-    """A FeatureDrafter. `pool` counts cells by the positions of their tokens; `shift`: see Head.
-
-    It does not guess after a root whose predecessor's features have not come. Features that never come, as those of a
-    prefix that another request has evaluated, count as zero if one is missing; with more the head begins after them.
-    """
+    """A FeatureDrafter. `pool` counts cells by the positions of their tokens; `shift`: see Head. It does not guess
+    after a root whose predecessor's features have not come. Features that never come, as those of a prefix that another
+    request has evaluated, count as zero if one is missing; with more the head begins after them."""
 
     def __init__(
         self,

@@ -1,7 +1,5 @@
 """Guesses without a model: the tokens that followed earlier occurrences of the newest tokens. Knows texts and trees.
-
-Prompt lookup decoding (Saxena 2023; LLMA, Yang et al. 2023): text that repeats its prompt or itself costs no draft.
-"""
+Prompt lookup decoding (Saxena 2023; LLMA, Yang et al. 2023): text that repeats its prompt or itself costs no draft."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence

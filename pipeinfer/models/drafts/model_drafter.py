@@ -31,8 +31,7 @@ class ModelDrafter:
 
     Committed tokens that the cache lacks (the prompt, or tokens that the draft had not guessed) are evaluated before
     nodes. `couple`: sampled guesses share the target's noise. `constrain`: makes a Constraint of a request's grammar;
-    without it grammars are ignored.
-    """
+    without it grammars are ignored."""
 
     def __init__(
         self, model: StageModel, pool: SequencePool, n_batch: int, couple: bool = True, constrain: Constrain = None
@@ -79,10 +78,8 @@ class ModelDrafter:
             return []
 
     def _catch_up(self, request: Request, interrupted: Callable[[], bool]) -> bool:
-        """Evaluate the committed tokens before the root that are missing; False if the root moves meanwhile.
-
-        These runs are never interrupted: a draft slower than the target would make no progress.
-        """
+        """Evaluate the committed tokens before the root that are missing; False if the root moves meanwhile. These runs
+        are never interrupted: a draft slower than the target would make no progress."""
         root = request.tree.root
         while not self.pool.is_placed(root) and (start := self.pool.placed_end(request.id)) < root.position:
             end = min(root.position, start + self.n_batch, start + self.pool.n_free_cells)

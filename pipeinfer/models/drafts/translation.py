@@ -19,10 +19,8 @@ and guesses are hardly ever right."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Translation:
-    """From a target's token ids to a draft's.
-
-    outputs       (n_target,) int32: the draft's token that is a guess of each of the target's; NONE if there is none
-    """
+    """From a target's token ids to a draft's. outputs (n_target,) int32: the draft's token that is a guess of each of
+    the target's; NONE if there is none"""
 
     inputs: IntArray  # (n_target,) int32: the token that the draft reads for each of the target's
     outputs: IntArray
@@ -35,11 +33,9 @@ class Translation:
 
 
 def find_translation(target: Tokenizer, draft: Tokenizer) -> Translation | None:
-    """None if the ids are the same. Raises UserError when the vocabularies share too few tokens.
-
-    Tokens match by their spelling; bos, eos and eot match in any case. For other tokens of the target the draft reads
-    the longest suffix of the spelling that it has.
-    """
+    """None if the ids are the same. Raises UserError when the vocabularies share too few tokens. Tokens match by their
+    spelling; bos, eos and eot match in any case. For other tokens of the target the draft reads the longest suffix of
+    the spelling that it has."""
     padding_only = next(vocabulary_differences(target, draft), None) is None
     if padding_only and target.n_vocab == draft.n_vocab:
         return None
@@ -85,8 +81,7 @@ def vocabulary_differences(target: Tokenizer, draft: Tokenizer) -> Iterator[tupl
     Every id that both have must have the same text and be a byte token in both or in neither. The larger vocabulary may
     end with padding (tokens that are marked unused or unknown, or named `[PAD…]`), because checkpoints of one family
     are padded differently. As in llama.cpp, bos and eos must be equal if a tokenizer adds them: which end token a model
-    prefers does not matter, because the target decides.
-    """
+    prefers does not matter, because the target decides."""
     if target.kind() != draft.kind():
         yield None, f"tokenizer types {target.kind()} and {draft.kind()}"
     for name, adds, ids in (

@@ -17,8 +17,7 @@ class Windows:
 
     Without `always` a model has them if its window is more than 0, and a slice need not have one; with it libllama ends
     the process for a slice without. With `leads` the first layer of a slice must have no window: libllama takes the
-    size of heads from it.
-    """
+    size of heads from it."""
 
     period: int = 0
     full_first: bool = False
@@ -82,8 +81,7 @@ class Architecture:
                  overwrites `input_node`
     selects      the metadata's key of how many earlier tokens a row sees at most, those with the highest scores; ties
                  depend on the place of cells, so that `exact` holds for texts of so many tokens alone
-    flash        libllama gives it flash attention, which prompts in blocks need: others are read as guesses are
-    """
+    flash        libllama gives it flash attention, which prompts in blocks need: others are read as guesses are"""
 
     refused: str = ""  # why no model of it can be cut; empty if they can
     refusals: tuple[Refusal, ...] = ()  # the same for some of its models

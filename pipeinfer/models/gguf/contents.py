@@ -1,8 +1,6 @@
-"""Detect changed files: by their identity on this host, and by samples of their contents. Knows no GGUF.
-
-An identity (`FileState`) changes with every write and costs nothing, but means nothing on another host. A digest of
-samples is the same everywhere, and differs for other weights, without reading all of them.
-"""
+"""Detect changed files: by their identity on this host, and by samples of their contents. Knows no GGUF. An identity
+(`FileState`) changes with every write and costs nothing, but means nothing on another host. A digest of samples is the
+same everywhere, and differs for other weights, without reading all of them."""
 
 import hashlib
 import os
@@ -72,10 +70,8 @@ def _changed(path: Path) -> UserError:
 
 
 class SourceFile:
-    """A file from which a loaded model computes; `check` detects changes.
-
-    A file that another one was renamed over is still read as it was.
-    """
+    """A file from which a loaded model computes; `check` detects changes. A file that another one was renamed over is
+    still read as it was."""
 
     def __init__(self, path: Path, digest_of: Callable[[int], bytes], state: FileState | None = None) -> None:
         """`digest_of` samples the open file. Raises UserError when the file is not the one of `state` any more."""
@@ -111,10 +107,8 @@ class SourceFile:
             self._mtime_ns = state.mtime_ns  # touched, not changed
 
     def blame(self) -> None:
-        """ModelFault if the contents changed, after results that no sound model computes.
-
-        One write may take longer than a run, and write the samples last: several checks, over half a second.
-        """
+        """ModelFault if the contents changed, after results that no sound model computes. One write may take longer
+        than a run, and write the samples last: several checks, over half a second."""
         for _ in range(CHECKS_OF_BLAME):
             self._check_contents()
             time.sleep(BETWEEN_CHECKS_S)

@@ -1,9 +1,7 @@
 """Read the header of a GGUF file, from its path or its first bytes: metadata and where each tensor lies. Knows no
-architecture and loads no library.
-
-Written for untrusted files: every length is checked against the file before it is used, so a damaged header ends in a
-UserError, never in a crash. Arrays of strings (vocabularies) are skipped, not materialised.
-"""
+architecture and loads no library. Written for untrusted files: every length is checked against the file before it is
+used, so a damaged header ends in a UserError, never in a crash. Arrays of strings (vocabularies) are skipped, not
+materialised."""
 
 import contextlib
 import hashlib
@@ -106,10 +104,8 @@ class Header:
 
 
 class _Cursor:
-    """Reads forward through a file, or its head; running over its end is a UserError.
-
-    Read, not mapped: a file that is truncated at this moment must not end the process.
-    """
+    """Reads forward through a file, or its head; running over its end is a UserError. Read, not mapped: a file that is
+    truncated at this moment must not end the process."""
 
     def __init__(self, path: Path, state: FileState, data: bytes = b"", fd: int = -1) -> None:
         self.path, self.state, self.size, self.fd = path, state, state.n_bytes, fd

@@ -16,8 +16,7 @@ from pipeinfer.models.gguf.slice_cache import CachedSlice
 from pipeinfer.models.gguf.writer import memory_file, tensor_data, written
 from pipeinfer.outputs import whole_file
 
-Content = Literal["layers", "table", "file"]
-"""A slice's tensors, the token table of a first slice, or all of the model's files."""
+Content = Literal["layers", "table", "file"]  # a slice's tensors, a first slice's token table, or all files
 
 
 def contents(info: ModelInfo, content: Content, first: int, last: int) -> tuple[int, Iterator[bytes | memoryview]]:

@@ -38,9 +38,7 @@ UNSHARED = ("tokenizer.", "split.", "general.tensor_extra", "general.alignment")
 COPY_BYTES = 8 << 20
 """In large writes: they give the file large pages, from which decoding was 10 to 15% faster than from the small pages
 of sendfile (measured, ext4)."""
-N_STAND_IN = 32
-"""Vocabulary of a slice that is not the last: libllama requires a token table, but such a slice never uses it."""
-
+N_STAND_IN = 32  # vocabulary of other slices than the last: libllama requires a token table, and never uses it
 BLANK_GATHERED = 1 << 30
 """Bytes of the largest blank slice with large pages, which are allocated at once; of larger ones, with many experts,
 most are never read."""
@@ -48,11 +46,9 @@ most are never read."""
 
 @dataclass
 class SliceFile:
-    """A GGUF that libllama can load: layers [first, last) of `info`, renumbered from 0.
-
-    `path` is valid until `close()`. The token table is not in a first slice: its rows are read from the model file.
-    `sources`: the files on disk that pages are mapped from; who goes on using them takes them out before `close`.
-    """
+    """A GGUF that libllama can load: layers [first, last) of `info`, renumbered from 0. `path` is valid until
+    `close()`. The token table is not in a first slice: its rows are read from the model file. `sources`: the files on
+    disk that pages are mapped from; who goes on using them takes them out before `close`."""
 
     info: ModelInfo
     first: int
@@ -61,8 +57,7 @@ class SliceFile:
     n_bytes: int
     fd: int = -1
     sources: tuple[SourceFile, ...] = ()
-    table: tuple[Tensor, SourceFile] | None = None
-    """The token table of a first slice, if the model file is not on this host."""
+    table: tuple[Tensor, SourceFile] | None = None  # of a first slice, if the model file is not on this host
 
     @property
     def is_first(self) -> bool:
@@ -160,8 +155,7 @@ def open_slice(
     A file in cache_dir is verified before it is used again, and rewritten, with a line to `on_notice`, if it is
     damaged; several processes may open it at once. `elsewhere`: the model's files on another host, from which it may
     have been cut. `feed`: the data of `slice_data` from another host. Raises UserError if the slice cannot be made, or
-    the model changed since its header was read.
-    """
+    the model changed since its header was read."""
     if not 0 <= first < last <= info.n_layer:
         raise ValueError(f"layers [{first}, {last}) of {info.n_layer}")
     if (first, last) == (0, info.n_layer) and not info.borrowed:
@@ -205,10 +199,8 @@ def is_cached(info: ModelInfo, first: int, last: int, cache_dir: Path, elsewhere
 
 
 def slice_data(info: ModelInfo, first: int, last: int) -> tuple[int, Iterator[bytes | memoryview]]:
-    """(bytes, pieces) of a slice's data in the model's files; a piece is valid until the next.
-
-    Raises UserError, at the end, if the files have changed.
-    """
+    """(bytes, pieces) of a slice's data in the model's files; a piece is valid until the next. Raises UserError, at the
+    end, if the files have changed."""
     tensors = [each for each in _slice_tensors(info, first, last) if not each.is_hole]
 
     def pieces() -> Iterator[bytes | memoryview]:
@@ -292,8 +284,7 @@ def _tables(info: ModelInfo, is_last: bool) -> list[SliceTensor]:
 
     It has its head under the name of the token table: libllama then uses that one table as the head (as for tied
     embeddings), and no second table is needed for tokens that never come in. If libllama insists on both, the unused
-    one takes no room.
-    """
+    one takes no room."""
     table, head = info.tensor(TABLE), info.tensor(HEAD)
     assert table is not None, info.path
     bias = info.tensor(BIAS)

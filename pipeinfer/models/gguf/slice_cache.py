@@ -1,8 +1,6 @@
-"""Slices in a directory of a node's disk: verified before use, written whole or not at all. Knows no tensors.
-
-A cached slice is its GGUF and, behind it, a seal: the digest of the states of the files that it was cut from, and one
-of samples of the slice. A slice with a wrong seal is rewritten.
-"""
+"""Slices in a directory of a node's disk: verified before use, written whole or not at all. Knows no tensors. A cached
+slice is its GGUF and, behind it, a seal: the digest of the states of the files that it was cut from, and one of samples
+of the slice. A slice with a wrong seal is rewritten."""
 
 import contextlib
 import fcntl
@@ -22,8 +20,7 @@ SEAL_BYTES = len(SEAL) + 32 + 32  # then the digest of the sources and that of t
 N_BLOCKS, MAX_STEP_BYTES = 4096, 256 << 10
 """Every block of files up to 16 MB is read, 16 MB of larger ones, and a block of any 256 KB."""
 
-Write = Callable[[int, str], None]
-"""(file descriptor, the place's name for an error): writes the slice into the file. Raises UserError."""
+Write = Callable[[int, str], None]  # (file descriptor, place for an error): writes the slice. Raises UserError
 
 
 @dataclass(frozen=True, slots=True)

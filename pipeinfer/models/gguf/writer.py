@@ -1,7 +1,6 @@
 """Write a GGUF file: metadata, where each tensor lies, data; and reserve large pages for one in memory. Knows no key.
-
-Not through the `gguf` package, whose import alone takes longer than cutting a slice of 30 MB (measured: 70 to 130 ms).
-"""
+Not through the `gguf` package, whose import alone takes longer than cutting a slice of 30 MB (measured: 70 to 130
+ms)."""
 
 import contextlib
 import ctypes
@@ -109,9 +108,7 @@ def memory_file(name: str, n_bytes: int, ranges: Iterable[ByteRange], write: Cal
 
 
 HUGE_PAGE = 2 << 20
-FIRST_BYTES, PIECE_BYTES = 4 * HUGE_PAGE, 16 * HUGE_PAGE
-"""Gathered in one call, which nothing interrupts: some milliseconds."""
-
+FIRST_BYTES, PIECE_BYTES = 4 * HUGE_PAGE, 16 * HUGE_PAGE  # gathered in one uninterrupted call: some milliseconds
 MOST_SLOWER = 3.0
 """Getting a large page takes half as long as writing it, unless it is memory that a virtual machine has given back to
 its host: then it took 10 to 20 times as long (measured), small pages did not, and decoding from these took 5% longer.
@@ -127,8 +124,7 @@ def reserve_large_pages(fd: int, n_bytes: int, ranges: Iterable[ByteRange]) -> b
 
     Call it before writing: pages with a byte in them are gathered in a tenth of the time of full ones, and writing is
     faster too (measured); the kernel refuses those without any. Best effort: False if not all are large because the
-    kernel (before Linux 6.1), its settings or memory do not allow it, or it is slow here; the others are small.
-    """
+    kernel (before Linux 6.1), its settings or memory do not allow it, or it is slow here; the others are small."""
     if os.uname().sysname != "Linux":
         return False
     write_s = 0.0  # a byte

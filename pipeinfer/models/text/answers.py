@@ -1,8 +1,6 @@
 """Read a model's answer: reasoning, content and tool calls, in any form that models write, up to a stop string. Knows
-no tokens and no HTTP.
-
-All forms are read at once: a model that is prompted in one often answers in another, and their marks do not collide.
-"""
+no tokens and no HTTP. All forms are read at once: a model that is prompted in one often answers in another, and their
+marks do not collide."""
 
 import contextlib
 import json
@@ -52,8 +50,7 @@ class AnswerReader:
 
     `tools`: of each function the schema of its arguments; None: a call is text like any other. `must_call`: the answer
     is a call, however little of it has come. `thought`: the mark that ends the reasoning at its beginning, see
-    `opened_thought`; None: reasoning is content.
-    """
+    `opened_thought`; None: reasoning is content."""
 
     def __init__(
         self, tools: Mapping[str, Any] | None = None, thought: str | None = "", must_call: bool = False
@@ -286,8 +283,7 @@ def as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-MAX_STOPS, MAX_CHARACTERS = 32, 256
-"""Limits of a request's stop strings: every piece of a text is compared with all of them."""
+MAX_STOPS, MAX_CHARACTERS = 32, 256  # of a request's stop strings: every piece of a text is compared with all
 
 
 def check_stops(name: str, stops: Sequence[str]) -> None:
@@ -303,10 +299,8 @@ def check_stops(name: str, stops: Sequence[str]) -> None:
 
 
 class StopStrings:
-    """Filters a text piece by piece; holds back an end that may begin a stop string.
-
-    `hit`: a stop string, `stop`, has occurred. It and all after it are dropped.
-    """
+    """Filters a text piece by piece; holds back an end that may begin a stop string. `hit`: a stop string, `stop`, has
+    occurred. It and all after it are dropped."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops), "an empty stop string ends every text"

@@ -157,10 +157,8 @@ Conversation = Sequence[ChatMessage]
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """`source`: in Jinja. `name`: where it is from, for errors. `variables`: further ones for the template.
-
-    The template always sees the same time, so that earlier turns of a conversation render the same.
-    """
+    """`source`: in Jinja. `name`: where it is from, for errors. `variables`: further ones for the template. The
+    template always sees the same time, so that earlier turns of a conversation render the same."""
 
     source: str
     name: str

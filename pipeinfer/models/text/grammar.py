@@ -106,10 +106,8 @@ def _message(text: str, error: str) -> str:
 
 
 class Grammar:
-    """A Constraint: an output of the grammar, then the end of the text.
-
-    `start`: the matcher at the beginning of a text. Another thread makes it, because large grammars take time.
-    """
+    """A Constraint: an output of the grammar, then the end of the text. `start`: the matcher at the beginning of a
+    text. Another thread makes it, because large grammars take time."""
 
     def __init__(self, tokenizer: Tokenizer, start: Future[LLMatcher]) -> None:
         self.tokenizer, self._start, self._lock = tokenizer, start, Lock()
@@ -146,10 +144,8 @@ class Grammar:
         return mask
 
     def _query(self, output: tuple[int, ...], query: Callable[[LLMatcher], T]) -> T | None:
-        """The matcher's answer after an output; None if the grammar refuses the output, or it has ended.
-
-        Raises ConstraintFailed if that also fails with a fresh matcher: earlier queries change no answer.
-        """
+        """The matcher's answer after an output; None if the grammar refuses the output, or it has ended. Raises
+        ConstraintFailed if that also fails with a fresh matcher: earlier queries change no answer."""
         with self._lock:
             for _ in range(2):
                 try:

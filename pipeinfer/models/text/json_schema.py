@@ -61,10 +61,8 @@ def as_schema(grammar: str) -> Any:
 
 def json_rule(schema: Any) -> str:
     """The right side of a rule in Lark for a schema. As in llama.cpp, objects with given properties have no others,
-    unless the schema allows them or is a part of another one; `oneOf` is `anyOf`.
-
-    Raises RecursionError for a schema that is too deep.
-    """
+    unless the schema allows them or is a part of another one; `oneOf` is `anyOf`. Raises RecursionError for a schema
+    that is too deep."""
     enforced, _ = relaxed(schema)
     closed = _closed(enforced, {*_parts(enforced)}, "#")
     return "%json " + json.dumps({**closed, "x-guidance": {"whitespace_pattern": WHITESPACE, "coerce_one_of": True}})

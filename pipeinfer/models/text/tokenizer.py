@@ -62,10 +62,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
         """Token ids of a text. `add_special`: add bos and eos as the model expects; `parse_special`: `<|…|>` are
-        tokens.
-
-        Raises UserError when the vocabulary has no tokens for it.
-        """
+        tokens. Raises UserError when the vocabulary has no tokens for it."""
         if self._check:
             self._check.check_encodable(text, self._missing)
         if parse_special and len(text) > PART:
@@ -205,10 +202,8 @@ class Tokenizer:
 
 
 class TextStream:
-    """Decodes tokens, and returns text once its characters are complete.
-
-    `markers`: control tokens are included, such as those around reasoning and tool calls, except those that end a text.
-    """
+    """Decodes tokens, and returns text once its characters are complete. `markers`: control tokens are included, such
+    as those around reasoning and tool calls, except those that end a text."""
 
     def __init__(self, tokenizer: Tokenizer, markers: bool = False) -> None:
         self._tokenizer, self._markers = tokenizer, markers
@@ -272,10 +267,8 @@ def metadata_only(source: Path | FileHead, file: BinaryIO) -> bytes:
 
 def describe_vocabulary(path: Path, metadata: Mapping[str, Value]) -> dict[str, Any]:
     """A vocabulary as plain data. `kind`, `preset`: the file's names of the tokenizer and of its pre-tokenizer;
-    `special`: use (bos, eos, …) -> token; `ends`: tokens that end a generation.
-
-    `metadata`: the model file's. Raises UserError when its vocabulary is missing or cannot be loaded.
-    """
+    `special`: use (bos, eos, …) -> token; `ends`: tokens that end a generation. `metadata`: the model file's. Raises
+    UserError when its vocabulary is missing or cannot be loaded."""
     with closing(Tokenizer(path)) as tokenizer:
 
         def token(id: int) -> dict[str, Any]:

@@ -80,10 +80,8 @@ class CellTable:
             self._end[seq] = int(rest[-1]) + 1 if rest.size else 0
 
     def place(self, batch: Batch) -> None:
-        """Give every row a cell for all its sequences.
-
-        Raises CacheFull; ValueError when a row is not the next of its sequences. Nothing has changed then.
-        """
+        """Give every row a cell for all its sequences. Raises CacheFull; ValueError when a row is not the next of its
+        sequences. Nothing has changed then."""
         n_rows = len(batch.positions)
         free = np.flatnonzero(self._n_holders == 0)[:n_rows]
         if len(free) < n_rows:
@@ -115,10 +113,8 @@ class CellTable:
         return cells if end == 0 or cells.min() >= 0 else cells[cells >= 0]
 
     def order(self, batch: Batch) -> CellNumbers:
-        """(n_rows, most cells of a row): the cells that each row sees, in the order of positions, then -1.
-
-        After `place`.
-        """
+        """(n_rows, most cells of a row): the cells that each row sees, in the order of positions, then -1. After
+        `place`."""
         order = np.full((len(batch.positions), int(batch.positions.max()) + 1), -1, np.int64)
         for row, (position, seqs) in enumerate(zip(batch.positions.tolist(), batch.seqs, strict=True)):
             order[row, : position + 1] = self._at[seqs[0], : position + 1].astype(np.int64) - 1

@@ -163,10 +163,8 @@ def multiply_int4(rows: torch.Tensor, weight: Int4) -> torch.Tensor:
 
 
 def check_device(device: torch.device) -> None:
-    """Multiply a small matrix: not every GPU has kernels, and their layouts are documented nowhere.
-
-    Raises UserError where the product is wrong.
-    """
+    """Multiply a small matrix: not every GPU has kernels, and their layouts are documented nowhere. Raises UserError
+    where the product is wrong."""
     generator = torch.Generator().manual_seed(0)
     matrix, rows = (torch.randn((n, 256), generator=generator) for n in (ROWS, 3))
     rounded_rows = rounded(matrix)
@@ -189,19 +187,15 @@ HAS_WIDE_SUMS = hasattr(torch.ops.aten.mm, "dtype")
 
 LARGEST_INT8 = 127
 FEW_ROWS = 16  # up to so many torch's kernel is as fast as the other way, or faster (measured)
-KERNEL_WIDTH = 32
-"""Numbers of a row that the kernel takes at a time, beyond the end of a row too: other widths crash it."""
-
+KERNEL_WIDTH = 32  # numbers of a row that the kernel takes at a time, beyond its end too: other widths crash it
 PIECE = 1 << 22  # numbers that are bf16 at a time: little memory, and in the cache when they are used
 
 
 @dataclass(frozen=True, slots=True)
 class Int8:
-    """values: (…, n_out, n_in) int8; scales: (…, n_out) bf16, the factor of each row's values.
-
-    Rows that they multiply are bf16. Few rows go through torch's kernel for CPUs, which reads a byte a weight; more,
-    and all on GPUs, are multiplied with a piece of the matrix at a time in bf16.
-    """
+    """values: (…, n_out, n_in) int8; scales: (…, n_out) bf16, the factor of each row's values. Rows that they multiply
+    are bf16. Few rows go through torch's kernel for CPUs, which reads a byte a weight; more, and all on GPUs, are
+    multiplied with a piece of the matrix at a time in bf16."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -264,9 +258,7 @@ def _multiply_int8(rows: torch.Tensor, weight: Int8) -> torch.Tensor:
     return torch.cat([linear(rows, values.bfloat16()).float() * scales.float() for values, scales in pieces], 1)
 
 
-SIZES = (8, 4, 2)
-"""Sizes of groups; the first that computes every row alike is taken, else rows are computed one by one."""
-
+SIZES = (8, 4, 2)  # of groups; the first that computes every row alike is taken, else rows are computed one by one
 THREADS = (1, 2, 3, 4, 8)  # numbers of threads that must compute alike
 ONE_THREAD = 32768
 """Elementwise operations on up to so many numbers have one thread. Beyond, where a thread begins depends on their

@@ -126,9 +126,7 @@ class TorchStage:
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
         """See StageModel. On the first stage batch.hidden is ignored. Raises CacheFull, and what `stop` raises.
-
-        ModelFault when the model's file was changed, or the result is no number.
-        """
+        ModelFault when the model's file was changed, or the result is no number."""
         future = self.begin(batch, stop)
         return None if future is None else future.result()
 
@@ -204,9 +202,7 @@ class TorchStage:
 
     def _parts(self, batch: Batch) -> Iterator[tuple[slice, VisibleCells, int]]:
         """Rows that go through the layers together, the cells that they see, and the size of their groups (0: one).
-
-        Exact runs go row by row, or block by block of a prompt.
-        """
+        Exact runs go row by row, or block by block of a prompt."""
         everything = slice(None)
         if self._exact and batch.span:
             for first, end in blocks_of(batch):
