@@ -21,16 +21,8 @@ from pipeinfer.virtual.simulation import Load, Simulated, simulate, simulate_loa
 
 DEFAULT_ACCEPTANCE = 0.7
 COLUMNS = (
-    "policy",
-    "settings",
-    "tokens/s",
-    "over iterative",
-    "of the limit",
-    "TTFT ms",
-    "ITL ms p50 / p95 / p99",
-    "rows a token",
-    "hit rate",
-    "busiest stage",
+    *"policy,settings,tokens/s,over iterative,of the limit,TTFT ms,ITL ms p50 / p95 / p99".split(","),
+    *"rows a token,hit rate,busiest stage".split(","),
 )
 LIMIT = "limit"
 Generation = tuple[Simulated, Result]

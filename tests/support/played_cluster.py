@@ -20,8 +20,7 @@ from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.planning.deploy import schedule_of
-from pipeinfer.job.profiling.hosts import host_speeds
-from pipeinfer.job.profiling.layer_times import with_layer_times
+from pipeinfer.job.profiling.speeds import host_speeds, with_layer_times
 from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.llama.params import LlamaParams
 

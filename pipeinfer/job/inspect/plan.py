@@ -26,7 +26,7 @@ from pipeinfer.job.planning.planner import ETHERNET, N_PROMPT, UNFIT, Planner, P
 from pipeinfer.job.planning.prepare import find_hosts, with_files
 from pipeinfer.job.planning.suggestions import shortage_text, suggestions, with_best_hosts
 from pipeinfer.job.profiling.describe import describe_host, gpu_names
-from pipeinfer.job.profiling.hosts import host_speeds, rank_speed, with_speeds
+from pipeinfer.job.profiling.speeds import host_speeds, rank_speed, with_speeds
 from pipeinfer.models.llama.ggml import has_gpu
 from pipeinfer.policies import POLICIES, make_policy
 from pipeinfer.text import json_text, markdown_table, number, size_text

@@ -28,7 +28,7 @@ from pipeinfer.job.placement.job_plan import JobPlan, ModelFile, RankPlan, check
 from pipeinfer.job.placement.memory import MemoryNeeds
 from pipeinfer.job.placement.model_files import draft_translation, read_drafts
 from pipeinfer.job.placement.numerics import named, unnamed_numerics
-from pipeinfer.job.profiling.layer_times import Schedule, make_schedule
+from pipeinfer.job.profiling.speeds import Schedule, make_schedule
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.torch.params import check_known
 from pipeinfer.virtual.costs import Profile

@@ -14,7 +14,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.loading.stages import experiment_key, load_layers
 from pipeinfer.job.placement.job_plan import JobPlan, sizes_of
 from pipeinfer.job.planning.planner import HEAD
-from pipeinfer.job.profiling.layer_times import timed_span, timing_params
+from pipeinfer.job.profiling.speeds import timed_span, timing_params
 from pipeinfer.models.drafts.lookup import LookupDrafter
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.slice import open_slice

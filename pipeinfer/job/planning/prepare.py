@@ -17,7 +17,7 @@ from pipeinfer.job.placement.model_files import check_drafts, fetch_models, open
 from pipeinfer.job.planning.deploy import DoesNotFit, deploy, schedule_of
 from pipeinfer.job.process.streams import complain
 from pipeinfer.job.profiling.describe import describe_host
-from pipeinfer.job.profiling.layer_times import with_layer_times
+from pipeinfer.job.profiling.speeds import with_layer_times
 from pipeinfer.job.requests.body import Defaults
 from pipeinfer.job.requests.chat_format import open_format
 from pipeinfer.job.requests.journal import kept_numerics

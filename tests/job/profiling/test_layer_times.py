@@ -18,7 +18,7 @@ from pipeinfer.cluster.timed_runs import time_layers
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.types import FloatArray
 from pipeinfer.job.options.values import Backend, Pace
-from pipeinfer.job.profiling.layer_times import TIMED_BYTES, evened, is_doubtful, timed_span
+from pipeinfer.job.profiling.speeds import TIMED_BYTES, evened, is_doubtful, timed_span
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.slice import open_blank, open_slice
@@ -204,14 +204,14 @@ import os, sys
 from pipeinfer.cli.main import main
 from pipeinfer.cluster.hosts.launch import rank_from_environment
 from pipeinfer.errors import UserError
-from pipeinfer.job.profiling import layer_times
+from pipeinfer.job.profiling import speeds
 how = sys.argv[1]
 def fail(*words, **more):
     if how == "die":
         os._exit(9)
     raise UserError("no such device")
 if rank_from_environment() == 2:
-    setattr(layer_times, "open_blank" if how == "refuse" else "time_layers", fail)
+    setattr(speeds, "open_blank" if how == "refuse" else "time_layers", fail)
 sys.argv[1:] = sys.argv[2:]
 main()
 """

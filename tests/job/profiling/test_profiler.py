@@ -17,7 +17,7 @@ from pipeinfer.disk_cache import DiskCache
 from pipeinfer.job.options.limits import ALL_LAYERS
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.planning.planner import ETHERNET, open_planner
-from pipeinfer.job.profiling.hosts import with_speeds
+from pipeinfer.job.profiling.speeds import with_speeds
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.ggml import describe_build
@@ -29,7 +29,7 @@ from tests.support.played_cluster import Found, Played, PlayedStage, job, played
 @pytest.fixture(autouse=True)
 def played(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     monkeypatch.setattr("pipeinfer.job.loading.stages.LlamaStage", PlayedStage)
-    monkeypatch.setattr("pipeinfer.job.profiling.hosts.measure_speed", played_speed)
+    monkeypatch.setattr("pipeinfer.job.profiling.speeds.measure_speed", played_speed)
     monkeypatch.setattr(time, "monotonic", played_clock)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     yield

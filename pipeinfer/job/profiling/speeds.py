@@ -1,7 +1,7 @@
-"""Times the target's layers on ranks that are not alike, for the split, before there is a plan; and keeps times for the
-next start. A `Schedule` says which ranks are timed, at which layers, and when. Collective functions, which take a link,
-branch only on values that all ranks have in common: arguments that are the same everywhere, and what the link returned.
-What a rank does alone is in `_RankTimer`, which knows no link."""
+"""How fast hosts are, and the target's layers on ranks that are not alike, for the split, before there is a plan; and
+times that are kept for the next start. A `Schedule` says which ranks are timed, at which layers, and when. Collective
+functions, which take a link, branch only on values that all ranks have in common: arguments that are the same
+everywhere, and what the link returned. What a rank does alone is in `_RankTimer`, which knows no link."""
 
 import math
 import time
@@ -10,16 +10,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from statistics import mean
+from statistics import fmean, mean
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from pipeinfer import __version__
 from pipeinfer.cluster.assignment import Sizes
 from pipeinfer.cluster.hosts.cores import (
     BEFORE,
     NOW,
     Host,
     LayerSpeed,
+    Speed,
+    measure_speed,
     ranks_there,
+    share_cores,
     threads_of_ranks,
     threads_there,
     turns_on_cores,
@@ -38,11 +42,13 @@ from pipeinfer.job.placement.numerics import NumericsPlan, unnamed_numerics
 from pipeinfer.models.gguf.model_info import ModelHeaders, ModelInfo, read_model_info
 from pipeinfer.models.gguf.slice import open_blank, slice_bytes
 from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.virtual.nodes import Node, estimated_machine
 
 if TYPE_CHECKING:  # imports MPI
     from pipeinfer.cluster.transport import Link
     from pipeinfer.job.launch.start import Crew
 
+MEASURED = "measured"
 TIMED_BYTES = 128 << 20  # weights that are timed: more than caches hold, so that they come from where a stage's will
 ALIKE = 1.1  # times of ranks of a kind may differ by this factor, which is noise
 
@@ -303,3 +309,39 @@ def _read(kind: type[T], value: Any) -> T | None:
     numbers = [number for name, number in value.items() if number is not None or names[name] is not None]
     are_numbers = all(isinstance(number, float) and 0 < number < math.inf for number in numbers)
     return kind(**value) if are_numbers else None
+
+
+# -- hosts
+
+
+def rank_speed(hosts: Sequence[Host], rank: int) -> Speed:
+    """What this rank reaches while the others of its host measure too."""
+    return measure_speed(share_cores(hosts, frozenset(range(len(hosts))))[rank])
+
+
+def host_speeds(link: "Link", hosts: Sequence[Host]) -> list[Speed]:
+    """The speed of every rank, measured now or kept from the last time. Collective."""
+    host, n_there = hosts[link.rank], len(ranks_there(hosts, link.rank))
+    key = f"speed: {host.name}, {host.processor}, {host.n_cores} cores, {n_there} ranks there, pipeinfer {__version__}"
+
+    def measure() -> list[tuple[Speed | None, str]]:
+        """Ranks of a host keep its mean: on busy cores theirs differ a hundredfold."""
+        speeds = link.all_gather(rank_speed(hosts, link.rank))
+        of_hosts = [[speeds[rank] for rank in ranks_there(hosts, each)] for each in range(link.size)]
+        reads = [fmean(speed.bytes_per_s for speed in there) for there in of_hosts]
+        computes = [fmean(speed.flop_per_s for speed in there) for there in of_hosts]
+        return [(Speed(*both), "") for both in zip(reads, computes, strict=True)]
+
+    speeds, _ = recall(link, key, Speed, measure, range(link.size))
+    return [speed for speed, _ in speeds if speed]
+
+
+def with_speeds(speeds: Sequence[Speed], hosts: Sequence[Host], gpus: Sequence[Sequence[str]] = ()) -> list[Node]:
+    """A node a rank; a host is as fast as its ranks were together. `gpus`: that each rank sees."""
+    nodes = []
+    for rank, host in enumerate(hosts):
+        there = [speeds[other] for other in ranks_there(hosts, rank)]
+        read, compute = sum(speed.bytes_per_s for speed in there), sum(speed.flop_per_s for speed in there)
+        machine = estimated_machine(host.name, host.n_cores, read, compute, host.memory.host)
+        nodes.append(Node(host, machine, MEASURED, ", ".join(gpus[rank]) if gpus else ""))
+    return nodes
