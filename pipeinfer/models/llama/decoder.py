@@ -77,9 +77,9 @@ class Logits:
         self._lib, self._context, self._n_rows_max, self._n_vocab = library, context, n_rows_max, n_vocab
         self._address, self._all = 0, np.empty((0, n_vocab), np.float32)
 
-    def of(self, wanted: npt.NDArray[np.bool_]) -> FloatArray:
+    def of(self, flags: npt.NDArray[np.bool_]) -> FloatArray:
         """(n_wanted, n_vocab), a view of libllama's buffer, rows in the order of the batch."""
-        n_wanted = int(np.count_nonzero(wanted))
+        n_wanted = int(np.count_nonzero(flags))
         if n_wanted == 0:
             return np.empty((0, self._n_vocab), np.float32)
         address = ctypes.addressof(self._lib.llama_get_logits(self._context).contents)
