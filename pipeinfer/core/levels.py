@@ -121,8 +121,7 @@ class Level:
             self._opens[request.id] = Opening(request.sampling, len(request.prompt))
 
     def close(self, request: Request) -> list[InFlightRun]:
-        """Free all but what the request retains; if it has not finished it may be opened again. Returns the runs that
-        are dead now."""
+        """Free all but what the request retains; unfinished it may be opened again. Returns the runs now dead."""
         n_retained, given_up = min(request.n_retained, self.n_settled(request)), self._give_up(request)
         if request.n_retained:
             self.pool.retain(request.id, n_retained)

@@ -26,8 +26,7 @@ class _Cache:
 
 
 class SimDrafter:
-    """A Drafter with the guesses of `choices`, by request id, and the times of the profile. Verdicts of `pipelines`
-    interrupt it."""
+    """A Drafter with guesses of `choices`, by request id, and a profile's times. Verdicts of `pipelines` stop it."""
 
     def __init__(
         self, profile: Profile, choices: Sequence[Choices], pipelines: Sequence[SimPipeline], n_batch: int = 32

@@ -154,8 +154,7 @@ class ProfileFile:
                 yield _machine(name, kinds[name])
 
     def models_of(self, name: str) -> tuple[Model, list[Model], tuple[float, ...]]:
-        """The target, the drafts and how often their best guesses are right, of a pair; "": of the first. Raises
-        UserError."""
+        """The target, the drafts and how often their best guesses are right; "": the first pair's. Raises UserError."""
         pairs, models = self.top.tables("pairs"), self.top.tables("models")
         if not pairs:
             raise UserError(f"{self.name} lacks [pairs.NAME]")

@@ -204,8 +204,7 @@ def _time_ranks(
 
 @dataclass(frozen=True)
 class _RankTimer:
-    """One rank's part of the timing. `span`: the layers that it times; None: none. `describe` tells the watch what it
-    does."""
+    """One rank's part of the timing. `span`: the layers that it times, if any. `describe` tells the watch of it."""
 
     options: Numerics
     hosts: Sequence[Host]

@@ -81,8 +81,7 @@ class Mask:
 
 
 def masks_of(messages: Any, variables: Any, tokenizer: Tokenizer, parses: bool = False) -> list[Mask]:
-    """The masks to try, in order; none if no message has a name of a control token, or if such names are tokens
-    (`parses`)."""
+    """The masks to try, in order; none if no message has a control token's name, or such are tokens (`parses`)."""
     names = tokenizer.control_names
     if parses or names is None or not (_has(messages, names) or _has(variables, names)):
         return []

@@ -253,8 +253,7 @@ class GbnfReader:
             items.append((what, re.sub(r"\s", "", repetition)))
 
     def _iterate(self, key: str) -> None:
-        """Rewrite a rule that ends with itself, as lists do, as a repetition: an Earley parser's time grows with the
-        former."""
+        """Rewrite a rule that ends with itself, as lists do, as a repetition: an Earley parser needs less time."""
         tails = [*self._tails(self._rules[key], key, MAX_TAILS)]
         again = [items[:-1] for items in tails if items[-1:] == [(key, "")]]
         last = [items for items in tails if items[-1:] != [(key, "")]]

@@ -21,8 +21,7 @@ CHAT_S = 1.0  # CPU seconds for one text, so that the others of the same request
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """`answers`: for each of the `contexts` its `text`, or `error`; or `broken`: the error of the template with any
-    context."""
+    """`answers`: for each of the `contexts` its `text` or `error`; or `broken`: the template's error with any."""
     signal.signal(signal.SIGVTALRM, _give_up)
     n_characters = request["n_characters"]
 
