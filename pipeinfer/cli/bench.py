@@ -110,8 +110,7 @@ def bench(**others: Any) -> int:
     sampling = take(SamplingParams, others)
     base = RunOptions(models=JobModels(target=models[0])).changed(policy=policies[0], sampling=sampling, **others)
     prompts = _prompts(options.sources or tuple(map(str, TEXTS)), options.questions, 1 if loads else options.turns)
-    from pipeinfer.job.bench.bench import run_sweep  # these initialise MPI
-    from pipeinfer.job.bench.bench_load import run_loads
+    from pipeinfer.job.bench.bench import run_bench  # initialises MPI
     from pipeinfer.job.bench.sweep import Sweep
 
     sweep = Sweep(
@@ -129,7 +128,7 @@ def bench(**others: Any) -> int:
         output=options.output,
         resume=options.resume,
     )
-    return run_loads(sweep) if loads else run_sweep(sweep)
+    return run_bench(sweep)
 
 
 def _loads(others: dict[str, Any]) -> Loads | None:

@@ -1,36 +1,35 @@
-"""A benchmark in one MPI job: every combination, grouped by what is loaded together. Cases measure themselves."""
+"""The cases of a benchmark: every combination of a sweep, grouped by what is loaded together. Measures nothing."""
 
-from collections.abc import Callable, Iterator, Sequence, Set
+import math
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from typing import Any
 
 from pipeinfer.cluster.assignment import draft_widths, parse_split, stage_ranks
 from pipeinfer.cluster.hosts.cores import Host
-from pipeinfer.cluster.hosts.resources import forget_peak
 from pipeinfer.core.policy import Policy
-from pipeinfer.errors import JobError, UserError
-from pipeinfer.job.launch.start import Crew, start_job
-from pipeinfer.job.loading.load import run_stage
-from pipeinfer.job.options.options import RunOptions, with_plan
+from pipeinfer.errors import UserError
+from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.options.text_sections import Loads
 from pipeinfer.job.placement.capacity import EngineSettings, engine_settings
 from pipeinfer.job.placement.job_plan import JobPlan
-from pipeinfer.job.placement.model_files import fetch_files
-from pipeinfer.job.planning.prepare import check_outputs, find_hosts, get_ready, with_files
-from pipeinfer.job.process.streams import complain
-from pipeinfer.job.requests.conversation import BenchPrompt
-from pipeinfer.job.session.result import ExperimentSettings
-from pipeinfer.job.session.session import Session, open_session
-from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.observe.columns import Record
-from pipeinfer.observe.report import stderr_console
-from pipeinfer.observe.table import Table
+from pipeinfer.job.placement.model_files import open_models
+from pipeinfer.job.planning.deploy import deploy
+from pipeinfer.job.planning.prepare import make_request
+from pipeinfer.job.requests.conversation import BenchPrompt, BenchTurn, Conversation, conversation_of, first_turns
+from pipeinfer.job.requests.request import GenerationRequest, fit_context
+from pipeinfer.job.session.result import ExperimentSettings, experiment_columns
+from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.observe.columns import Record, digest
+from pipeinfer.observe.summary import arrival_text
+from pipeinfer.observe.table import LOADS, RESULTS, Table
 from pipeinfer.policies import POLICIES, ablations_of
 
 WARM_UP_TOKENS = 16
+SEED_END = 2**32
+PLAN_COLUMNS = ("numerics_name", "plan_hash")
 Key = tuple[object, ...]
 
 
@@ -53,37 +52,127 @@ class Sweep:
     output: str = "md"
     resume: bool = False
 
-
-class Case(Protocol):
-    """One measurement of a sweep. `repetition` 0: a warm-up."""
-
-    def without(self: "C", plan: JobPlan, measured: Set[Key]) -> "C | None":
-        """The part that is not in `measured`; None if there is none."""
-        ...
-
-    def warm_up(self: "C") -> "C":
-        """A short case that begins like this one."""
-        ...
-
-
-C = TypeVar("C", bound=Case)
+    @property
+    def table(self) -> Table:
+        return LOADS if self.loads else RESULTS
 
 
 @dataclass(frozen=True, slots=True)
-class Group(Generic[C]):
+class Variant:
+    """A policy, whole or without a part, and the settings of the engine for it."""
+
+    settings: ExperimentSettings
+    engine: EngineSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One measurement. `repetition` 0: a warm-up."""
+
+    variant: Variant
+    repetition: int
+
+    def text(self, *about: str) -> str:
+        number = f"repetition {self.repetition}" if self.repetition else "warm-up"
+        settings = self.variant.settings
+        return ", ".join(filter(None, (settings.policy.name, settings.variant, *about, number)))
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationCase(Case):
+    """A conversation: a generation for each turn, each from an empty cache. `request`: of the first turn."""
+
+    request: GenerationRequest
+    conversation: Conversation
+
+    @property
+    def n_requests(self) -> int:
+        return sum(not turn.measured for turn in self.conversation.turns)
+
+    def without(self, plan: JobPlan, measured: Set[Key]) -> "GenerationCase | None":
+        """The part that is not in `measured`; None if there is none."""
+        lengths = self.conversation.lengths(self.request.n_predict)
+        rows = map(self.columns, [plan] * len(lengths), self.conversation.turns, lengths)
+        turns = [
+            replace(turn, measured=RESULTS.key_of(RESULTS.as_read(row)) in measured)
+            for turn, row in zip(self.conversation.turns, rows, strict=True)
+        ]
+        while turns and turns[-1].measured:
+            turns.pop()
+        return replace(self, conversation=replace(self.conversation, turns=tuple(turns))) if turns else None
+
+    def warm_up(self) -> "GenerationCase":
+        """A short case that begins like this one."""
+        request = replace(self.request, n_predict=min(WARM_UP_TOKENS, self.request.n_predict))
+        conversation = replace(self.conversation, turns=self.conversation.turns[:1])
+        return replace(self, request=request, conversation=conversation, repetition=0)
+
+    def columns(self, plan: JobPlan, turn: BenchTurn, n_prompt: int = 0) -> Record:
+        """The columns known before a turn. `n_prompt`: the expected length of its prompt."""
+        settings = self.variant.settings
+        row = experiment_columns(plan, self.request, settings, turn.name, turn.digest, self.repetition)
+        return row | {"prompt_n": n_prompt}
+
+    def describe(self, turn: BenchTurn) -> str:
+        repeated = ["again, for its answer"] if self.repetition and turn.measured else []
+        return self.text(turn.name, f"n {self.request.n_predict}", *repeated)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCase(Case):
+    """Many requests. `concurrency` 0: they arrive at a `rate`. `prompt`: the name of their texts. `parallel`: the most
+    that are open."""
+
+    requests: tuple[GenerationRequest, ...]
+    prompt: str
+    concurrency: int
+    rate: float
+    parallel: int
+
+    @property
+    def n_requests(self) -> int:
+        return len(self.requests)
+
+    def without(self, plan: JobPlan, measured: Set[Key]) -> "LoadCase | None":
+        return None if LOADS.key_of(LOADS.as_read(self.columns(plan))) in measured else self
+
+    def warm_up(self) -> "LoadCase":
+        first = self.requests[0]
+        first = replace(first, n_predict=min(WARM_UP_TOKENS, first.n_predict))
+        return replace(self, requests=(first,), concurrency=1, repetition=0)
+
+    def columns(self, plan: JobPlan) -> Record:
+        """The columns known before the load."""
+        first = self.requests[0]
+        tokens = [request.prompt for request in self.requests]
+        row = experiment_columns(plan, first, self.variant.settings, self.prompt, digest(tokens), self.repetition)
+        return {name: value for name, value in row.items() if name in (*LOADS.key, *PLAN_COLUMNS)} | {
+            "n_requests": len(tokens),
+            "predict": first.n_predict,
+            "concurrency": self.concurrency,
+            "rate": math.nan if self.concurrency else self.rate,
+            "parallel": plan.capacity.n_requests,
+        }
+
+    def describe(self) -> str:
+        arrival = {"concurrency": self.concurrency, "rate": self.rate, "parallel": self.parallel}
+        return self.text(arrival_text(arrival), f"n {self.requests[0].n_predict}")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
     """Cases that share loaded models."""
 
     plan: JobPlan
-    cases: tuple[C, ...]
+    cases: Sequence[GenerationCase | LoadCase]
 
-    def without(self, measured: Set[Key]) -> "Group[C]":
+    def without(self, measured: Set[Key]) -> "Group":
         """The group without what is in `measured`."""
         cases = [case.without(self.plan, measured) for case in self.cases]
         return replace(self, cases=tuple(case for case in cases if case))
 
 
-MakeGroup = Callable[[RunOptions, Sequence[Policy], Sweep, Sequence[Host]], Group[C]]
-"""Arguments: options, the policies measured with them, the sweep, the hosts."""
+# -- groups
 
 
 def check_ablations(sweep: Sweep) -> None:
@@ -106,11 +195,11 @@ def loaded_together(sweep: Sweep) -> Iterator[tuple[RunOptions, tuple[Policy, ..
             yield of_models.changed(policy=policies[0], also=policies[1:]), policies
 
 
-def plan_groups(sweep: Sweep, hosts_of: Sequence[Sequence[Host]], group_of: MakeGroup[C]) -> list[Group[C]]:
+def plan_groups(sweep: Sweep, hosts_of: Sequence[Sequence[Host]]) -> list[Group]:
     """Groups by model, then by policy. `hosts_of`: for each of `loaded_together`. Raises UserError for a wrong
     combination."""
     check_ablations(sweep)
-    groups: list[Group[C]] = []
+    groups, make_group = list[Group](), load_group if sweep.loads else generation_group
     unused, draft_split = set(sweep.splits), sweep.base.placement.draft_split
     most = max(len(drafts) for _, drafts in sweep.pairs)
     if all(len(drafts) != 1 + len(draft_split) for _, drafts in sweep.pairs):
@@ -121,7 +210,7 @@ def plan_groups(sweep: Sweep, hosts_of: Sequence[Sequence[Host]], group_of: Make
         fitting = [split for split in sweep.splits if len(parse_split(split)) == n_stages]
         unused -= set(fitting)
         by_split = [options.changed(layer_split=split) for split in fitting] or [options]
-        groups += [group_of(chosen, policies, sweep, hosts) for chosen in by_split]
+        groups += [make_group(chosen, policies, sweep, hosts) for chosen in by_split]
     if unused:
         split = min(unused)
         raise UserError(
@@ -143,14 +232,6 @@ def _loaded_alike(policies: Sequence[Policy]) -> Iterator[tuple[Policy, ...]]:
         yield together
 
 
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A policy, whole or without a part, and the settings of the engine for it."""
-
-    settings: ExperimentSettings
-    engine: EngineSettings
-
-
 def variants_of(
     options: RunOptions, policies: Sequence[Policy], ablations: Sequence[str], rewinds: bool
 ) -> list[Variant]:
@@ -169,182 +250,83 @@ def _changes(policy: Policy, ablations: Sequence[str]) -> Iterator[dict[str, Any
         yield {"policy": policy, name: False} if name in policy.uses else {"policy": replace(policy, **{name: False})}
 
 
-def describe(settings: ExperimentSettings, repetition: int, *about: str) -> str:
-    """A case as text. `repetition` 0: a warm-up."""
-    number = f"repetition {repetition}" if repetition else "warm-up"
-    return ", ".join(filter(None, (settings.policy.name, settings.variant, *about, number)))
-
-
-# -- the job
-
-
-def start_sweep(sweep: Sweep, table: Table, group_of: MakeGroup[C], head: "type[SweepHead[C]]") -> int:
-    """Run a job, on every rank; returns the exit code. `table`: of --results; `head`: the part of rank 0."""
-    placement, verbose = sweep.base.placement, sweep.base.output.verbose
-    return start_job(lambda crew: _run(crew, sweep, table, group_of, head), sweep, placement, verbose)
-
-
-def _run(crew: Crew, sweep: Sweep, table: Table, group_of: MakeGroup[C], head: "type[SweepHead[C]]") -> int:
-    link, groups = crew.link, list[Group[C]]()
-    if link.rank:
-        get_ready()
-    sweep = link.agree(lambda: _fetched(sweep, link.size))
-    # rank 0 finds out which splits fit: if there are some, layers are not timed
-    split = sweep.splits[0] if sweep.splits else None
-    together = [each.changed(layer_split=split) for each, _ in loaded_together(sweep)]
-    hosts_of = [
-        find_hosts(crew, each) for each in link.agree(lambda: [with_files(each, link.size) for each in together])
-    ]
-
-    def plan_all() -> list[JobPlan]:
-        check_outputs(sweep.base, table)
-        measured = _measured(sweep, table)
-        missing = [group.without(measured) for group in plan_groups(sweep, hosts_of, group_of)]
-        groups.extend(group for group in missing if group.cases)
-        return [group.plan for group in groups]
-
-    plans = link.agree(plan_all)
-    if not plans:
-        if link.rank == 0:
-            complain(f"nothing left to measure: {sweep.base.output.results} has it all")
-        return 0
-    if link.rank:
-        return _serve(crew, plans, sweep.base.output.trace is not None)
-    return head(crew, sweep, groups, table).run()
-
-
-def _measured(sweep: Sweep, table: Table) -> set[Key]:
-    """The measurements that --resume leaves out."""
-    path = sweep.base.output.results
-    if not sweep.resume or not path or not path.exists() or not path.stat().st_size:
-        return set()
-    return {table.key_of(row) for row in table.read(path)}
-
-
-def _fetched(sweep: Sweep, n_ranks: int) -> Sweep:
-    """The sweep with what --plan decides, and with files instead of names on the hub. Raises UserError."""
-    base = with_plan(sweep.base, n_ranks)
-    access = base.models.offline, base.models.hf_token
-    pairs = [(fetch_files([model, *drafts], *access)) for model, drafts in sweep.pairs]
-    return replace(
-        sweep, base=base.changed(target=pairs[0][0]), pairs=tuple((pair[0], tuple(pair[1:])) for pair in pairs)
+def generation_group(options: RunOptions, policies: Sequence[Policy], sweep: Sweep, hosts: Sequence[Host]) -> Group:
+    """The cases of policies that share loaded models. Raises UserError for what does not fit."""
+    info, tokenizer = open_models(options.models.target, options.drafts_in_use)
+    conversations = [conversation_of(prompt, tokenizer, sweep.cut) for prompt in sweep.prompts]
+    n_predict = max(sweep.predicts)
+    n_prompt = _longest_prompt(options.context.ctx_size, n_predict, info, conversations)
+    first = conversations[0].turns[0].tokens
+    request = make_request(options.changed(predict=n_predict), info, tokenizer, first, n_prompt)
+    plan = deploy(options, hosts, info, request.n_ctx, n_prompt)
+    variants = variants_of(options, policies, sweep.ablations, info.layers.rewinds)
+    repetitions = range(1, sweep.repetitions + 1)
+    return Group(
+        plan,
+        [
+            GenerationCase(variant, repetition, replace(request, prompt=each.turns[0].tokens, n_predict=n), each)
+            for repetition, each, n, variant in product(repetitions, conversations, sweep.predicts, variants)
+        ],
     )
 
 
-def _serve(crew: Crew, plans: Sequence[JobPlan], traces: bool) -> int:
-    """The part of a stage: one group after another until rank 0 ends the sweep."""
-    code = 0
-    for plan in plans:
-        if not crew.link.broadcast(None):  # from rank 0, which has the errors of all ranks
-            break
-        forget_peak()
-        code = run_stage(crew.context(plan, traces), plan)
-    return code
-
-
-class SweepHead(Generic[C]):
-    """The part of rank 0. `table`: of the rows that it measures."""
-
-    def __init__(self, crew: Crew, sweep: Sweep, groups: list[Group[C]], table: Table) -> None:
-        self.crew, self.sweep, self.groups, self.table = crew, sweep, groups, table
-        self.rows: list[Record] = []
-        self.n_saved = 0  # rows in --results
-        self.noticed: set[str] = set()
-        self.console = stderr_console()
-        # without a terminal each row is a line
-        self.progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("left:"), TimeRemainingColumn(elapsed_when_finished=False),
-            console=self.console, disable=not self.console.is_terminal,
-        )  # fmt: skip
-
-    def run(self) -> int:
-        """Measure everything. Returns the exit code."""
-        raise NotImplementedError
-
-    def measure_case(self, session: Session, case: C) -> None:
-        """Measure and keep one case, unless the job stops."""
-        raise NotImplementedError
-
-    def has_work(self) -> bool:
-        """Polled while the engine waits; True returns control to the caller."""
-        return False
-
-    def run_all(self, about: str, n_steps: int, show: Callable[[Sequence[Record], str], None]) -> int:
-        """Measure, and `show` the rows, also after an interruption. Returns the exit code."""
-        self.console.print(f"{about}, {self.crew.link.size} ranks")
-        flag, code = self.crew.flag, 0
-        flag.orderly = True  # rows are kept
-        with self.progress:
-            self.task = self.progress.add_task("loading", total=n_steps)
-            for group in self.groups:
-                go_on = not (flag.reason or code)
-                self.crew.link.broadcast(go_on)
-                if not go_on:
-                    break
-                code = self._measure_group(group)
-        if self.rows:
-            show(self.rows, self.sweep.output)
-        if flag.reason:
-            complain(f"{flag.reason}; {self._saved_text()}")
-        return code or flag.exit_code
-
-    def _saved_text(self) -> str:
-        """What an interruption leaves, and where."""
-        results = self.sweep.base.output.results
-        if not self.rows:
-            return f"nothing {'more ' if results else ''}had been measured"
-        if results is None:
-            return "the table has what was measured, and without --results FILE nothing else keeps it"
-        if not self.n_saved:
-            return f"the table has what was measured, {results} has nothing of it"
-        return f"what was measured is in {results}, --resume goes on from it"
-
-    def _measure_group(self, group: Group[C]) -> int:
-        forget_peak()
-        context = self.crew.context(group.plan, self.sweep.base.output.trace is not None)
+def _longest_prompt(ctx_size: int, n_predict: int, info: ModelInfo, conversations: Sequence[Conversation]) -> int:
+    """Tokens of the longest prompt. Raises UserError if only first turns fit into the context."""
+    lengths = [conversation.lengths(n_predict) for conversation in conversations]
+    first, longest = max(turns[0] for turns in lengths), max(map(max, lengths))
+    if longest > first:
+        fit_context(ctx_size, n_predict, info, first)
         try:
-            with open_session(
-                context, group.plan, Tokenizer(group.plan.model.path), self.has_work,
-                lambda line: self.notice(line, [line]), self.sweep.base.output.verbose,
-            ) as session:  # fmt: skip
-                self.measure(session, group)
-        except JobError as error:  # earlier rows are shown
-            complain(str(error))
-            return 2
-        return 0
+            fit_context(ctx_size, n_predict, info, longest)
+        except UserError as error:
+            raise UserError(f"with the answers before its last turn {error}, or take fewer --turns") from None
+    return longest
 
-    def measure(self, session: Session, group: Group[C]) -> None:
-        for case in [*[group.cases[0].warm_up()] * self.sweep.warm_up, *group.cases]:
-            if self.crew.flag.reason:
-                return
-            session.ranks.unlearn()  # no case gains by those before it
-            self.measure_case(session, case)
 
-    def keep(self, columns: Record) -> Record:
-        """Save a row; returns it as it is read."""
-        self.rows.append(row := self.table.as_read(columns))
-        if results := self.sweep.base.output.results:
-            try:
-                self.table.append(results, columns)
-                self.n_saved += 1
-            except UserError as error:  # a full disk: no further row could be saved
-                self.crew.flag.note(str(error), 2)
-        return row
+def n_requests(loads: Loads, n_prompts: int) -> int:
+    """Requests of a load: --requests, or every prompt once, but at least twice the largest concurrency."""
+    return loads.requests or max(n_prompts, 2 * loads.most_clients)
 
-    def report(self, case: str, figures: str) -> None:
-        """Print a line about the row that was kept last, if there is no progress bar."""
-        if self.progress.disable:
-            self.console.print(f"[{len(self.rows)}] {case}: {figures}", markup=False)
 
-    def notice(self, name: str, lines: Sequence[str]) -> None:
-        """Print lines once for each name."""
-        if lines and name not in self.noticed:
-            self.noticed.add(name)
-            for line in lines:
-                complain(line)
+def load_group(options: RunOptions, policies: Sequence[Policy], sweep: Sweep, hosts: Sequence[Host]) -> Group:
+    """The same for loads."""
+    info, tokenizer = open_models(options.models.target, options.drafts_in_use)
+    loads, ctx_size, parallel = sweep.loads or Loads(), options.context.ctx_size, options.traffic.parallel
+    prompts = first_turns(sweep.prompts, n_requests(loads, len(sweep.prompts)), tokenizer, sweep.cut)
+    n_predict, n_prompt = max(sweep.predicts), max(map(len, prompts))
+    request = make_request(options.changed(predict=n_predict, ctx_size=0), info, tokenizer, prompts[0], n_prompt)
+    n_ctx = ctx_size or min(len(prompts), parallel) * (n_prompt + n_predict)
+    _check_room(ctx_size, n_ctx, n_prompt + n_predict, loads)
+    plan = deploy(options, hosts, info, n_ctx, n_prompt)
+    name = "+".join(dict.fromkeys(prompt.name.partition("/")[0] for prompt in sweep.prompts))
+    points = [(count, math.nan) for count in loads.concurrencies] + [(0, rate) for rate in loads.rates]
+    variants = variants_of(options, policies, sweep.ablations, info.layers.rewinds)
+    repetitions = range(1, sweep.repetitions + 1)
+    return Group(
+        plan,
+        [
+            LoadCase(variant, repetition, _requests(request, prompts, n, repetition), name, *point, parallel)
+            for repetition, n, point, variant in product(repetitions, sweep.predicts, points, variants)
+        ],
+    )
 
-    def notice_case(self, case: str, notices: Sequence[str]) -> None:
-        """Print notices about a case, once for all its repetitions."""
-        name = case.rpartition(", ")[0]
-        self.notice(name, [f"{name}: {notice}" for notice in notices])
+
+def _requests(
+    like: GenerationRequest, prompts: Sequence[tuple[int, ...]], n_predict: int, repetition: int
+) -> tuple[GenerationRequest, ...]:
+    """A request for each prompt, with consecutive seeds, which differ between repetitions."""
+    first = like.sampling.seed + (repetition - 1) * len(prompts)
+    samplings = [replace(like.sampling, seed=(first + number) % SEED_END) for number in range(len(prompts))]
+    return tuple(
+        replace(like, prompt=prompt, n_predict=n_predict, n_ctx=len(prompt) + n_predict, sampling=sampling)
+        for prompt, sampling in zip(prompts, samplings, strict=True)
+    )
+
+
+def _check_room(ctx_size: int, n_ctx: int, longest: int, loads: Loads) -> None:
+    """Raises UserError if the requests of all clients cannot be open at a time."""
+    most = max(loads.concurrencies, default=1)
+    if n_ctx < most * longest:
+        clients = f"{most} requests of up to {longest} tokens" if most > 1 else f"a request of up to {longest} tokens"
+        way_out = f"use -c {most * longest}, or leave it out"
+        raise UserError(f"-c {ctx_size} has no room for {clients}, prompt and text; {way_out}")

@@ -24,8 +24,8 @@ from pipeinfer.cluster.wire import WireType
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
-from pipeinfer.job.bench.bench import Bench, GenerationCase, group_of
-from pipeinfer.job.bench.sweep import Group, Sweep, plan_groups
+from pipeinfer.job.bench.bench import Bench
+from pipeinfer.job.bench.sweep import GenerationCase, Group, Sweep, plan_groups
 from pipeinfer.job.options.options import Speculation
 from pipeinfer.job.options.values import Backend, Pace
 from pipeinfer.job.placement.job_plan import JobPlan
@@ -183,8 +183,9 @@ def plan_of(hosts: str = "abc", **changed: Any) -> tuple[JobPlan, GenerationCase
         repetitions=1,
         cut=0,
     )
-    (group,) = plan_groups(sweep, [[Host(name, frozenset({0, 1}), 2) for name in hosts]], group_of)
+    (group,) = plan_groups(sweep, [[Host(name, frozenset({0, 1}), 2) for name in hosts]])
     (case,) = group.cases
+    assert isinstance(case, GenerationCase)
     return group.plan, case
 
 
@@ -300,8 +301,8 @@ def test_no_case_begins_with_what_another_one_learned() -> None:
         policy.calibration.hit_rate = 0.9
         return SimpleNamespace(request=SimpleNamespace(tokens=request.prompt))
 
-    head: Any = Bench(SimpleNamespace(flag=SimpleNamespace(reason="")), SimpleNamespace(warm_up=1), [], RESULTS)  # type: ignore[arg-type]
-    head.task, head._keep = head.progress.add_task(""), lambda *kept: None
+    head: Any = Bench(SimpleNamespace(flag=SimpleNamespace(reason="")), SimpleNamespace(warm_up=1), [])  # type: ignore[arg-type]
+    head._keep_turn = lambda *kept: None
     group = Group(plan, (case, variant, again))
     session = MagicMock(plan=plan, generate=generate)
     head.measure(session, group)
@@ -561,13 +562,13 @@ def test_experiments_measure_ablations_in_turns_with_what_they_are_held_against(
 TELLS = """
 import sys
 from pipeinfer.cli.main import main
-from pipeinfer.job.bench import bench
+from pipeinfer.job.bench import sweep
 from pipeinfer.models.llama.repacking import repacked_types
-deploy = bench.deploy
+deploy = sweep.deploy
 def told(options, hosts, *others):
     print("as run" if hosts[0].repacked == repacked_types() else "otherwise", file=sys.stderr)
     return deploy(options, hosts, *others)
-bench.deploy = told
+sweep.deploy = told
 main()
 """
 

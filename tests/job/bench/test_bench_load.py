@@ -22,8 +22,8 @@ from matplotlib import pyplot as plt
 from pipeinfer.cli.bench import bench
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.bench.bench_load import Arrivals, LoadBench, LoadCase, n_requests
-from pipeinfer.job.bench.sweep import Variant
+from pipeinfer.job.bench.bench import Arrivals, Bench
+from pipeinfer.job.bench.sweep import LoadCase, Variant, n_requests
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.options.text_sections import Loads
 from pipeinfer.job.placement.capacity import engine_settings
@@ -69,7 +69,7 @@ def rows_of(path: Path) -> list[Record]:
 def case_of(n: int, concurrency: int, rate: float = math.nan, seed: int = 3) -> LoadCase:
     request = GenerationRequest((1, 2), 4, 6, SamplingParams(seed=seed), frozenset())
     options = options_of(model=Path("m"), predict=4)
-    return LoadCase(variant_of(options), (request,) * n, "x", concurrency, rate, 1)
+    return LoadCase(variant_of(options), 1, (request,) * n, "x", concurrency, rate, 1)
 
 
 def variant_of(options: RunOptions) -> Variant:
@@ -81,8 +81,7 @@ def test_a_client_asks_again_when_it_has_its_text() -> None:
     assert list(arrivals.due_s) == [10.0, 10.0]
     for ended_s in (11.0, 12.5, 13.0, 14.0):
         assert arrivals.is_due(ended_s)
-        arrivals.due_s.popleft()
-        arrivals.n_begun += 1
+        arrivals.begin()
         arrivals.ended(ended_s)
     assert arrivals.n_begun == 4 and list(arrivals.due_s) == [13.0], "five in all"
     assert list(Arrivals(case_of(2, 4), 0.0).due_s) == [0.0, 0.0], "more clients than requests"
@@ -106,7 +105,7 @@ def test_no_load_begins_with_what_another_one_learned(monkeypatch: pytest.Monkey
     case = replace(case_of(2, 1), variant=variant_of(options))
     began: list[tuple[bool, float]] = []
 
-    def carry(head: LoadBench, session: Any, case: LoadCase) -> Record:
+    def carry(head: Bench, session: Any, case: LoadCase) -> Record:
         assert len({id(request.policy) for request in case.requests}) == 1, "a load's requests share what it learns"
         policy = case.requests[0].policy.begin()
         assert isinstance(policy, PipeInfer)
@@ -114,10 +113,9 @@ def test_no_load_begins_with_what_another_one_learned(monkeypatch: pytest.Monkey
         policy.calibration.hit_rate = 0.9
         return {}
 
-    monkeypatch.setattr(LoadBench, "_carry", carry)
-    monkeypatch.setattr(LoadBench, "_keep", MagicMock())
-    head: Any = LoadBench(MagicMock(flag=MagicMock(reason="")), MagicMock(warm_up=1, base=options), [], LOADS)
-    head.task = head.progress.add_task("")
+    monkeypatch.setattr(Bench, "_carry", carry)
+    monkeypatch.setattr(Bench, "_keep_load", MagicMock())
+    head: Any = Bench(MagicMock(flag=MagicMock(reason="")), MagicMock(warm_up=1, base=options), [])
     variant = replace(case, variant=variant_of(options.changed(policy=replace(PipeInfer(), pacing=False))))
     session = MagicMock()
     head.measure(session, MagicMock(cases=(case, variant, case)))
