@@ -144,7 +144,7 @@ def test_a_rank_imports_only_what_it_needs() -> None:
     code = """
 import sys
 import pipeinfer.cli.main, pipeinfer.cli.run, pipeinfer.cli.serve, pipeinfer.server.front
-import pipeinfer.job.launch.start, pipeinfer.job.loading.load
+import pipeinfer.job.launch, pipeinfer.job.loading.load
 from pipeinfer.models.llama.ggml import load_library
 load_library()
 heavy = {"rich", "matplotlib", "jinja2", "gguf", "torch", "llama_cpp.llama"}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.core.requests import Finish
 from pipeinfer.errors import UserError
-from pipeinfer.job.launch.context import CLOCK, Context
+from pipeinfer.job.launch import CLOCK, Context
 from pipeinfer.job.options.options import JobOutput, RunOptions
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.planning.plan_table import show_start

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from pipeinfer.cluster.hosts.launch import exit_together
 from pipeinfer.errors import JobError, UserError
-from pipeinfer.job.launch.start import Crew, start_job
+from pipeinfer.job.launch import Crew, start_job
 from pipeinfer.job.options.sections import PlacementOptions
 
 

@@ -19,12 +19,12 @@ def main() -> None:
     from pipeinfer.cli.main import main as pipeinfer
     from pipeinfer.cluster.hosts import cores
     from pipeinfer.cluster.transport import Link  # initialises MPI
-    from pipeinfer.job.launch import start
+    from pipeinfer.job import launch
 
     cores.clock_name = str
 
     _, step, late_rank, folder, *arguments = sys.argv
-    owner: Any = start if step == "clock_offset_s" else Link
+    owner: Any = launch if step == "clock_offset_s" else Link
     take = getattr(owner, step)
 
     def take_late(link: Link, *given: Any) -> Any:

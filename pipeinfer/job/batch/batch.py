@@ -12,7 +12,7 @@ from pipeinfer.core.requests import Finish
 from pipeinfer.errors import StopRequested, UserError
 from pipeinfer.job.batch.batch_file import BatchRequest
 from pipeinfer.job.batch.batch_prepare import BatchOptions, BatchWork, prepare_batch
-from pipeinfer.job.launch.context import CLOCK, Context
+from pipeinfer.job.launch import CLOCK, Context
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.planning.plan_table import show_start
 from pipeinfer.job.planning.prepare import start_prepared

@@ -11,7 +11,7 @@ from pipeinfer import __version__
 from pipeinfer.cluster.hosts.resources import forget_peak
 from pipeinfer.errors import JobError, StopRequested, UserError
 from pipeinfer.job.bench.sweep import GenerationCase, Group, Key, LoadCase, Sweep, loaded_together, plan_groups
-from pipeinfer.job.launch.start import Crew, start_job
+from pipeinfer.job.launch import Crew, start_job
 from pipeinfer.job.loading.load import run_stage
 from pipeinfer.job.options.options import with_plan
 from pipeinfer.job.placement.job_plan import JobPlan

@@ -15,8 +15,7 @@ from pipeinfer.cluster.timed_runs import Seconds, evaluate, forget, time_chunk, 
 from pipeinfer.core.blocks import BLOCK
 from pipeinfer.core.interfaces import LoadedModel, StageModel
 from pipeinfer.errors import JobError, UserError
-from pipeinfer.job.launch.context import CLOCK, Context
-from pipeinfer.job.launch.start import Crew, start_job
+from pipeinfer.job.launch import CLOCK, Context, Crew, start_job
 from pipeinfer.job.loading.load import load_own, run_stage
 from pipeinfer.job.options.options import RunOptions, with_plan
 from pipeinfer.job.placement.job_plan import SHARED_CORES, JobPlan

@@ -10,9 +10,8 @@ from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.core.requests import Finish
 from pipeinfer.errors import UserError
 from pipeinfer.job.chat.history import ChatNotes, History, Turn
-from pipeinfer.job.chat.key_lines import open_lines
-from pipeinfer.job.chat.line_input import Lines, PipedLines
-from pipeinfer.job.launch.context import CLOCK, Context
+from pipeinfer.job.chat.lines import Lines, PipedLines, open_lines
+from pipeinfer.job.launch import CLOCK, Context
 from pipeinfer.job.options.options import JobOutput, RunOptions
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.planning.deploy import deploy

@@ -22,7 +22,7 @@ from pipeinfer.models.torch.params import load_torch, torch_version
 from pipeinfer.text import json_text, labelled, size_text
 
 if TYPE_CHECKING:
-    from pipeinfer.job.launch.start import Crew
+    from pipeinfer.job.launch import Crew
 
 
 PACKAGES = ("numpy", "gguf", "mpi4py", "mpich", "openmpi", "llama-cpp-python", "torch")
@@ -51,7 +51,7 @@ def info(question: InfoQuestion) -> int:
         connect(question.ranks.servers_of(0, 1))
         print_report(question, [host_facts()])
         return 0
-    from pipeinfer.job.launch.start import start_job  # initialises MPI
+    from pipeinfer.job.launch import start_job  # initialises MPI
 
     ranks = PlacementOptions(rank_timeout_s=question.ranks.rank_timeout_s)
     return start_job(lambda crew: _info_of_ranks(crew, question), question, ranks)

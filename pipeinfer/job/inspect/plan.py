@@ -36,7 +36,7 @@ from pipeinfer.virtual.profile import load_profile
 from pipeinfer.virtual.study import DEFAULT_ACCEPTANCE
 
 if TYPE_CHECKING:
-    from pipeinfer.job.launch.start import Crew
+    from pipeinfer.job.launch import Crew
 
 WORDS = ("host", "GPU", "backend", "device", "speed from", "a layer", "role", "layers")
 """Columns of text, aligned left."""
@@ -241,7 +241,7 @@ def plan(options: RunOptions, question: PlanQuestion) -> int:
         hosts = [describe_host(options, [this_host(socket.gethostname())], 0)]
         nodes = with_speeds([rank_speed(hosts, 0)], hosts, [gpu_names()])
         return _report(replace(settings, options=options), nodes, ETHERNET)
-    from pipeinfer.job.launch.start import start_job  # initialises MPI
+    from pipeinfer.job.launch import start_job  # initialises MPI
 
     return start_job(lambda crew: _plan_ranks(crew, settings), settings, options.placement, options.output.verbose)
 

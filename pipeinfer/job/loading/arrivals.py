@@ -18,7 +18,7 @@ import numpy as np
 from pipeinfer.cluster.transport import Link, Request, Tag
 from pipeinfer.cluster.wire import Buffer
 from pipeinfer.errors import UserError
-from pipeinfer.job.launch.context import CLOCK, Context
+from pipeinfer.job.launch import CLOCK, Context
 from pipeinfer.job.placement.job_plan import TARGET, JobPlan, ModelFile
 from pipeinfer.job.process.streams import complain
 from pipeinfer.models.gguf.model_info import OWN_HEAD, ModelHeaders, ModelInfo, part_paths, read_model_info

@@ -14,7 +14,7 @@ from pipeinfer.core.interfaces import HeadModel, LoadedModel
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.settings import MAX_RUN, MAX_WIDTH
 from pipeinfer.errors import UserError
-from pipeinfer.job.launch.context import CLOCK, Context
+from pipeinfer.job.launch import CLOCK, Context
 from pipeinfer.job.loading.arrivals import fetch_layers
 from pipeinfer.job.loading.stages import gpu_of, load_layers, time_draft, time_stage
 from pipeinfer.job.placement.job_plan import TARGET, JobPlan, ModelFile

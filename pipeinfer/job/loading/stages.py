@@ -24,7 +24,7 @@ from pipeinfer.virtual import simulation
 from pipeinfer.virtual.simulation import stage_rows
 
 if TYPE_CHECKING:  # imports MPI
-    from pipeinfer.job.launch.context import Context
+    from pipeinfer.job.launch import Context
 
 
 def load_layers(open_layers: Callable[[], SliceFile], params: LlamaParams, device: DevicePlan) -> LoadedModel:

@@ -40,8 +40,7 @@ from pipeinfer.virtual.nodes import Node
 
 if TYPE_CHECKING:  # imports MPI
     from pipeinfer.cluster.transport import Link
-    from pipeinfer.job.launch.context import Context
-    from pipeinfer.job.launch.start import Crew
+    from pipeinfer.job.launch import Context, Crew
 
 T = TypeVar("T")
 
@@ -51,7 +50,7 @@ RunHead = Callable[["Context", JobPlan, T], int]
 
 def start_prepared(settings: object, options: RunOptions, plan_job: Prepare[T], run_head: RunHead[T]) -> int:
     """A job, on every rank; returns the exit code. `settings`: must be alike on all, as in `start_job`."""
-    from pipeinfer.job.launch.start import start_job  # initialises MPI
+    from pipeinfer.job.launch import start_job  # initialises MPI
 
     placement, verbose = options.placement, options.output.verbose
     return start_job(lambda crew: _run(crew, options, plan_job, run_head), settings, placement, verbose)

@@ -46,7 +46,7 @@ from pipeinfer.virtual.nodes import Node, estimated_machine
 
 if TYPE_CHECKING:  # imports MPI
     from pipeinfer.cluster.transport import Link
-    from pipeinfer.job.launch.start import Crew
+    from pipeinfer.job.launch import Crew
 
 MEASURED = "measured"
 TIMED_BYTES = 128 << 20  # weights that are timed: more than caches hold, so that they come from where a stage's will

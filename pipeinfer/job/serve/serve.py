@@ -13,7 +13,7 @@ from typing import Any
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import JobError, StopRequested
-from pipeinfer.job.launch.context import CLOCK, Context
+from pipeinfer.job.launch import CLOCK, Context
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.planning.plan_table import show_start

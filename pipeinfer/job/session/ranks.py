@@ -17,7 +17,7 @@ from pipeinfer.core.requests import Emission
 from pipeinfer.core.runs import GuessVerdict, Verdict
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.errors import JobError, UserError
-from pipeinfer.job.launch.context import CLOCK, Context
+from pipeinfer.job.launch import CLOCK, Context
 from pipeinfer.job.loading.load import (
     N_GUESS_BYTES,
     load_own,

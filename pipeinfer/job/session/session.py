@@ -12,7 +12,7 @@ from pipeinfer.cluster.wire import text_bytes
 from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.core.types import Clock
 from pipeinfer.errors import StopRequested
-from pipeinfer.job.launch.context import CLOCK, Context
+from pipeinfer.job.launch import CLOCK, Context
 from pipeinfer.job.placement.capacity import EngineSettings
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.process.streams import complain

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from pipeinfer.job.chat.key_lines import end_of_line
+from pipeinfer.job.chat.lines import end_of_line
 from pipeinfer.job.process.streams import RawTerminal
 from tests.support.jobs import COMMAND, launcher, until
 from tests.support.typist import Typist

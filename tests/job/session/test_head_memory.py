@@ -26,7 +26,7 @@ from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.errors import StopRequested
-from pipeinfer.job.launch.context import Context
+from pipeinfer.job.launch import Context
 from pipeinfer.job.options.options import Speculation
 from pipeinfer.job.placement.capacity import capacity_of, engine_settings
 from pipeinfer.job.placement.job_plan import JobPlan

@@ -1,13 +1,16 @@
-"""Lines typed at another process's terminal, edited as at this process's own. Knows no commands.
+"""Lines of a user: from this process's terminal or the launcher's, with editing and a history, or from a pipe. Knows no
+commands.
 
-readline needs a terminal, so it gets a pseudo-terminal: keys are fed to it while a line is read, and its output goes to
-standard error.
+readline needs a terminal. For another process's terminal it gets a pseudo-terminal: keys are fed to it while a line is
+read, and its output goes to standard error.
 """
 
 import contextlib
 import fcntl
+import importlib
 import os
 import re
+import select
 import signal
 import sys
 import termios
@@ -15,10 +18,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
-from pipeinfer.job.chat.line_input import POLL_S, READ_BYTES, Lines, PipedLines, TerminalLines
+from pipeinfer.errors import UserError
+from pipeinfer.job.process.signals import SIGNALS
 from pipeinfer.job.process.streams import MAX_LENGTH, RawTerminal, is_terminal, launcher_at_terminal
 from pipeinfer.job.process.supervised import own_attempt, send_errors
+
+POLL_S = 0.1
+READ_BYTES = 1 << 16
+PASTE_S = 0.05
+"""How long the rest of a pasted text may take to arrive."""
 
 ALL_SHOWN = b"\0"
 """Marks the end of readline's output, which has none."""
@@ -33,6 +43,126 @@ LOOK_S = 0.005
 N_SIZE_BYTES = 8
 ENDS = re.compile(rb"\x1b\[20[01]~|[\r\n]")
 PASTE, PASTE_END = b"\x1b[200~", b"\x1b[201~"
+
+
+class Lines:
+    @property
+    def n_read(self) -> int:
+        """Bytes of standard input up to here, if they may come again."""
+        return 0
+
+    def read(self, prompt: str) -> str | None:
+        """The next line, without its end; None at the end of input. Raises UserError, and KeyboardInterrupt on a
+        Ctrl-C."""
+        raise NotImplementedError
+
+    def next_is(self, word: str) -> bool:
+        """Whether the next line is `word`; if so it is removed. Does not wait."""
+        return False  # what is typed ahead is readline's; a terminal has Ctrl-C
+
+    def close(self) -> None:
+        """Restore the terminal."""
+
+
+class TerminalLines(Lines):
+    """Lines of this process's terminal, edited by readline."""
+
+    def __init__(self, leaves: Callable[[], bool]) -> None:
+        self._leaves = leaves
+        with contextlib.suppress(ImportError):
+            readline = importlib.import_module("readline")  # from now on `input` has it
+            readline.parse_and_bind("set enable-bracketed-paste on")  # lines that are pasted are one text
+
+    def read(self, prompt: str) -> str | None:
+        before = {number: signal.signal(number, _raise) for number in SIGNALS}
+        is_read = threading.Event()
+        threading.Thread(target=self._interrupt, args=(threading.get_ident(), is_read), daemon=True).start()
+        try:
+            return input(prompt)
+        except EOFError:
+            print(file=sys.stderr)  # the shell's prompt begins on a line of its own
+            return None
+        finally:
+            is_read.set()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _interrupt(self, reader: int, is_read: threading.Event) -> None:
+        """Repeat the signal: readline misses one that comes just before it waits."""
+        while not is_read.wait(POLL_S):
+            if self._leaves():
+                signal.pthread_kill(reader, signal.SIGINT)
+
+
+def _raise(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+class PipedLines(Lines):
+    """Lines of a descriptor, -1 for none: a file, a pipe, or a launcher that passes on its terminal. `joins`: lines
+    that arrive together are one text, unless the first is a command. `n_taken`: bytes to skip."""
+
+    def __init__(self, descriptor: int, leaves: Callable[[], bool], joins: bool = False, n_taken: int = 0) -> None:
+        self._descriptor, self._leaves, self._joins = descriptor, leaves, joins
+        self._n_taken, self._n_arrived = n_taken, 0
+        self._data, self._ended, self._error = b"", descriptor < 0, ""
+        self._polled_s = 0.0
+
+    @property
+    def n_read(self) -> int:
+        return max(self._n_taken, self._n_arrived - len(self._data))
+
+    def read(self, prompt: str) -> str | None:
+        sys.stderr.write(prompt)  # standard output is for answers
+        sys.stderr.flush()
+        while b"\n" not in self._data and not self._ended:
+            if self._leaves():
+                return None
+            self._fill(POLL_S)
+            if len(self._data) > MAX_LENGTH:
+                raise UserError(f"a line is longer than {MAX_LENGTH >> 20} MiB, the limit for prompts; give less")
+        if self._error:
+            raise UserError(self._error)
+        if not self._data:
+            return None
+        if self._joins and not self._data.startswith(b"/"):
+            self._fill(PASTE_S)
+            end = len(self._data) if self._ended else self._data.rfind(b"\n") + 1  # the rest may be half a character
+            lines, self._data = self._data[:end], self._data[end:]
+            return _text_of(lines).replace("\r\n", "\n").rstrip("\n")
+        line, _, self._data = self._data.partition(b"\n")
+        return _text_of(line).removesuffix("\r")
+
+    def next_is(self, word: str) -> bool:
+        now_s = time.monotonic()
+        if now_s - self._polled_s >= POLL_S:
+            self._polled_s = now_s
+            self._fill(0.0)
+        line, end, rest = self._data.partition(b"\n")
+        if not end or line.strip() != word.encode():
+            return False
+        self._data = rest
+        return True
+
+    def _fill(self, timeout_s: float) -> None:
+        if self._ended or len(self._data) > MAX_LENGTH or not select.select([self._descriptor], [], [], timeout_s)[0]:
+            return
+        try:
+            data = os.read(self._descriptor, READ_BYTES)
+        except OSError as error:
+            data, self._error = b"", f"standard input cannot be read: {error.strerror}; give what to say there"
+        self._ended = not data
+        self._data += data[max(0, self._n_taken - self._n_arrived) :]
+        self._n_arrived += len(data)
+
+
+def _text_of(line: bytes) -> str:
+    """Raises UserError for bytes that are not UTF-8."""
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        byte = f"byte {error.start} is 0x{line[error.start]:02x}"
+        raise UserError(f"a line of standard input is not UTF-8 text ({byte}); write it in UTF-8") from None
 
 
 def end_of_line(keys: bytes) -> int:
@@ -51,7 +181,7 @@ class KeyLines(TerminalLines):
     Ctrl-C and Ctrl-Z. `n_taken`: bytes of standard input to skip."""
 
     def __init__(self, leaves: Callable[[], bool], terminal: int, raw: RawTerminal | None, n_taken: int) -> None:
-        self.n_read = n_taken
+        self._n_read = n_taken
         self._terminal, self._raw = terminal, raw
         self._buffer, self._has_ended, self._arrival = b"", False, threading.Condition()
         self._shown = threading.Event()
@@ -64,6 +194,10 @@ class KeyLines(TerminalLines):
             super().__init__(leaves)
         threading.Thread(target=self._hold, daemon=True).start()
         threading.Thread(target=self._show, daemon=True).start()
+
+    @property
+    def n_read(self) -> int:
+        return self._n_read
 
     def read(self, prompt: str) -> str | None:
         is_read = threading.Event()
@@ -109,7 +243,7 @@ class KeyLines(TerminalLines):
 
     def _hold(self) -> None:
         """Read keys into the buffer until the input ends."""
-        n_over = self.n_read
+        n_over = self._n_read
         while not self._has_ended:
             try:
                 data = os.read(self._keys, READ_BYTES)
@@ -125,7 +259,7 @@ class KeyLines(TerminalLines):
 
     def _take(self, n: int) -> bytes:
         keys, self._buffer = self._buffer[:n], self._buffer[n:]
-        self.n_read += n
+        self._n_read += n
         return keys
 
     def _feed(self, reader: int, is_read: threading.Event) -> None:
