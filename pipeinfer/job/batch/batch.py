@@ -1,111 +1,216 @@
-"""A batch in one MPI job: many requests share the loaded models, each result is written when it is complete, a line in
-OpenAI's format or the plain one."""
+"""A batch in one MPI job: many requests share the loaded models, each result is written when it is complete. Rank 0
+checks every line, the results so far and the context before models load."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import islice, takewhile
+from pathlib import Path
 from typing import Any
 
 from pipeinfer import __version__
+from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Finish
 from pipeinfer.errors import StopRequested, UserError
-from pipeinfer.job.batch.batch_file import BatchRequest
-from pipeinfer.job.batch.batch_prepare import BatchOptions, BatchWork, prepare_batch
+from pipeinfer.job.batch.batch_file import WHAT, BatchFile, BatchOutput, BatchRequest, error_line, result_line
 from pipeinfer.job.launch import CLOCK, Context
+from pipeinfer.job.options.options import JobOutput, RunOptions
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.planning.plan_table import show_start
-from pipeinfer.job.planning.prepare import start_prepared
+from pipeinfer.job.planning.prepare import defaults_of, deploy_largest, inputs_of, open_job, start_prepared
 from pipeinfer.job.process.streams import complain
-from pipeinfer.job.requests.answers import (
-    Entry,
-    Spell,
-    chat_logprobs,
-    completion_logprobs,
-    finish_of,
-    message_of,
-    reader_of,
-    speller,
-)
-from pipeinfer.job.requests.fields import CHAT
+from pipeinfer.job.requests.answers import Entry, speller
+from pipeinfer.job.requests.body import Defaults
+from pipeinfer.job.requests.body_prompts import BodyPrompts
+from pipeinfer.job.requests.journal import Journal, model_id, open_journal
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.session.ranks import MAX_RECORDS
 from pipeinfer.job.session.result import RankUses, describe_drafts, describe_model
 from pipeinfer.job.session.session import OpenRequest, Output, open_session
-from pipeinfer.models.text.grammar import TOO_MUCH
-from pipeinfer.observe.figures import Throughput, timings
+from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.text.grammar import TOO_MUCH, check_grammar
+from pipeinfer.observe.figures import Throughput
 from pipeinfer.observe.report import ProgressBar, show_throughput, stderr_console
+from pipeinfer.outputs import check_separate
 from pipeinfer.text import json_text
 
-SERVED, NOT_SERVED = 200, 400
+N_AT_ONCE = 64
+"""Requests whose templates are rendered together, by one process."""
 
-OBJECTS = {CHAT: "chat.completion"}
-
-TIMES = ("ttft_s", "tpot_s", "total_s")
-
-
-def result_line(
-    id: str, line: BatchRequest, opened: OpenRequest, entries: Sequence[Entry], spell: Spell, model: str
-) -> dict[str, Any]:
-    """The result of a request that has ended. `model`: its name."""
-    form = chat_logprobs if line.body.messages else completion_logprobs
-    logprobs = form(entries, spell) if line.body.sampling.n_logprobs >= 0 else None
-    request, text, finish = opened.state, opened.printer.text, opened.finish
-    n_prompt, n_predicted = len(request.prompt), opened.n_output
-    if not line.url:
-        times = timings(opened.metrics)
-        return {
-            **_plain(id, line), "text": text, "finish": finish, "tokens_evaluated": n_prompt,
-            "tokens_cached": opened.metrics.n_kept, "tokens_predicted": n_predicted, "seed": request.sampling.seed,
-            **{name: times[name] for name in TIMES},
-            **({"logprobs": logprobs} if logprobs else {}),
-        }  # fmt: skip
-    answer: dict[str, Any] = {"text": text}
-    if line.url == CHAT:
-        reader = reader_of(line.body, opened.request.thought)
-        answer = {
-            "message": message_of([*reader.push(text), *reader.finish(finish == "length" or opened.printer.was_cut)])
-        }
-        finish = finish_of(finish, reader)
-    body = {
-        "id": id,
-        "object": OBJECTS.get(line.url, "text_completion"),
-        "created": int(time.time()),
-        "model": model,
-        "choices": [{"index": 0, **answer, "logprobs": logprobs, "finish_reason": finish}],
-        "usage": {
-            "prompt_tokens": n_prompt, "completion_tokens": n_predicted, "total_tokens": n_prompt + n_predicted,
-            "prompt_tokens_details": {"cached_tokens": opened.metrics.n_kept},
-        },
-        "seed": request.sampling.seed,
-    }  # fmt: skip
-    return _response(id, line, SERVED, body, None)
+PATIENCE_S = 2.0
+"""Seconds of checking before a line says how far it is."""
 
 
-def error_line(id: str, line: BatchRequest, message: str) -> dict[str, Any]:
-    """The error of a request that cannot be served."""
-    if not line.url:
-        return {**_plain(id, line), "error": message}
-    error = {"message": message, "type": "invalid_request_error", "code": "invalid_request"}
-    return _response(id, line, NOT_SERVED, {"error": error}, {"code": error["code"], "message": message})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions:
+    """`run`: options of the job, and defaults of requests. `as_chat`: plain prompts are a user's messages. `strict`:
+    requests with fields that are not served are refused."""
+
+    run: RunOptions
+    source: Path
+    output: Path
+    as_chat: bool = False
+    strict: bool = False
+
+    @property
+    def goes_on_from(self) -> Path:
+        return self.output
 
 
-def _plain(id: str, line: BatchRequest) -> dict[str, Any]:
-    custom = {"custom_id": line.custom_id} if line.custom_id is not None else {}
-    return {"id": id, "index": line.index, **custom}
+@dataclass(slots=True)
+class BatchWork:
+    """What rank 0 does: the rest of a batch."""
+
+    file: BatchFile
+    output: BatchOutput
+    prompts: BodyPrompts
+    is_done: bytearray  # of each line
+    journal: Journal
+    policy: Policy
+    printing: JobOutput
+    n_requests: int = 0
+    n_done: int = 0
+
+    @property
+    def n_left(self) -> int:
+        return self.n_requests - self.n_done
+
+    def ready(self) -> Iterator[tuple[BatchRequest, GenerationRequest | UserError]]:
+        """The requests without a result, among the lines that were checked, as requests to the engine or errors. Raises
+        UserError if all chats fail."""
+        lines = takewhile(lambda each: each.index < len(self.is_done), self.file.requests())
+        left = (each for each in lines if not self.is_done[each.index])
+        while group := list(islice(left, N_AT_ONCE)):
+            yield from zip(group, map(self._checked, self.prompts.ask([each.body for each in group])), strict=True)
+
+    def _checked(self, request: GenerationRequest | UserError) -> GenerationRequest | UserError:
+        """The request under the policy, or the error of its grammar."""
+        try:
+            if not isinstance(request, UserError) and request.sampling.grammar:
+                check_grammar(self.prompts.tokenizer, request.sampling.grammar)
+        except UserError as error:
+            return error
+        return request if isinstance(request, UserError) else replace(request, policy=self.policy)
+
+    def noted(self) -> Iterator[tuple[BatchRequest, str, GenerationRequest | UserError]]:
+        """The same with their ids, and with their noted output."""
+        for line, request in self.ready():
+            id = self.id(line)
+            yield line, id, request if isinstance(request, UserError) else self.journal.begin(id, request)
+
+    def id(self, request: BatchRequest) -> str:
+        return request.id(self.file.defaults.salt)
+
+    def close(self) -> None:
+        self.journal.close()
+        self.file.close()
+        self.output.close()
 
 
-def _response(id: str, line: BatchRequest, status: int, body: dict[str, Any], error: Any) -> dict[str, Any]:
-    response = {"status_code": status, "request_id": id, "body": body}
-    return {"id": id, "custom_id": line.custom_id, "response": response, "error": error}
+def prepare_batch(batch: BatchOptions, hosts: Sequence[Host]) -> tuple[JobPlan, BatchWork] | None:
+    """None if all results are there. Raises UserError for whatever is wrong with options, files and lines."""
+    options = batch.run
+    outputs = {WHAT: batch.output, "--resume": options.output.resume}
+    check_separate(outputs, inputs_of(options) | {"the batch": [batch.source]})
+    options, info, tokenizer = open_job(options)
+    file = BatchFile(batch.source, _defaults(replace(batch, run=options), info))
+    output, prompts = BatchOutput(batch.output), BodyPrompts(options.text, options.context, info, tokenizer)
+    work = BatchWork(file, output, prompts, bytearray(), Journal(), options.speculation.policy, options.output)
+    try:
+        _check_lines(work)
+        # by all lines of the file, so that a resumed batch has the plan of its first job
+        options = options.changed(n_expected=min(options.traffic.parallel, work.n_requests))
+        plan = None
+        if work.n_left:
+            context = options.context.ctx_size, options.traffic.parallel
+            plan = _plan(work, *context, lambda *sizes: deploy_largest(options, hosts, info, *sizes))
+        model = model_id(plan) if plan else (info.fingerprint, options.numerics.rounding)
+        work.journal = open_journal(options.output.resume, model)
+        for _, id in work.output.ids():
+            if id in work.journal.texts:  # an interruption may have left the notes of a result
+                work.journal.ended(id)
+        if not plan:
+            work.output.go_on()
+            _tell_done(work)
+            work.close()
+            return None
+        return plan, work
+    except BaseException:
+        work.close()
+        raise
+
+
+def _defaults(batch: BatchOptions, info: ModelInfo) -> Defaults:
+    options, text = batch.run, batch.run.text
+    others = "".join(f" {backend}" for backend in options.placement.backend if backend.is_torch)
+    others += "" if text.parse_special else " no-special"
+    others += " special-in-messages" if text.special_in_messages else ""
+    salt = f"{info.fingerprint} {options.numerics.rounding} {text.chat}{others}"
+    return defaults_of(options, as_chat=batch.as_chat, salt=salt, strict=batch.strict)
+
+
+def _tell_done(work: BatchWork) -> None:
+    n = work.n_requests
+    complain(f"{work.output.path}: all {n} results are there")
+    if work.printing.json:
+        print(json_text({"requests": n, "done_before": n, "completed": 0, "failed": 0, "left": 0}), flush=True)
+
+
+def _check_lines(work: BatchWork) -> None:
+    """Check every line of requests and of results. Raises UserError for the first that is wrong."""
+    results: dict[str, int] = {}
+    for number, id in work.output.ids():
+        if (first := results.setdefault(id, number)) != number:
+            lines = f"{WHAT} {work.output.path} line {number} is of the same request as line {first}"
+            raise UserError(f"{lines}; remove one of them")
+    custom_ids: dict[str, int] = {}
+    passed_over = dict[str, str]()
+    for request in work.file.requests():
+        passed_over = {**request.passed_over, **passed_over}
+        name = request.custom_id
+        if name is not None and (first := custom_ids.setdefault(name, request.index)) != request.index:
+            line = f"{work.file.path} line {request.index + 1}"
+            raise UserError(f"{line}: custom_id {name!r} is that of line {first + 1} too; give each request its own")
+        work.is_done.extend(bytes(request.index + 1 - len(work.is_done)))
+        id = work.id(request)
+        work.is_done[request.index] = results.pop(id, 0) > 0
+        work.n_requests += 1
+        work.n_done += work.is_done[request.index]
+    for reason in passed_over.values():
+        complain(f"requests are served without a part of them: {reason}; --strict refuses them")
+    if not work.n_requests:
+        raise UserError(f"{work.file.path} has no requests; give a JSON object a line")
+    if results:
+        line = f"{WHAT} {work.output.path} line {min(results.values())} is the result of no request that is asked now"
+        differs = f"{work.file.path}, the model or an option differs"
+        raise UserError(f"{line}: {differs}; name another file, or remove the line")
+
+
+def _plan(work: BatchWork, ctx_size: int, parallel: int, deploy: Callable[[int, int, int], JobPlan]) -> JobPlan:
+    """The plan with the context of -c, else of --parallel times the longest request, or as much as fits. `deploy`
+    makes it of the tokens of context, the least of these, and the tokens of the longest prompt."""
+    longest = longest_prompt = n_total = 1
+    start_s, report_s = time.monotonic(), PATIENCE_S
+    for n_checked, (_, request) in enumerate(work.ready()):
+        if time.monotonic() - start_s > report_s:
+            complain(f"{work.file.path}: {n_checked} of {work.n_left} requests are checked after {report_s:g} s")
+            report_s *= 2
+        if not isinstance(request, UserError):
+            longest, n_total = max(longest, request.n_ctx), n_total + request.n_ctx
+            longest_prompt = max(longest_prompt, len(request.prompt))
+    n_ctx = ctx_size or max(longest, min(n_total, parallel * longest))
+    return deploy(n_ctx, longest, longest_prompt)
 
 
 def run_batch(batch: BatchOptions) -> int:
     """`pipeinfer batch`, on every rank; returns the exit code."""
-    return start_prepared(
-        batch, batch.run, lambda options, hosts: prepare_batch(replace(batch, run=options), hosts),
-        lambda *head: Batch(*head).run(),
-    )  # fmt: skip
+
+    def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[JobPlan, BatchWork] | None:
+        return prepare_batch(replace(batch, run=options), hosts)
+
+    return start_prepared(batch, batch.run, prepare, lambda *head: Batch(*head).run())
 
 
 class Batch:
@@ -119,14 +224,15 @@ class Batch:
         self._lines: dict[OpenRequest, tuple[BatchRequest, str]] = {}  # and ids
         self._entries: dict[OpenRequest, list[Entry]] = {}
         self._spell = speller(work.prompts.tokenizer)
-        self._coming = work.ready()
-        self._next: tuple[BatchRequest, GenerationRequest | UserError, str] | None = None
+        self._coming = work.noted()
+        self._next: tuple[BatchRequest, str, GenerationRequest | UserError] | None = None
 
     def run(self) -> int:
         """Returns the exit code."""
-        work = self.work
-        brief = f"context {self.plan.capacity.n_ctx}, {work.n_left} of {work.n_requests} requests left"
-        show_start(self.console, self.plan, brief, self._headline(), self.printing.verbose)
+        work, capacity = self.work, self.plan.capacity
+        context, left = f"context {capacity.n_ctx}", f"{work.n_left} of {work.n_requests} requests left"
+        about = f"policy {work.policy.name}, {left}, up to {capacity.n_requests} at a time, {context}"
+        show_start(self.console, self.plan, f"{context}, {left}", about, self.printing.verbose)
         session = open_session(self.context, self.plan, work.prompts.tokenizer, verbose=self.printing.verbose)
         with closing(work), session as self.session:
             self.progress = ProgressBar(self.console, CLOCK, "batch", work.n_requests, "requests", stays=True)
@@ -144,35 +250,20 @@ class Batch:
             self.uses.note(self.session.ranks.take_figures(), self.end_s)
         return self._report()
 
-    def _headline(self) -> str:
-        work, n_open = self.work, self.plan.capacity.n_requests
-        return (
-            f"policy {work.policy.name}, {work.n_left} of {work.n_requests} requests left, up to {n_open} at a time, "
-            f"context {self.plan.capacity.n_ctx}"
-        )
-
     def _generate(self) -> None:
         """Until every request has its result."""
         self.work.output.go_on()
-        self._advance()
+        self._next = next(self._coming, None)
         self._admit()
         while self.session.engine.busy:
             self.session.engine.step()
             if self.session.ranks.n_records >= MAX_RECORDS:
                 self.uses.note(self.session.ranks.take_figures(), self.context.clock())
 
-    def _advance(self) -> None:
-        """Go to the next request in the file, with its noted output."""
-        self._next = None
-        for line, request in self._coming:
-            id = self.work.id(line)
-            self._next = line, request if isinstance(request, UserError) else self.work.journal.begin(id, request), id
-            return
-
     def _admit(self) -> None:
         """Begin the next requests in the file, while there is room."""
         while self._next:
-            line, request, id = self._next
+            line, id, request = self._next
             if isinstance(request, UserError):
                 self._refuse(line, id, str(request))
             elif self.session.has_room(request):
@@ -180,7 +271,7 @@ class Batch:
                 self.open_max = max(self.open_max, self.session.n_open)
             else:
                 return
-            self._advance()
+            self._next = next(self._coming, None)
 
     @property
     def _n_written(self) -> int:

@@ -1,5 +1,5 @@
-"""The files of a batch, a JSON object a line: its requests, their fields and errors, and its results, appended when
-each is complete. Tokenises nothing."""
+"""The files of a batch, a JSON object a line in OpenAI's or the plain format: its requests, their fields, errors, and
+its results, appended when each is complete. Tokenises nothing."""
 
 import contextlib
 import fcntl
@@ -7,7 +7,8 @@ import hashlib
 import json
 import os
 import stat
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,19 @@ from typing import Any
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.streams import MAX_LENGTH, complain
+from pipeinfer.job.requests.answers import (
+    Entry,
+    Spell,
+    chat_logprobs,
+    completion_logprobs,
+    finish_of,
+    message_of,
+    reader_of,
+)
 from pipeinfer.job.requests.body import Body, Defaults, read_body, read_json
 from pipeinfer.job.requests.fields import CHAT, COMPLETION, PassedOver, refuse, shown, without_null
+from pipeinfer.job.session.session import OpenRequest
+from pipeinfer.observe.figures import timings
 from pipeinfer.outputs import write_error
 from pipeinfer.text import json_text
 
@@ -28,10 +40,8 @@ IF_ANY = ("tools", "variables", "more", "stop_tokens", "text_biases")
 ADDED = {"continues": False, "parse_special": None, "adds_special": True}
 """Fields of a body that are left out of ids at these values."""
 
-IN_EVERY_ID = {
-    "seed", "temp", "top_k", "top_p", "min_p", "repeat_last_n", "repeat_penalty", "frequency_penalty",
-    "presence_penalty",
-}  # fmt: skip
+IN_EVERY_ID = {"seed", "temp", "top_k", "top_p", "min_p", "repeat_last_n"}
+IN_EVERY_ID |= {"repeat_penalty", "frequency_penalty", "presence_penalty"}
 """Sampling parameters that ids have also at their defaults. Newer ones are left out there, so that ids stay."""
 
 
@@ -183,8 +193,8 @@ class BatchOutput:
                     self._n_torn, self._lacks_newline = len(line), False
                     return
                 if id is None:
-                    raise UserError(f"{WHAT} {self.path} line {number} is no result of a batch; name another file, or "
-                                    "remove the line")  # fmt: skip
+                    line_text = f"{WHAT} {self.path} line {number} is no result of a batch"
+                    raise UserError(f"{line_text}; name another file, or remove the line")
                 self._n_whole += len(line)
                 yield number, id
 
@@ -223,3 +233,66 @@ def _id_in(line: bytes) -> str | None:
         if isinstance(result, dict) and isinstance(result.get("id"), str):
             return str(result["id"])
     return None
+
+
+# -- results
+
+SERVED, NOT_SERVED = 200, 400
+
+OBJECTS = {CHAT: "chat.completion"}
+
+TIMES = ("ttft_s", "tpot_s", "total_s")
+
+
+def result_line(
+    id: str, line: BatchRequest, opened: OpenRequest, entries: Sequence[Entry], spell: Spell, model: str
+) -> dict[str, Any]:
+    """The result of a request that has ended. `model`: its name."""
+    form = chat_logprobs if line.body.messages else completion_logprobs
+    logprobs = form(entries, spell) if line.body.sampling.n_logprobs >= 0 else None
+    request, text, finish = opened.state, opened.printer.text, opened.finish
+    n_prompt, n_predicted = len(request.prompt), opened.n_output
+    n_cached, seed = opened.metrics.n_kept, request.sampling.seed
+    if not line.url:
+        times = {name: value for name, value in timings(opened.metrics).items() if name in TIMES}
+        counts = {"tokens_evaluated": n_prompt, "tokens_cached": n_cached, "tokens_predicted": n_predicted}
+        plain = _plain(id, line) | {"text": text, "finish": finish} | counts | {"seed": seed} | times
+        return plain | ({"logprobs": logprobs} if logprobs else {})
+    answer: dict[str, Any] = {"text": text}
+    if line.url == CHAT:
+        reader = reader_of(line.body, opened.request.thought)
+        parts = [*reader.push(text), *reader.finish(finish == "length" or opened.printer.was_cut)]
+        answer, finish = {"message": message_of(parts)}, finish_of(finish, reader)
+    body = {
+        "id": id,
+        "object": OBJECTS.get(line.url, "text_completion"),
+        "created": int(time.time()),
+        "model": model,
+        "choices": [{"index": 0, **answer, "logprobs": logprobs, "finish_reason": finish}],
+        "usage": {
+            "prompt_tokens": n_prompt,
+            "completion_tokens": n_predicted,
+            "total_tokens": n_prompt + n_predicted,
+            "prompt_tokens_details": {"cached_tokens": n_cached},
+        },
+        "seed": seed,
+    }
+    return _response(id, line, SERVED, body, None)
+
+
+def error_line(id: str, line: BatchRequest, message: str) -> dict[str, Any]:
+    """The error of a request that cannot be served."""
+    if not line.url:
+        return {**_plain(id, line), "error": message}
+    error = {"message": message, "type": "invalid_request_error", "code": "invalid_request"}
+    return _response(id, line, NOT_SERVED, {"error": error}, {"code": error["code"], "message": message})
+
+
+def _plain(id: str, line: BatchRequest) -> dict[str, Any]:
+    custom = {"custom_id": line.custom_id} if line.custom_id is not None else {}
+    return {"id": id, "index": line.index, **custom}
+
+
+def _response(id: str, line: BatchRequest, status: int, body: dict[str, Any], error: Any) -> dict[str, Any]:
+    response = {"status_code": status, "request_id": id, "body": body}
+    return {"id": id, "custom_id": line.custom_id, "response": response, "error": error}

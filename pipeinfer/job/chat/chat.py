@@ -18,7 +18,7 @@ from pipeinfer.job.planning.deploy import deploy
 from pipeinfer.job.planning.plan_table import show_start
 from pipeinfer.job.planning.prepare import open_job, start_prepared
 from pipeinfer.job.process.streams import complain
-from pipeinfer.job.requests.chat_format import ChatFormat, open_format
+from pipeinfer.job.requests.body_prompts import ChatFormat, open_format
 from pipeinfer.job.requests.journal import model_id, open_journal
 from pipeinfer.job.requests.request import DEFAULT_CTX, GenerationRequest, end_tokens, read_prompt
 from pipeinfer.job.session.result import ExperimentSettings, experiment_columns, generation_result

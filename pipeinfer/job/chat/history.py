@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pipeinfer.core.blocks import Span, common, spans_of, spans_to_continue
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.supervised import own_attempt
-from pipeinfer.job.requests.chat_format import ChatFormat
+from pipeinfer.job.requests.body_prompts import ChatFormat
 from pipeinfer.job.requests.journal import WHAT, Journal
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.models.text.chat_template import ChatMessage, Rendered, encode_continuation, encode_rendered

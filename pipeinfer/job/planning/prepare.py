@@ -19,7 +19,7 @@ from pipeinfer.job.process.streams import complain
 from pipeinfer.job.profiling.describe import describe_host
 from pipeinfer.job.profiling.speeds import with_layer_times
 from pipeinfer.job.requests.body import Defaults
-from pipeinfer.job.requests.chat_format import open_format
+from pipeinfer.job.requests.body_prompts import open_format
 from pipeinfer.job.requests.journal import kept_numerics
 from pipeinfer.job.requests.request import (
     GenerationRequest,
