@@ -12,51 +12,74 @@ from typing import Any
 from pipeinfer.observe.columns import KEY, LOAD_COLUMNS, Record
 from pipeinfer.observe.figures import percentiles
 from pipeinfer.observe.table import LOADS
-from pipeinfer.text import json_text, markdown_table, milliseconds, number, size_text, without_nan, without_suffixes
+from pipeinfer.text import (
+    count_text,
+    json_text,
+    markdown_table,
+    milliseconds,
+    number,
+    size_text,
+    without_nan,
+    without_suffixes,
+)
 
 SHARED = tuple(name for name in KEY if name not in ("prompt_hash", "prompt_n", "seed", "repetition"))
 """Generations that agree in these are samples of one combination; all questions of a set are one prompt."""
 
-AVERAGED = ("prompt_n", "prompt_per_second", "predicted_per_second", "ttft_s", "tpot_s", "itl_mean_s",
-            "acceptance_rate", "hit_rate", "accepted_length", "total_s")  # fmt: skip
-LAST_NAME = ("prompt", "predicted_n")  # what the last of the names shows
-NAMES = ("model", "size", "draft", "ranks", "layers", "policy", "test")
-FIGURES = ("pp t/s", "tg t/s", "acceptance", "hit rate", "TTFT ms", "ITL p50 / p95 / p99 ms", "TPOT ms")
-RIGHT_ALIGNED = ("size", "ranks", *FIGURES)
-
+SPEEDS = ("prompt_n", "prompt_per_second", "predicted_per_second", "ttft_s", "tpot_s", "itl_mean_s")
+AVERAGED = (*SPEEDS, "acceptance_rate", "hit_rate", "accepted_length", "total_s")
 SHARED_BY_LOADS = tuple(name for name in LOADS.key if name not in ("seed", "repetition"))
 KEPT_UP = 0.9
 """Share of the arrival rate that ranks which keep up with it serve at least."""
 
-BEHIND = ("Requests/s `a of b`: b a second came, a were answered, from the first to the last of each; the longer such "
-          "a load, the longer they wait.")  # fmt: skip
+BEHIND = (
+    "Requests/s `a of b`: b a second came, a were answered, from the first to the last of each; "
+    "the longer such a load, the longer they wait."
+)
 
 Cells = dict[str, Callable[[dict[str, Any]], str]]
-"""A table: column -> the cell of a load."""
+"""A table: column -> the cell of a summary."""
 
-LOAD_SET_UP: Cells = {
-    "model": lambda load: f"{without_suffixes(load['model'])} {load['quantisation']}",
-    "draft": lambda load: without_suffixes(load["model_draft"]) or "-",
-    "ranks": lambda load: str(load["ranks"]),
-    "layers": lambda load: ",".join(map(str, load["layers"])),
-    "test": lambda load: f"{load['prompt']} tg{load['predict']}",
+MODELS: Cells = {
+    "model": lambda row: f"{without_suffixes(row['model'])} {row['quantisation']}",
+    "draft": lambda row: without_suffixes(row["model_draft"]) or "-",
+    "ranks": lambda row: str(row["ranks"]),
+    "layers": lambda row: ",".join(map(str, row["layers"])),
 }
+POLICY: Cells = {"policy": lambda row: " ".join(filter(None, (row["policy"], row.get("variant"), row.get("pace"))))}
+GENERATIONS: Cells = {
+    "model": MODELS["model"],
+    "size": lambda row: size_text(row["model_bytes"]) if row["model_bytes"] else "-",  # a profile has no file
+    **MODELS,
+    **POLICY,
+    "test": lambda row: f"{row['prompt']} tg{row['predicted_n']}",
+    "pp t/s": lambda row: _deviating(row, "prompt_per_second"),
+    "tg t/s": lambda row: _deviating(row, "predicted_per_second"),
+    "acceptance": lambda row: number(row["acceptance_rate"]),
+    "hit rate": lambda row: number(row["hit_rate"]),
+    "TTFT ms": lambda row: _deviating(row, "ttft_s", 1e3),
+    "ITL p50 / p95 / p99 ms": lambda row: " / ".join(number(1e3 * row[f"itl_p{rank}_s"]) for rank in (50, 95, 99)),
+    "TPOT ms": lambda row: _deviating(row, "tpot_s", 1e3),
+}
+TEST = list(GENERATIONS).index("test")
 LOAD_SETTINGS: Cells = {
-    "policy": lambda load: " ".join(filter(None, (load["policy"], load.get("variant"), load.get("pace")))),
-    "settings": lambda load: load["settings"] or "-",
-    "requests": lambda load: str(load["n_requests"]),
-    "come": lambda load: arrival_text(load),
+    **POLICY,
+    "settings": lambda row: row["settings"] or "-",
+    "requests": lambda row: str(row["n_requests"]),
+    "come": lambda row: arrival_text(row),
+    "tokens/s": lambda row: number(row["predicted_per_second"]),
+    "requests/s": lambda row: _requests_text(row),
+    "TTFT p50, p99": lambda row: _times(row, "ttft_p50_s", "ttft_p99_s"),
+    "TPOT mean, p99": lambda row: _times(row, "tpot_mean_s", "tpot_p99_s"),
+    "ITL p50, p99": lambda row: _times(row, "itl_p50_s", "itl_p99_s"),
+    "acceptance": lambda row: number(row["acceptance_rate"]),
+    "busiest stage": lambda row: f"{100 * busiest([row['busy']])[0]:.1f}%",
 }
-LOAD_FIGURES: Cells = {
-    "tokens/s": lambda load: number(load["predicted_per_second"]),
-    "requests/s": lambda load: _requests_text(load),
-    "TTFT p50, p99": lambda load: _times(load, "ttft_p50_s", "ttft_p99_s"),
-    "TPOT mean, p99": lambda load: _times(load, "tpot_mean_s", "tpot_p99_s"),
-    "ITL p50, p99": lambda load: _times(load, "itl_p50_s", "itl_p99_s"),
-    "acceptance": lambda load: number(load["acceptance_rate"]),
-    "busiest stage": lambda load: f"{100 * busiest([load['busy']])[0]:.1f}%",
-}
-SIMULATED: Cells = {"stages evaluate": lambda load: f"{100 * fmean(load['evaluating']):.1f}%"}
+MEASURED_LOADS = MODELS | {"test": lambda row: f"{row['prompt']} tg{row['predict']}"} | LOAD_SETTINGS
+SIMULATED_LOADS: Cells = LOAD_SETTINGS | {"stages evaluate": lambda row: f"{100 * fmean(row['evaluating']):.1f}%"}
+"""`busiest stage`: its share of busy time; `stages evaluate`: the mean share, without the hosts' other work."""
+
+LEFT_ALIGNED = ("model", "draft", "layers", "policy", "test", "settings", "come")
 
 
 def print_summary(rows: Sequence[Record], output: str) -> None:
@@ -66,7 +89,7 @@ def print_summary(rows: Sequence[Record], output: str) -> None:
 
 def print_loads(rows: Sequence[Record], output: str) -> None:
     """Print measured loads."""
-    _print(summarise_loads(rows), output, lambda loads: load_table(LOAD_SET_UP | LOAD_SETTINGS | LOAD_FIGURES, loads))
+    _print(summarise_loads(rows), output, lambda loads: _load_table(MEASURED_LOADS, loads))
 
 
 def print_simulated_loads(loads: Iterable[dict[str, Any]], output: str, as_json: bool) -> None:
@@ -75,7 +98,7 @@ def print_simulated_loads(loads: Iterable[dict[str, Any]], output: str, as_json:
         for load in loads:
             print(json_text(load))
     else:
-        _print(list(loads), output, lambda all_: load_table(LOAD_SETTINGS | LOAD_FIGURES | SIMULATED, all_))
+        _print(list(loads), output, lambda all_: _load_table(SIMULATED_LOADS, all_))
 
 
 def _print(
@@ -102,12 +125,12 @@ def _cell(value: Any) -> Any:
     return without_nan(value)
 
 
-def _grouped(rows: Sequence[Record], key: Callable[[Record], Hashable]) -> list[list[Record]]:
+def _grouped(rows: Sequence[Record], key: Callable[[Record], Hashable]) -> Iterable[list[Record]]:
     """Rows of the same key together, in the order of first appearance."""
     groups: dict[Hashable, list[Record]] = {}
     for row in rows:
         groups.setdefault(key(row), []).append(row)
-    return list(groups.values())
+    return groups.values()
 
 
 def _mean(values: Sequence[Any]) -> Any:
@@ -139,45 +162,25 @@ def _combination(rows: Sequence[Record]) -> dict[str, Any]:
 
 
 def markdown(summaries: Sequence[dict[str, Any]]) -> list[str]:
-    """A table in llama-bench's manner: `pp` is the prompt, `tg` the generated text."""
-    names = _distinct_names(summaries)
-    rows = [name + _figures(summary) for name, summary in zip(names, summaries, strict=True)]
-    return markdown_table((*NAMES, *FIGURES), rows, right_aligned=RIGHT_ALIGNED)
-
-
-def _distinct_names(summaries: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """The cells that name each combination; combinations that look alike also name what they differ in."""
-    names = [_names(summary) for summary in summaries]
-    for cells, summary in zip([*names], summaries, strict=True):
-        alike = [other for name, other in zip(names, summaries, strict=True) if name[:-1] == cells[:-1]]
-        others = (name for name in SHARED if name not in LAST_NAME)
+    """A table in llama-bench's manner: `pp` is the prompt, `tg` the generated text. Combinations that look alike also
+    name what they differ in."""
+    rows = [[cell(summary) for cell in GENERATIONS.values()] for summary in summaries]
+    for row, summary in zip(rows, summaries, strict=True):
+        alike = [other for cells, other in zip(rows, summaries, strict=True) if cells[:TEST] == row[:TEST]]
+        others = [name for name in SHARED if name not in ("prompt", "predicted_n")]  # which `test` has
         differing = [name for name in others if len({str(other[name]) for other in alike}) > 1]
-        cells[-1] += "".join(f", {name} {summary[name]}" for name in differing)
-    return names
+        row[TEST] += "".join(f", {name} {summary[name]}" for name in differing)
+    return _table(GENERATIONS, rows)
 
 
-def _names(summary: dict[str, Any]) -> list[str]:
-    return [
-        f"{without_suffixes(summary['model'])} {summary['quantisation']}",
-        size_text(summary["model_bytes"]) if summary["model_bytes"] else "-",  # a profile has no file
-        without_suffixes(summary["model_draft"]) or "-",
-        str(summary["ranks"]),
-        ",".join(map(str, summary["layers"])),
-        " ".join(filter(None, (summary["policy"], summary["variant"], summary["pace"]))),
-        f"{summary['prompt']} tg{summary['predicted_n']}",
-    ]
+def _table(cells: Cells, rows: Iterable[Sequence[str]]) -> list[str]:
+    return markdown_table(list(cells), rows, right_aligned=[name for name in cells if name not in LEFT_ALIGNED])
 
 
-def _figures(summary: dict[str, Any]) -> list[str]:
-    def mean(name: str, scale: float = 1.0) -> str:
-        deviation = summary[f"{name}_std"]
-        return number(scale * summary[name]) + ("" if math.isnan(deviation) else f" ± {number(scale * deviation)}")
-
-    itl = " / ".join(number(1e3 * summary[f"itl_p{rank}_s"]) for rank in (50, 95, 99))
-    return [
-        mean("prompt_per_second"), mean("predicted_per_second"), number(summary["acceptance_rate"]),
-        number(summary["hit_rate"]), mean("ttft_s", 1e3), itl, mean("tpot_s", 1e3),
-    ]  # fmt: skip
+def _deviating(summary: dict[str, Any], name: str, scale: float = 1.0) -> str:
+    """A mean, and its deviation, if it has one."""
+    deviation = summary[f"{name}_std"]
+    return number(scale * summary[name]) + ("" if math.isnan(deviation) else f" ± {number(scale * deviation)}")
 
 
 # -- loads
@@ -185,11 +188,11 @@ def _figures(summary: dict[str, Any]) -> list[str]:
 
 def summarise_loads(rows: Sequence[Record]) -> list[dict[str, Any]]:
     """A dict for each combination of loads: its key columns, the number of samples, and means of the others."""
-    groups = _grouped(rows, lambda row: tuple(str(row[name]) for name in SHARED_BY_LOADS))
-    return [
-        {name: samples[0][name] for name in SHARED_BY_LOADS} | {"samples": len(samples)} | _means(samples)
-        for samples in groups
-    ]
+    summaries = []
+    for samples in _grouped(rows, lambda row: tuple(str(row[name]) for name in SHARED_BY_LOADS)):
+        shared = {name: samples[0][name] for name in SHARED_BY_LOADS}
+        summaries.append(shared | {"samples": len(samples)} | _means(samples))
+    return summaries
 
 
 def _means(rows: Sequence[Record]) -> dict[str, Any]:
@@ -203,19 +206,17 @@ def _means(rows: Sequence[Record]) -> dict[str, Any]:
     return means
 
 
-def load_table(cells: Cells, loads: Sequence[dict[str, Any]]) -> list[str]:
-    """`busiest stage`: its share of busy time; `stages evaluate`: the mean share, without the hosts' other work."""
-    rows = ([text(load) for text in cells.values()] for load in loads)
-    lines = markdown_table(list(cells), rows, ["ranks", "requests", *LOAD_FIGURES, *SIMULATED])
+def _load_table(cells: Cells, loads: Sequence[dict[str, Any]]) -> list[str]:
+    lines = _table(cells, [[cell(load) for cell in cells.values()] for load in loads])
     return [*lines, "", BEHIND] if any(map(falls_behind, loads)) else lines
 
 
 def arrival_text(load: dict[str, Any]) -> str:
     """How requests of a load arrive: `4 clients`, `0.5/s, 32 at a time`."""
     if load["concurrency"]:
-        return f"{load['concurrency']} {'client' if load['concurrency'] == 1 else 'clients'}"
-    at_once = load["rate"] is None or math.isnan(load["rate"])
-    return f"{'at once' if at_once else format(load['rate'], 'g') + '/s'}, {load['parallel']} at a time"
+        return count_text(load["concurrency"], "client")
+    arrival = "at once" if load["rate"] is None or math.isnan(load["rate"]) else f"{load['rate']:g}/s"
+    return f"{arrival}, {load['parallel']} at a time"
 
 
 def falls_behind(load: dict[str, Any]) -> bool:
