@@ -221,8 +221,6 @@ class Batch:
         self.console = stderr_console()
         self.throughput = Throughput()
         self.n_completed = self.n_failed = self.open_max = 0
-        self._lines: dict[OpenRequest, tuple[BatchRequest, str]] = {}  # and ids
-        self._entries: dict[OpenRequest, list[Entry]] = {}
         self._spell = speller(work.prompts.tokenizer)
         self._coming = work.noted()
         self._next: tuple[BatchRequest, str, GenerationRequest | UserError] | None = None
@@ -267,7 +265,8 @@ class Batch:
             if isinstance(request, UserError):
                 self._refuse(line, id, str(request))
             elif self.session.has_room(request):
-                self._lines[self.session.begin(request, self._take)] = line, id
+                entries = list[Entry]()
+                self.session.begin(request, self._take).origin = line, id, entries
                 self.open_max = max(self.open_max, self.session.n_open)
             else:
                 return
@@ -281,17 +280,16 @@ class Batch:
     def _take(self, outputs: Sequence[Output]) -> None:
         for each in outputs:
             self.progress.update(self._n_written, len(each.tokens))
-            self.work.journal.came(self._lines[each.opened][1], each.tokens)
-            if each.entries:
-                self._entries.setdefault(each.opened, []).extend(each.entries)
+            _, id, entries = each.opened.origin
+            self.work.journal.came(id, each.tokens)
+            entries.extend(each.entries)
             if each.ended:
                 self._write(each.opened)
         self._admit()
 
     def _write(self, opened: OpenRequest) -> None:
-        """Write the result of a request that has ended, and forget it."""
-        (line, id), model = self._lines.pop(opened), self.plan.model.path.name
-        entries = self._entries.pop(opened, [])
+        """Write the result of a request that has ended."""
+        (line, id, entries), model = opened.origin, self.plan.model.path.name
         if opened.state.finish is Finish.FAILED:
             self._refuse(line, id, TOO_MUCH)
             return

@@ -21,7 +21,7 @@ from pipeinfer.job.planning.prepare import defaults_of, deploy_largest, open_job
 from pipeinfer.job.process.stop import Drain
 from pipeinfer.job.process.streams import complain
 from pipeinfer.job.requests.body_prompts import ChatFormat, open_format
-from pipeinfer.job.requests.request import DEFAULT_CTX, GenerationRequest
+from pipeinfer.job.requests.request import DEFAULT_CTX
 from pipeinfer.job.serve.channel import (
     Ask,
     Cancel,
@@ -87,11 +87,11 @@ class Pictures:
 
     def _picture(self, figures: Figures) -> Picture:
         seconds, uses = self._request_s - self._uses.noted_s, self._uses.note(figures, self._request_s)
-        return Picture(seconds, [
-            {"rank": rank, "role": self.plan.assignment.describe(rank)}
-            | {name: getattr(use, f"{name}_s") / max(seconds, 1e-9) for name in USES}
-            for rank, use in uses.items()
-        ])  # fmt: skip
+        ranks = []
+        for rank, use in uses.items():
+            shares = {name: getattr(use, f"{name}_s") / max(seconds, 1e-9) for name in USES}
+            ranks.append({"rank": rank, "role": self.plan.assignment.describe(rank)} | shares)
+        return Picture(seconds, ranks)
 
 
 GRACE_S = 0.3
@@ -129,12 +129,10 @@ def prepare_serve(
     n_chat = min(info.n_ctx_train, DEFAULT_CTX)  # tokens
     n_ctx = context.ctx_size or parallel * n_chat
     plan = deploy_largest(options, hosts, info, n_ctx, n_chat, info.n_ctx_train)
-    n_ctx = plan.capacity.n_ctx
+    n_ctx, defaults, timeout_s = plan.capacity.n_ctx, defaults_of(options), options.placement.rank_timeout_s
+    sizes = n_ctx, min(n_ctx, info.n_ctx_train), max(1, n_ctx // parallel)
     version = f"{info.fingerprint[:12]}-{plan.text_numerics}"
-    setup = Setup(
-        options.models.target, options.text, context, defaults_of(options), parallel, options.placement.rank_timeout_s,
-        n_ctx, min(n_ctx, info.n_ctx_train), max(1, n_ctx // parallel), version,
-    )  # fmt: skip
+    setup = Setup(options.models.target, options.text, context, defaults, parallel, timeout_s, *sizes, version)
     front = open_front(service.front, setup)
     try:
         _check_template(open_format(options.text, info, tokenizer))
@@ -157,10 +155,11 @@ def _check_template(format: ChatFormat | None) -> None:
 def run_serve(service: ServeOptions, open_front: Callable[[Any, Setup], Front]) -> int:
     """`pipeinfer serve`, on every rank; returns the exit code. `open_front`: makes the front on rank 0 of its settings
     and the job's; raises UserError for wrong ones."""
-    return start_prepared(
-        service, service.run, lambda options, hosts: prepare_serve(replace(service, run=options), hosts, open_front),
-        lambda *head: Service(*head).run(),
-    )  # fmt: skip
+
+    def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[JobPlan, ServeWork]:
+        return prepare_serve(replace(service, run=options), hosts, open_front)
+
+    return start_prepared(service, service.run, prepare, lambda *head: Service(*head).run())
 
 
 class Service:
@@ -168,26 +167,23 @@ class Service:
 
     def __init__(self, context: Context, plan: JobPlan, work: ServeWork) -> None:
         self.context, self.plan, self.work = context, plan, work
-        self.n_requests = plan.capacity.n_requests
         self.front, self.drain = work.front, Drain(work.drain_s)
         self.console = stderr_console()
-        self._waiting: list[tuple[Ask, GenerationRequest, float]] = []  # by priority, then by their time of arrival
-        self._open: dict[int, OpenRequest] = {}  # by the front's ids
-        self._clients: dict[int, str] = {}  # of open requests, by the same ids
-        self._ids: dict[OpenRequest, int] = {}
+        self._waiting: list[tuple[Ask, float]] = []  # by priority, then by their time of arrival
+        self._open: dict[int, OpenRequest] = {}  # by the front's ids; the origin of each is its Ask
         self._is_draining = False
 
     def run(self) -> int:
         """Returns the exit code."""
-        flag, n_ctx = self.context.flag, self.work.setup.n_ctx
-        brief = f"context {n_ctx}, up to {self.n_requests} requests at a time"
-        show_start(self.console, self.plan, brief, self._headline(), self.work.verbose)
+        flag, context = self.context.flag, f"context {self.work.setup.n_ctx}"
+        at_once = f"up to {self.plan.capacity.n_requests} requests at a time"
+        about = f"policy {self.work.policy.name}, {at_once}, {context}"
+        show_start(self.console, self.plan, f"{context}, {at_once}", about, self.work.verbose)
         try:
-            with open_session(
-                self.context, self.plan, self.work.tokenizer, self._has_work, verbose=self.work.verbose
-            ) as session:
-                flag.interrupts = self.drain
-                self.session, self.pictures = session, Pictures(session.ranks)
+            tokenizer, verbose = self.work.tokenizer, self.work.verbose
+            opened = open_session(self.context, self.plan, tokenizer, self._has_work, verbose=verbose)
+            with opened as self.session:
+                flag.interrupts, self.pictures = self.drain, Pictures(self.session.ranks)
                 self.front.tell(Ready(self.work.setup.limit))
                 with suppress(StopRequested):
                     self._serve()
@@ -202,10 +198,6 @@ class Service:
         if flag.reason:
             complain(flag.reason)
         return flag.exit_code or code
-
-    def _headline(self) -> str:
-        setup, policy = self.work.setup, self.work.policy.name
-        return f"policy {policy}, up to {self.n_requests} requests at a time, context {setup.n_ctx}"
 
     def _has_work(self) -> bool:
         """Whether to end the engine's wait: for the front, the drain or a picture."""
@@ -240,12 +232,13 @@ class Service:
         if self.drain.began and not self._is_draining:
             self._is_draining = True
             self.front.tell(Draining())
-            complain(f"no further requests; {len(self._open) + len(self._waiting)} are open and have "
-                     f"{self.drain.limit_s:g} s, a second signal stops them")  # fmt: skip
+            n_open = len(self._open) + len(self._waiting)
+            limit = f"{n_open} are open and have {self.drain.limit_s:g} s"
+            complain(f"no further requests; {limit}, a second signal stops them")
         for message in self.front.take():
             if isinstance(message, Ask):
-                request = replace(message.request, policy=self.work.policy)
-                insort(self._waiting, (message, request, self.context.clock()), key=lambda each: each[1].priority)
+                ask = replace(message, request=replace(message.request, policy=self.work.policy))
+                insort(self._waiting, (ask, self.context.clock()), key=lambda each: each[0].request.priority)
             elif isinstance(message, Cancel):
                 self._drop(message.id)
             elif isinstance(message, SendPictures):
@@ -259,8 +252,6 @@ class Service:
 
     def _drop(self, id: int) -> None:
         if opened := self._open.pop(id, None):
-            del self._clients[id]
-            del self._ids[opened]
             self.session.stop(opened)
         else:
             self._waiting = [each for each in self._waiting if each[0].id != id]
@@ -269,22 +260,20 @@ class Service:
 
     def _admit(self) -> None:
         """Begin waiting requests, while there is room."""
-        while self._waiting and self.session.has_room(self._waiting[at := self._first()][1]):
-            ask, request, arrival_s = self._waiting.pop(at)
-            metrics = RequestMetrics(
-                on_prompt=partial(self._read, ask.id), on_turn=partial(self._turn, ask.id),
-                on_notice=self.session.notices.hear,
-            )  # fmt: skip
-            opened = self.session.begin(request, self._tell, metrics)
-            metrics.submitted_s = arrival_s
-            self._open[ask.id], self._ids[opened], self._clients[ask.id] = opened, ask.id, ask.client
+        while self._waiting and self.session.has_room(self._waiting[at := self._first()][0].request):
+            ask, arrival_s = self._waiting.pop(at)
+            on_prompt, on_turn = partial(self._read, ask.id), partial(self._turn, ask.id)
+            metrics = RequestMetrics(on_prompt=on_prompt, on_turn=on_turn, on_notice=self.session.notices.hear)
+            self._open[ask.id] = opened = self.session.begin(ask.request, self._tell, metrics)
+            opened.origin, metrics.submitted_s = ask, arrival_s
 
     def _first(self) -> int:
         """The index of the waiting request that begins next: of those of the lowest priority number, of the client with
         the fewest open requests, the first that arrived."""
-        n_open = Counter(self._clients.values())
-        lowest = takewhile(lambda each: each[1].priority == self._waiting[0][1].priority, self._waiting)
-        return min(enumerate(lowest), key=lambda each: n_open[each[1][0].client])[0]
+        n_open = Counter(opened.origin.client for opened in self._open.values())
+        asks = [ask for ask, _ in self._waiting]
+        lowest = takewhile(lambda ask: ask.request.priority == asks[0].request.priority, asks)
+        return min(enumerate(lowest), key=lambda each: n_open[each[1].client])[0]
 
     def _turn(self, id: int, is_running: bool) -> None:
         self.front.tell(Started(id) if is_running else Preempted(id))
@@ -297,15 +286,15 @@ class Service:
     def _tell(self, outputs: Sequence[Output]) -> None:
         """Send the output of one run in one message."""
         parts: list[TextUpdate] = [
-            (self._ids[each.opened], [*map(int, each.tokens)], each.text, each.entries) for each in outputs
+            (each.opened.origin.id, [*map(int, each.tokens)], each.text, each.entries) for each in outputs
         ]
         token_s = outputs[0].opened.metrics.token_s
         at_s = self.context.clock.real_s(token_s[-1]) if token_s else CLOCK()
         self.front.tell(TextUpdates(at_s, CLOCK(), parts))
         for each in outputs:
             if each.ended:
-                id = self._ids.pop(each.opened)
-                del self._open[id], self._clients[id]
+                id = each.opened.origin.id
+                del self._open[id]
                 timings = without_nan(service_timings(each.opened.metrics))
                 if not each.opened.request.n_predict:
                     timings["predicted_n"] = 0

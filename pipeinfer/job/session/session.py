@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count, groupby
+from typing import Any
 
 from pipeinfer.cluster.stages.serve import N_TEXT_MAX
 from pipeinfer.cluster.wire import text_bytes
@@ -24,6 +25,11 @@ from pipeinfer.observe.figures import missed_pace
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.observe.report import ProgressBar, stderr_console
 
+OnTokens = Callable[[Sequence[int]], object] | None
+OnPrompt = Callable[[int], None] | None
+Poll = Callable[[], bool]
+Say = Callable[[str], object]
+
 MOST_LINES, PERIOD_S = 4, 3600.0
 """Lines in any period at most: where guesses hardly matter the answer changes often."""
 
@@ -32,7 +38,7 @@ class Notices:
     """Notices of policies while many requests are open: few lines an hour. A line that comes too early waits; a later
     one takes its place."""
 
-    def __init__(self, say: Callable[[str], object], clock: Clock) -> None:
+    def __init__(self, say: Say, clock: Clock) -> None:
         self.say, self.clock = say, clock
         self._newest = self._waiting = ""
         self._times_s = deque([-math.inf] * MOST_LINES, MOST_LINES)
@@ -72,8 +78,8 @@ OnOutput = Callable[[Sequence[Output]], object]
 
 @dataclass(slots=True, eq=False)
 class OpenRequest:
-    """A request in the engine, which has its `state`. `n_output`: tokens of its text so far, up to a stop string.
-    `n_passed`: characters of it that were passed to `on_output`."""
+    """A request in the engine, which has its `state`. `origin`: what the caller knows of it. `n_output`: tokens of its
+    text so far, up to a stop string. `n_passed`: characters of it that were passed to `on_output`."""
 
     request: GenerationRequest
     state: Request
@@ -82,6 +88,7 @@ class OpenRequest:
     on_output: OnOutput
     entries: Entries
     n_output: int
+    origin: Any = None
     n_passed: int = 0
 
     @property
@@ -93,9 +100,8 @@ class OpenRequest:
         """Why its text ends, in OpenAI's words; "error" where its grammar took too much."""
         if self.state.finish is Finish.FAILED:
             return "error"
-        if not self.request.n_predict:
-            return "length"
-        return "stop" if self.printer.was_cut or self.state.finish is Finish.END else "length"
+        ends = self.printer.was_cut or self.state.finish is Finish.END
+        return "stop" if ends and self.request.n_predict else "length"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,17 +111,15 @@ class Generation(Figures):
     request: Request
     metrics: RequestMetrics
     text: str
-    was_cut: bool
-    """By a stop string."""
+    was_cut: bool  # by a stop string
 
 
 class Session:
     """Requests in one engine on loaded ranks. What the engine learns of the models stays as long as the session."""
 
     def __init__(
-        self, ranks: LoadedRanks, tokenizer: Tokenizer, has_work: Callable[[], bool] = lambda: False,
-        say: Callable[[str], object] = complain,
-    ) -> None:  # fmt: skip
+        self, ranks: LoadedRanks, tokenizer: Tokenizer, has_work: Poll = lambda: False, say: Say = complain
+    ) -> None:
         """`has_work`: returns True to end a wait of the engine. `say`: called with notices of policies."""
         self.ranks, self.tokenizer, self.plan, self.context = ranks, tokenizer, ranks.plan, ranks.context
         self.notices = Notices(say, self.context.clock)
@@ -146,9 +150,12 @@ class Session:
         )
 
     def begin(
-        self, request: GenerationRequest, on_output: OnOutput, metrics: RequestMetrics | None = None,
+        self,
+        request: GenerationRequest,
+        on_output: OnOutput,
+        metrics: RequestMetrics | None = None,
         silent: bool = True,
-    ) -> OpenRequest:  # fmt: skip
+    ) -> OpenRequest:
         """Add a request to the engine, where it may have to wait. `on_output`: called with the new output of one run,
         of all its requests; it may begin and stop requests. Text is printed unless `silent`."""
         self.notices.pass_on()
@@ -176,15 +183,15 @@ class Session:
     # -- one request
 
     def generate(
-        self, request: GenerationRequest, on_tokens: Callable[[Sequence[int]], object] = lambda tokens: None,
-        on_prompt: Callable[[int], None] | None = None, silent: bool = True,
-    ) -> Generation:  # fmt: skip
+        self, request: GenerationRequest, on_tokens: OnTokens = None, on_prompt: OnPrompt = None, silent: bool = True
+    ) -> Generation:
         """One request, alone, until it ends or the user stops it. `on_tokens`: called with its new tokens.
         `on_prompt`: called with the number of prompt tokens that are evaluated."""
 
         def take(outputs: Sequence[Output]) -> None:
             for output in outputs:
-                on_tokens(output.tokens)
+                if on_tokens:
+                    on_tokens(output.tokens)
 
         metrics = RequestMetrics(self.context.tracer, on_prompt, has_draft=bool(self.plan.drafts))
         opened = self.begin(request, take, metrics, silent)
@@ -199,10 +206,8 @@ class Session:
         late_s = {rank: report["late_s"] for rank, report in figures.figures.items()}
         if notice := missed_pace(late_s, self.context.clock() - metrics.submitted_s):
             metrics.noticed(notice)
-        return Generation(
-            figures.ledger, figures.figures, figures.refiners, figures.row_s, opened.state, metrics,
-            opened.printer.text, opened.printer.was_cut,
-        )  # fmt: skip
+        shared = figures.ledger, figures.figures, figures.refiners, figures.row_s
+        return Generation(*shared, opened.state, metrics, opened.printer.text, opened.printer.was_cut)
 
     # -- output
 
@@ -241,8 +246,8 @@ def open_session(
     context: Context,
     plan: JobPlan,
     tokenizer: Tokenizer,
-    has_work: Callable[[], bool] = lambda: False,
-    say: Callable[[str], object] = complain,
+    has_work: Poll = lambda: False,
+    say: Say = complain,
     verbose: bool = False,
 ) -> Iterator[Session]:
     """A session whose models are loaded, closed at the end; within it the job stops in order. `has_work`: as in
