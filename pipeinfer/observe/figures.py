@@ -20,6 +20,8 @@ from pipeinfer.observe.columns import COLUMNS, NAMES, Record
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.observe.trace import Track, write_trace
 
+Names = Sequence[str]
+Tracks = Sequence[Track]
 SHARES = (50, 90, 95, 99)
 LATE = 0.02
 """Of a job's time: a paced rank that is late by more is named."""
@@ -236,7 +238,7 @@ class Result:
 
     experiment: Record
     data: dict[str, Any]
-    tracks: Sequence[Track] = ()
+    tracks: Tracks = ()
 
     def columns(self) -> Record:
         """The row of results.csv."""
@@ -262,13 +264,18 @@ class Result:
 
 
 def make_result(
-    request: Request, metrics: RequestMetrics, experiment: Record, shown: Sequence[str], tracks: Sequence[Track],
-    hops: Sequence[dict[str, Any]], n_cancel_messages: int, text: str = "", **more: Any,
-) -> Result:  # fmt: skip
-    """`shown`: the columns of `experiment` in --json; `more`: further fields there."""
+    request: Request,
+    metrics: RequestMetrics,
+    experiment: Record,
+    shown: Names,
+    tracks: Tracks,
+    wire: Record,
+    **more: Any,
+) -> Result:
+    """`shown`: the columns of `experiment` in --json; `more`: further fields there, and the text, if it is known."""
     window = metrics.submitted_s, metrics.finished_s or metrics.submitted_s
     data = {
-        "text": text,
+        "text": "",
         "tokens": request.tokens[len(request.prompt) :],
         "prompt_tokens": list(request.prompt),
         "finish": request.finish.value if request.finish else None,
@@ -277,7 +284,7 @@ def make_result(
         "timings": timings(metrics),
         "speculation": speculation(metrics),
         **more,
-        "wire": {"hops": hops, "cancel_messages": n_cancel_messages},
+        "wire": wire,
         "ranks": [track.row | asdict(track.time_use(window)) for track in tracks],
     }
     return Result(experiment, data, tracks)

@@ -58,9 +58,9 @@ class Simulated:
             role: {"name": experiment[role], "bytes": 0, "quantisation": "simulated"} if experiment[role] else None
             for role in ("model", "model_draft")
         }
-        request, tracks, n_cancels = self.request, self._tracks(), pipeline.ledger.n_cancel_messages
-        columns = dict(profile=self.profile.name, **models)
-        return make_result(request, self.metrics, experiment, SHOWN, tracks, hops, n_cancels, **columns)
+        more = models | {"profile": self.profile.name}
+        wire = {"hops": hops, "cancel_messages": pipeline.ledger.n_cancel_messages}
+        return make_result(self.request, self.metrics, experiment, SHOWN, self._tracks(), wire, **more)
 
     @property
     def _first_rank(self) -> int:

@@ -321,7 +321,7 @@ class Batch:
 
     def _figures(self) -> dict[str, Any]:
         """The object that --json prints and the statistics show."""
-        work, drafts = self.work, self.plan.drafts
+        work = self.work
         return {
             "requests": work.n_requests,
             "done_before": work.n_done,
@@ -333,6 +333,6 @@ class Batch:
             **self.throughput.figures(self.end_s - self.start_s, self.n_completed),
             "version": __version__,
             "model": describe_model(self.plan.model),
-            "model_draft": describe_drafts(drafts) if drafts else None,
+            "model_draft": describe_drafts(self.plan.drafts),
             "ranks": self.uses.ranks(),
         }

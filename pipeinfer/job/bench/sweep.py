@@ -109,9 +109,9 @@ class GenerationCase(Case):
 
     def columns(self, plan: JobPlan, turn: BenchTurn, n_prompt: int = 0) -> Record:
         """The columns known before a turn. `n_prompt`: the expected length of its prompt."""
-        settings = self.variant.settings
-        row = experiment_columns(plan, self.request, settings, turn.name, turn.digest, self.repetition)
-        return row | {"prompt_n": n_prompt}
+        prompt = {"prompt": turn.name, "prompt_hash": turn.digest, "prompt_n": n_prompt}
+        row = experiment_columns(plan, self.request, self.variant.settings)
+        return row | prompt | {"repetition": self.repetition}
 
     def describe(self, turn: BenchTurn) -> str:
         repeated = ["again, for its answer"] if self.repetition and turn.measured else []
@@ -144,10 +144,12 @@ class LoadCase(Case):
     def columns(self, plan: JobPlan) -> Record:
         """The columns known before the load."""
         first = self.requests[0]
-        tokens = [request.prompt for request in self.requests]
-        row = experiment_columns(plan, first, self.variant.settings, self.prompt, digest(tokens), self.repetition)
+        row = experiment_columns(plan, first, self.variant.settings)
         return {name: value for name, value in row.items() if name in (*LOADS.key, *PLAN_COLUMNS)} | {
-            "n_requests": len(tokens),
+            "prompt": self.prompt,
+            "prompt_hash": digest([request.prompt for request in self.requests]),
+            "repetition": self.repetition,
+            "n_requests": len(self.requests),
             "predict": first.n_predict,
             "concurrency": self.concurrency,
             "rate": math.nan if self.concurrency else self.rate,

@@ -43,6 +43,8 @@ NO_AMX = (
     "--no-cache-dir --no-deps llama-cpp-python"
 )
 
+OnLoaded = Callable[[int, float], object]
+
 MAX_RECORDS = 20_000
 """Records of rank 0 after which reports are requested, so that its memory stays small."""
 
@@ -61,11 +63,8 @@ class Figures:
 class LoadedRanks:
     """Between `load` and `close` every rank of the plan holds its models; other ranks are in `load.run_stage`."""
 
-    def __init__(
-        self, context: Context, plan: JobPlan,
-        on_loaded: Callable[[int, float], object] = lambda rank, loaded_s: None,
-    ) -> None:  # fmt: skip
-        """`on_loaded(rank, seconds)` is called for every rank that has loaded."""
+    def __init__(self, context: Context, plan: JobPlan, on_loaded: OnLoaded = lambda rank, loaded_s: None) -> None:
+        """`on_loaded` is called with the seconds that it took for every rank that has loaded."""
         self.context, self.plan, self.on_loaded = context, plan, on_loaded
         self._ranks = [stage.rank for stage in plan.assignment.stages]
         self.remote_ranks = sorted(plan.assignment.computing - {0})
@@ -119,25 +118,18 @@ class LoadedRanks:
 
     def _connect(self) -> None:
         """Make rank 0's ends of the pipelines, with the stages that it hosts itself."""
-        context, plan, worker = self.context, self.plan, None
-        comm, courier = context.link.comm, make_courier(context, plan)
-        wire_type, progress = plan.numerics.wire_type, progress_between(comm, plan.hosts)
-        n_posted = N_POSTED if plan.post_ahead else 0
-        if self._stage:
-            worker = make_worker(context, plan, self._stage)
+        context, plan, comm = self.context, self.plan, self.context.link.comm
+        progress, n_posted = progress_between(comm, plan.hosts), N_POSTED if plan.post_ahead else 0
+        how = make_courier(context, plan), plan.numerics.wire_type, progress, n_posted, context.clock
+        worker = make_worker(context, plan, self._stage) if self._stage else None
         n_features = len(plan.layers_read) * plan.model.n_embd
         n_bytes = verdict_bytes(plan.n_rows_max, n_scored=plan.capacity.n_nodes, n_features=n_features)
-        self._pipeline = HeadPipeline(
-            comm, self._ranks, worker, n_bytes, decode_verdict, courier, wire_type, progress, n_posted,
-            context.clock,
-        )  # fmt: skip
+        self._pipeline = HeadPipeline(comm, self._ranks, worker, n_bytes, decode_verdict, *how)
         for number, stages in plan.assignment.remote_drafts.items():
             draft, ranks = self._drafts.get(number), [stage.rank for stage in stages]
             draft_worker = make_draft_worker(context, plan, number, draft) if draft else None
-            self._draft_pipelines[number] = HeadPipeline(
-                comm, ranks, draft_worker, N_GUESS_BYTES, decode_guess_verdict, courier, wire_type, progress,
-                n_posted, context.clock,
-            )  # fmt: skip
+            pipeline = HeadPipeline(comm, ranks, draft_worker, N_GUESS_BYTES, decode_guess_verdict, *how)
+            self._draft_pipelines[number] = pipeline
 
     @property
     def _pipelines(self) -> list[HeadPipeline[Any]]:
@@ -147,31 +139,31 @@ class LoadedRanks:
         """The engine of all requests. `has_work`: returns True to end a wait. `on_tokens`: as in `Engine`."""
         context, plan, capacity = self.context, self.plan, self.plan.capacity
         assert self._pipeline
-        n_cells, n_guess_rows, model = capacity.n_cells, capacity.n_guess_rows, plan.model
-        pool = SequencePool(
-            capacity.n_target_seq, n_cells, plan.numerics.parked, model.rewinds, capacity.n_target_guesses, model.window
-        )
-        levels = {
-            number: Level(
-                pipeline, SequencePool(capacity.n_seq, n_cells, window=plan.drafts[number].window),
-                n_chunk=n_guess_rows,
-                n_rows=largest_question(self._refiner_costs[number]) if number else n_guess_rows,
-            )
-            for number, pipeline in self._draft_pipelines.items()
-        }  # fmt: skip
-        target = Level(
-            self._pipeline, pool, n_chunk=capacity.n_batch, n_rows=capacity.n_nodes, blocks=plan.numerics.blocks
-        )
+        n_cells, n_guess_rows, model, blocks = capacity.n_cells, capacity.n_guess_rows, plan.model, plan.numerics.blocks
+        levels = dict[int, Level]()
+        for number, pipeline in self._draft_pipelines.items():
+            pool = SequencePool(capacity.n_seq, n_cells, window=plan.drafts[number].window)
+            n_rows = largest_question(self._refiner_costs[number]) if number else n_guess_rows
+            levels[number] = Level(pipeline, pool, n_chunk=n_guess_rows, n_rows=n_rows)
+        kind = plan.numerics.parked, model.rewinds, capacity.n_target_guesses, model.window
+        pool = SequencePool(capacity.n_target_seq, n_cells, *kind)
+        target = Level(self._pipeline, pool, n_chunk=capacity.n_batch, n_rows=capacity.n_nodes, blocks=blocks)
         drafter: Drafter | Level | None = self._drafter or levels.pop(0, None)
         if not isinstance(drafter, Level) and plan.looks_up is not False:
             drafter = self._lookup = LookupDrafter(drafter)
+        waiter = HeadWaiter(context.flag.check, self._pipeline, has_work)
         engine = Engine(
-            target, drafter, HeadWaiter(context.flag.check, self._pipeline, has_work), context.clock, on_tokens,
+            target,
+            drafter,
+            waiter,
+            context.clock,
+            on_tokens,
             drafts=list(levels.values()),
             run_cost=run_cost(self._costs.values(), plan),
             limits=OpenLimits(capacity.n_requests, capacity.n_prompts, ahead_of(capacity.n_ctx)),
-            max_delay_s=plan.max_delay_s, draft_s=self._draft_s,
-        )  # fmt: skip
+            max_delay_s=plan.max_delay_s,
+            draft_s=self._draft_s,
+        )
         if not all(each.is_at_head for each in self._pipelines):  # else nothing comes while this rank evaluates
             for each in self._pipelines:
                 each.listen_by(engine.listen)

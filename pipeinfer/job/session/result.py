@@ -62,22 +62,19 @@ class ExperimentSettings:
         return settings_text(self.policy, self.speculation.couple, cut + moved + lookup)
 
 
-def experiment_columns(
-    plan: JobPlan, request: GenerationRequest, settings: ExperimentSettings, prompt: str = "", prompt_hash: str = "",
-    repetition: int = 0,
-) -> Record:  # fmt: skip
-    """The columns that are known before the text is. `prompt`: its name; `prompt_hash`: by default of its tokens."""
+def experiment_columns(plan: JobPlan, request: GenerationRequest, settings: ExperimentSettings) -> Record:
+    """The columns that are known before the text is, of a prompt without a name."""
     return {
         "policy": settings.policy.name,
         "variant": settings.variant,
         "settings": settings.text(plan.assignment),
         "options": settings.options,
-        **model_columns(describe_model(plan.model), describe_drafts(plan.drafts) if plan.drafts else None),
+        **model_columns(describe_model(plan.model), describe_drafts(plan.drafts)),
         "ranks": plan.assignment.n_ranks,
         "layers": [stage.last - stage.first for stage in plan.assignment.stages],
         "threads": list(plan.threads),
-        "prompt": prompt,
-        "prompt_hash": prompt_hash or digest(request.prompt),
+        "prompt": "",
+        "prompt_hash": digest(request.prompt),
         "prompt_n": len(request.prompt),
         "predicted_n": request.n_predict,
         **{name: getattr(request.sampling, name) for name in SAMPLING},
@@ -87,7 +84,7 @@ def experiment_columns(
         "plan_hash": plan.hash,
         "pace": settings.pace,
         "pace_hash": digest(plan.pace) if plan.pace else "",
-        "repetition": repetition,
+        "repetition": 0,
     }
 
 
@@ -115,8 +112,10 @@ def describe_model(model: ModelFile) -> dict[str, Any]:
     }
 
 
-def describe_drafts(drafts: Sequence[ModelFile]) -> dict[str, Any]:
-    """One draft, or several as one: names and the like joined, sizes added up, layers of the largest."""
+def describe_drafts(drafts: Sequence[ModelFile]) -> dict[str, Any] | None:
+    """Several as one: names and the like joined, sizes added up, layers of the largest; None if there are none."""
+    if not drafts:
+        return None
     models = [describe_model(draft) for draft in drafts]
     joined = {key: "+".join(model[key] for model in models) for key in ("name", "hash", "quantisation")}
     summed = {key: sum(model[key] for model in models) for key in ("bytes", "n_params")}
@@ -145,13 +144,15 @@ def generation_result(generation: Generation, plan: JobPlan, experiment: Record,
         }
         for rank, following in pairwise(ranks)
     ]
-    return make_result(
-        generation.request, generation.metrics, experiment, SHOWN, tracks_of(generation, plan), hops,
-        generation.ledger.n_cancel_messages, text,
-        model=describe_model(plan.model),
-        model_draft=describe_drafts(plan.drafts) if plan.drafts else None,
-        stage_row_s=[generation.row_s[stage.rank] for stage in plan.assignment.stages],
-    )  # fmt: skip
+    more = {
+        "text": text,
+        "model": describe_model(plan.model),
+        "model_draft": describe_drafts(plan.drafts),
+        "stage_row_s": [generation.row_s[stage.rank] for stage in plan.assignment.stages],
+    }
+    wire = {"hops": hops, "cancel_messages": generation.ledger.n_cancel_messages}
+    tracks = tracks_of(generation, plan)
+    return make_result(generation.request, generation.metrics, experiment, SHOWN, tracks, wire, **more)
 
 
 def tracks_of(figures: Figures, plan: JobPlan) -> list[Track]:
@@ -174,10 +175,7 @@ def _records(rank: int, figures: Figures) -> tuple[HeadLedger, Sequence[StageRun
 def _row(rank: int, report: dict[str, Any], plan: JobPlan) -> dict[str, Any]:
     stage = next((stage for stage in plan.assignment.stages if stage.rank == rank), None)
     memory, device = plan.memory[rank], plan.device(rank)
-    return {
-        "rank": rank,
-        "host": plan.hosts[rank].name,
-        "role": plan.assignment.describe(rank),
+    return _place(rank, plan) | {
         "layers": [stage.first, stage.last] if stage else None,
         "weight_bytes": memory.weights + memory.mapped,
         "kv_bytes": memory.kv,
@@ -187,6 +185,10 @@ def _row(rank: int, report: dict[str, Any], plan: JobPlan) -> dict[str, Any]:
         "device": plan.device_names(rank) or None,
         **{name: value for name, value in report.items() if name not in OTHER_FIGURES},
     }
+
+
+def _place(rank: int, plan: JobPlan) -> dict[str, Any]:
+    return {"rank": rank, "host": plan.hosts[rank].name, "role": plan.assignment.describe(rank)}
 
 
 class RankUses:
@@ -219,14 +221,5 @@ class RankUses:
 
     def ranks(self) -> list[dict[str, Any]]:
         """Each rank's row in --json and in the statistics."""
-        plan = self.plan
-        return [
-            {
-                "rank": rank,
-                "host": plan.hosts[rank].name,
-                "role": plan.assignment.describe(rank),
-                **asdict(use),
-                "peak_rss_bytes": self._peaks[rank],
-            }
-            for rank, use in enumerate(self.uses)
-        ]
+        rows = enumerate(zip(self.uses, self._peaks, strict=True))
+        return [_place(rank, self.plan) | asdict(use) | {"peak_rss_bytes": peak} for rank, (use, peak) in rows]
