@@ -34,8 +34,7 @@ from pipeinfer.models.text.json_schema import relaxations, schema_grammar
 from pipeinfer.models.text.tools import AUTO, Tools
 
 MAX_STOP_TOKENS = 256
-MAX_TOP_OF_COMPLETIONS = 5
-"""OpenAI's limit."""
+MAX_TOP_OF_COMPLETIONS = 5  # OpenAI's limit
 
 PromptParts = str | tuple[int | str, ...]
 """A text, or token ids, which may have texts between them."""
@@ -151,12 +150,9 @@ def prompt_parts(value: Any) -> PromptParts:
         value = value[0]
     if isinstance(value, str):
         return value
-    if (
-        isinstance(value, list)
-        and any(map(is_whole, value))
-        and all(isinstance(each, str) or _is_token(each) for each in value)
-    ):
-        return tuple(value)
+    parts = value if isinstance(value, list) else []
+    if any(map(is_whole, parts)) and all(isinstance(each, str) or _is_token(each) for each in parts):
+        return tuple(parts)
     refuse(f"prompt is {shown(value)}; give one text, or a list of token ids")
 
 
@@ -190,8 +186,8 @@ def _length(fields: Mapping[str, Any], default: int) -> int:
             refuse(f"{name} is {shown(value)}; give a whole number from 0 on, or -1 for as many as there is room for")
     lengths = {value for value in values.values() if value != -1}  # -1: as llama.cpp's clients write it
     if len(lengths) > 1:
-        refuse(f"{' and '.join(f'{name} {value}' for name, value in values.items())} are not the same; give one of "
-               "them")  # fmt: skip
+        each = " and ".join(f"{name} {value}" for name, value in values.items())
+        refuse(f"{each} are not the same; give one of them")
     return min(int(lengths.pop()), INT32_MAX) if lengths else default
 
 
@@ -258,8 +254,8 @@ def _n_logprobs(fields: Mapping[str, Any], is_chat: bool) -> int:
     if isinstance(value, bool):
         return 0 if value else -1
     if not is_whole(value) or not 0 <= value <= MAX_TOP_OF_COMPLETIONS:
-        refuse(f"logprobs is {shown(value)}; of a prompt give how many tokens beside the chosen one, from 0 to "
-               f"{MAX_TOP_OF_COMPLETIONS}")  # fmt: skip
+        limits = f"from 0 to {MAX_TOP_OF_COMPLETIONS}"
+        refuse(f"logprobs is {shown(value)}; of a prompt give how many tokens beside the chosen one, {limits}")
     return value
 
 

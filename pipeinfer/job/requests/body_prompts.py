@@ -35,6 +35,7 @@ from pipeinfer.models.text.chat_template import (
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.models.text.tools import AUTO, Tools, calls_grammar, knows_tools, plain_conversation
 
+WAY_OUT = "say less, or start with a larger -c"
 MAX_TURNS = 64
 """Earlier answers of a conversation whose prompts are rendered too, from the first on."""
 
@@ -59,8 +60,8 @@ class ChatFormat:
     @property
     def makes_nothing(self) -> UserError:
         """The error of a chat whose text has no tokens."""
-        return UserError(f"{self.template.name} makes no tokens of this; say something else, or give another with "
-                         "--chat-template-file FILE")  # fmt: skip
+        ways_out = "say something else, or give another with --chat-template-file FILE"
+        return UserError(f"{self.template.name} makes no tokens of this; {ways_out}")
 
     def render(self, messages: Sequence[ChatMessage]) -> Rendered:
         """The text up to the assistant's next answer. Raises UserError as ChatTemplate does."""
@@ -174,9 +175,15 @@ class BodyPrompts:
     control tokens."""
 
     def __init__(
-        self, text: TextOptions, context: ContextOptions, info: ModelInfo, tokenizer: Tokenizer, n_ctx: int = 0,
-        share: int = 0, say: Callable[[str], object] = complain,
-    ) -> None:  # fmt: skip
+        self,
+        text: TextOptions,
+        context: ContextOptions,
+        info: ModelInfo,
+        tokenizer: Tokenizer,
+        n_ctx: int = 0,
+        share: int = 0,
+        say: Callable[[str], object] = complain,
+    ) -> None:
         self.text, self.info, self.tokenizer, self.share = text, info, tokenizer, share
         self._say, self._has_warned = say, False
         self.warn: Callable[[str], object] = complain
@@ -206,8 +213,8 @@ class BodyPrompts:
         """The error of a conversation that is too long under any template, found before its turns are rendered."""
         messages = body.messages
         if len(messages) > self.n_ctx:
-            return UserError(f"messages has {len(messages)} messages, and a request has {self.n_ctx} tokens at most; "
-                             "say less, or start with a larger -c")  # fmt: skip
+            too_many = f"messages has {len(messages)} messages, and a request has {self.n_ctx} tokens at most"
+            return UserError(f"{too_many}; {WAY_OUT}")
         try:
             self._fitting("".join(f"{each.content}{as_json(each.more) if each.more else ''}" for each in messages))
         except UserError as error:
@@ -234,8 +241,8 @@ class BodyPrompts:
         check_constraints(sampling, body.ignore_eos, self.tokenizer, "ignore_eos")
         if rendered and (calls := self.format.constraint(body.tools, thought)):
             if body.ignore_eos:
-                raise UserError("ignore_eos goes on behind the end of the text, and tool_choice says what it is; leave "
-                                "one of them out")  # fmt: skip
+                both = "ignore_eos goes on behind the end of the text, and tool_choice says what it is"
+                raise UserError(f"{both}; leave one of them out")
             sampling = replace(sampling, grammar=calls)
         if not prompt and rendered:
             raise self.format.makes_nothing
@@ -252,11 +259,10 @@ class BodyPrompts:
         ends = frozenset() if body.ignore_eos else self._ends
         if max(body.stop_tokens, default=0) >= self.tokenizer.n_vocab:
             raise UserError(f"stop_token_ids has {max(body.stop_tokens)}; the vocabulary has {self.tokenizer.n_vocab}")
-        return GenerationRequest(
-            tuple(prompt), n_predict, len(prompt) + max(1, n_predict), sampling.settled, ends | {*body.stop_tokens},
-            stops, markers=bool(body.messages), spans=spans_of_turns([*earlier, prompt]) if earlier else None,
-            priority=body.priority, thought=thought,
-        )  # fmt: skip
+        n_ctx, spans = len(prompt) + max(1, n_predict), spans_of_turns([*earlier, prompt]) if earlier else None
+        ends |= {*body.stop_tokens}
+        request = GenerationRequest(tuple(prompt), n_predict, n_ctx, sampling.settled, ends, stops, bool(body.messages))
+        return replace(request, spans=spans, priority=body.priority, thought=thought)
 
     def _chat(self, body: Body, rendered: Rendered | UserError) -> tuple[list[int], str]:
         """(the tokens of a chat, the text that ends the reasoning that they begin)."""
@@ -297,8 +303,8 @@ class BodyPrompts:
     def _fitting(self, text: str) -> str:
         """The same text. Raises UserError for one that cannot fit, whose tokens may take minutes."""
         if (n_bytes := len(text.encode("utf-8", "replace"))) > self.n_ctx * self.tokenizer.longest:
-            raise UserError(f"the prompt has {n_bytes} bytes and cannot fit the {self.n_ctx} tokens of a request; "
-                            "say less, or start with a larger -c")  # fmt: skip
+            too_long = f"the prompt has {n_bytes} bytes and cannot fit the {self.n_ctx} tokens of a request"
+            raise UserError(f"{too_long}; {WAY_OUT}")
         return text
 
     def _tokens(self, body: Body) -> Sequence[int]:

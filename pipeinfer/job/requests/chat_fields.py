@@ -9,8 +9,8 @@ from pipeinfer.job.requests.fields import EFFORTS, PassedOver, flag, one_of, ref
 from pipeinfer.models.text.chat_template import ChatMessage
 from pipeinfer.models.text.tools import AUTO, NONE, REQUIRED, Tools
 
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool",
-         "function": "tool"}  # fmt: skip
+SAME_ROLES = ("system", "user", "assistant", "tool")
+ROLES = {each: each for each in SAME_ROLES} | {"developer": "system", "function": "tool"}
 MAX_TOOLS = 128
 """OpenAI's limit."""
 
@@ -21,8 +21,8 @@ REASONING_FORMATS = ("auto", "none", "deepseek")
 RESERVED = ("add_generation_prompt", "messages", "tools")
 """Variables of a template that have fields of their own."""
 
-MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content", "reasoning", "function_call",
-           "refusal", "annotations", "audio"}  # fmt: skip
+MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "function_call"}
+MESSAGE |= {"reasoning_content", "reasoning", "refusal", "annotations", "audio"}
 """Fields of a message, including those of answers that clients send back."""
 
 
@@ -85,8 +85,8 @@ def _call(name: str, value: Any) -> dict[str, Any]:
     """A call of an assistant, with its arguments as an object, which each template writes in its own way."""
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        refuse(f"{name} is {shown(value)}; give what the server answered: an id, type function, and a function with "
-               "name and arguments")  # fmt: skip
+        answered = "an id, type function, and a function with name and arguments"
+        refuse(f"{name} is {shown(value)}; give what the server answered: {answered}")
     text = function.get("arguments") or "{}"
     try:
         arguments = json.loads(text) if isinstance(text, str) else text

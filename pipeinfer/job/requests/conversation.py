@@ -155,7 +155,7 @@ def _question(path: Path, number: int, line: str, n_turns: int) -> BenchPrompt:
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
         turns = None
     if not (isinstance(turns, list) and turns and all(isinstance(turn, str) for turn in turns)):
-        raise UserError(f"{path}, line {number}: not a JSON object with a list of texts named turns, or a text named "
-                        "prompt")  # fmt: skip
+        form = "a JSON object with a list of texts named turns, or a text named prompt"
+        raise UserError(f"{path}, line {number}: not {form}")
     first, *later = turns[: n_turns or None]
     return BenchPrompt(f"{path.stem}/{number}", first, later=tuple(later))

@@ -88,42 +88,63 @@ def without_null(values: Mapping[str, Any]) -> dict[str, Any]:
 
 LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict", "max_new_tokens")
 PROMPTS = ("prompt", "messages")
-CHAT_FIELDS = ("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "reasoning_format",
-               "chat_template_kwargs", "add_generation_prompt", "continue_final_message")  # fmt: skip
+CHAT_FIELDS = ("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "reasoning_format")
+TEMPLATE_FIELDS = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 FORMS = ("grammar", "json_schema", "response_format")
 """Constraints of the text: a request has one of them."""
 
-WITHOUT_EFFECT = (
-    "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "cache_prompt",
-    "stream_options", "prompt_cache_retention", "verbosity", "mirostat_tau", "mirostat_eta", "dynatemp_exponent",
-    "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
-)  # fmt: skip
+WITHOUT_EFFECT: tuple[str, ...] = (
+    "model",
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+)
+WITHOUT_EFFECT += ("cache_prompt", "stream_options", "prompt_cache_retention", "verbosity")
+# of samplers that are off
+WITHOUT_EFFECT += ("mirostat_tau", "mirostat_eta", "dynatemp_exponent", "xtc_threshold", "dry_base")
+WITHOUT_EFFECT += ("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers")
+OFF_AT_1 = ("typical_p", "typ_p", "tfs_z", "tfs")
+OFF_AT_0: tuple[str, ...] = (
+    "mirostat",
+    "mirostat_mode",
+    "dynatemp_range",
+    "dry_multiplier",
+    "xtc_probability",
+    "top_a",
+)
+OFF_AT_0 += ("epsilon_cutoff", "eta_cutoff", "min_keep", "min_tokens")
+NOT_SERVED = ("stream", "echo", "post_sampling_probs", "use_beam_search", "include_stop_str_in_output")
 ONLY: Mapping[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "stream": (False,), "echo": (False,),
-    "suffix": ("",), "modalities": (["text"],), "functions": ([],), "function_call": ("none", "auto"),
-    # samplers that are off
-    "typical_p": (1,), "typ_p": (1,), "tfs_z": (1,), "tfs": (1,), "mirostat": (0,), "mirostat_mode": (0,),
-    "dynatemp_range": (0,), "dry_multiplier": (0,), "xtc_probability": (0,), "top_n_sigma": (-1, 0), "top_a": (0,),
-    "epsilon_cutoff": (0,), "eta_cutoff": (0,), "min_keep": (0,), "min_tokens": (0,),
-    # as it is anyway
-    "post_sampling_probs": (False,), "use_beam_search": (False,), "include_stop_str_in_output": (False,),
+    **dict.fromkeys(("n", "best_of", *OFF_AT_1), (1,)),
+    **dict.fromkeys(OFF_AT_0, (0,)),
+    **dict.fromkeys(NOT_SERVED, (False,)),
+    "suffix": ("",),
+    "modalities": (["text"],),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "top_n_sigma": (-1, 0),
     "skip_special_tokens": (True,),
-}  # fmt: skip
+}
 """Fields that are refused with other values, which would change the text."""
 
 IN_EFFECT: Mapping[str, tuple[Any, ...]] = {
-    "n_keep": (0, -1), "n_discard": (0,), "id_slot": (-1,), "t_max_predict_ms": (0, -1), "n_indent": (0,),
-    "penalize_nl": (False,), "return_tokens": (False,), "length_penalty": (1,), "early_stopping": (False,),
-    "spaces_between_special_tokens": (True,), "lora": ([],),
-}  # fmt: skip
+    **dict.fromkeys(("n_keep", "t_max_predict_ms"), (0, -1)),
+    **dict.fromkeys(("n_discard", "n_indent"), (0,)),
+    **dict.fromkeys(("penalize_nl", "return_tokens", "early_stopping"), (False,)),
+    "id_slot": (-1,),
+    "length_penalty": (1,),
+    "spaces_between_special_tokens": (True,),
+    "lora": ([],),
+}
 """Fields that are passed over with other values."""
 
 ALIASES = {alias: name for name, _, setting in settings_of(SamplingParams) for alias in setting.aliases}
-KNOWN = {
-    *(name for name, _, _ in settings_of(SamplingParams)), *ALIASES, *LENGTHS, *PROMPTS, *WITHOUT_EFFECT, *ONLY, *FORMS,
-    *IN_EFFECT, *CHAT_FIELDS, "stop", "ignore_eos", "logit_bias", "logprobs", "top_logprobs", "n_probs", "priority",
-    "parse_special", "add_special_tokens", "stop_token_ids",
-}  # fmt: skip
+OTHERS = ("stop", "ignore_eos", "logit_bias", "logprobs", "top_logprobs", "n_probs", "priority", "parse_special")
+KNOWN = {*(name for name, _, _ in settings_of(SamplingParams)), *ALIASES, *LENGTHS, *PROMPTS, *WITHOUT_EFFECT, *FORMS}
+KNOWN |= {*ONLY, *IN_EFFECT, *CHAT_FIELDS, *TEMPLATE_FIELDS, *OTHERS, "add_special_tokens", "stop_token_ids"}
 
 
 def served(body: Mapping[str, Any], passed: PassedOver) -> dict[str, Any]:
@@ -154,15 +175,18 @@ STOPS = ("stop_sequences", "stopping_strings")
 THINKS = ("enable_thinking", "think", "thinking", "reasoning")
 SAMPLERS: Mapping[str, Mapping[str, float]] = {
     "penalties": {"repeat_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0},
-    "top_k": {"top_k": 0}, "top_p": {"top_p": 1.0}, "min_p": {"min_p": 0.0}, "temperature": {"temp": 1.0},
-}  # fmt: skip
+    "top_k": {"top_k": 0},
+    "top_p": {"top_p": 1.0},
+    "min_p": {"min_p": 0.0},
+    "temperature": {"temp": 1.0},
+}
 """llama.cpp's samplers, and the settings that switch each off."""
 
 ALSO = {"repeat_penalty": "repetition_penalty", "temp": "temperature"}
 """Other names of those settings."""
 
-LETTERS = {"e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p", "m": "min_p",
-           "x": "xtc", "t": "temperature", "a": "adaptive_p", "i": "infill"}  # fmt: skip
+LETTERS = {"e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p", "m": "min_p"}
+LETTERS |= {"x": "xtc", "t": "temperature", "a": "adaptive_p", "i": "infill"}
 OFF = ("dry", "top_n_sigma", "typ_p", "typical_p", "xtc", "adaptive_p", "dynatemp")
 """Samplers that are off unless their own fields say otherwise."""
 
@@ -199,9 +223,8 @@ def _constrain(fields: dict[str, Any]) -> None:
         elif form == "regex":
             refuse(f"guided_regex is {shown(value)}; no text can be held to it here, give a grammar or a JSON schema")
         elif form != "json_object" and not form.startswith(("disable_", "whitespace_")):
-            refuse(
-                f"structured_outputs has {shown(form)}, to which no text can be held here; give json, grammar or choice"
-            )
+            other = f"structured_outputs has {shown(form)}, to which no text can be held here"
+            refuse(f"{other}; give json, grammar or choice")
 
 
 def _json_of(value: Any) -> Any:

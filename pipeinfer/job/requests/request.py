@@ -46,10 +46,8 @@ class GenerationRequest:
 
     def open(self, id: int) -> Request:
         """The state of this request in an engine."""
-        return Request(
-            id, self.prompt, self.n_predict, self.sampling, self.n_ctx, self.end_tokens, self.spans, self.keep,
-            self.priority, self.begun,
-        )  # fmt: skip
+        ends, how = self.end_tokens, (self.spans, self.keep, self.priority, self.begun)
+        return Request(id, self.prompt, self.n_predict, self.sampling, self.n_ctx, ends, *how)
 
 
 def end_tokens(ignore_eos: bool, tokenizer: Tokenizer) -> frozenset[int]:
@@ -67,11 +65,9 @@ def fit_context(ctx_size: int, predict: int, info: ModelInfo, n_prompt: int) -> 
         n_ctx = ctx_size or min(limit, max(DEFAULT_CTX, 2 * n_prompt))
         return n_ctx, n_ctx - n_prompt
     if n_prompt + predict > limit:
-        raise UserError(
-            f"-n {predict} would be cut: {source} leaves {limit - n_prompt} tokens "
-            f"after the {n_prompt} of the prompt; "
-            f"use -n {limit - n_prompt} at most, or {way_out}"
-        )
+        n_left = limit - n_prompt
+        cut = f"-n {predict} would be cut: {source} leaves {n_left} tokens after the {n_prompt} of the prompt"
+        raise UserError(f"{cut}; use -n {n_left} at most, or {way_out}")
     return ctx_size or n_prompt + predict, predict
 
 
@@ -80,10 +76,8 @@ def check_trained(info: ModelInfo, n_prompt: int, n_predict: int) -> None:
     n_left = info.n_ctx_train - n_prompt
     if n_predict > n_left:
         way_out = f"use -n {n_left} at most" if n_left > 0 else "give a shorter text"
-        raise UserError(
-            f"-n {n_predict} after a text of {n_prompt} tokens is more than the {info.n_ctx_train} that "
-            f"{info.path} was trained for; {way_out}"
-        )
+        too_long = f"-n {n_predict} after a text of {n_prompt} tokens is more than the {info.n_ctx_train}"
+        raise UserError(f"{too_long} that {info.path} was trained for; {way_out}")
 
 
 # -- texts of options
@@ -119,11 +113,11 @@ def check_constraints(
     """Raises UserError for biases and grammars that the vocabulary cannot have. `flag`: the name of `ignore_eos`."""
     ids, _ = read_biases(sampling.logit_bias)
     if len(ids) and ids[-1] >= tokenizer.n_vocab:
-        raise UserError(f"a logit bias is for token {ids[-1]}, and the vocabulary has {tokenizer.n_vocab}, from 0 on; "
-                        "`pipeinfer run --json` and POST /tokenize tell a text's tokens")  # fmt: skip
+        unknown = f"a logit bias is for token {ids[-1]}, and the vocabulary has {tokenizer.n_vocab}, from 0 on"
+        raise UserError(f"{unknown}; `pipeinfer run --json` and POST /tokenize tell a text's tokens")
     if sampling.grammar and ignore_eos:
-        raise UserError(f"{flag} goes on behind the end of the text, where a grammar lets nothing follow; "
-                        "leave one of them out")  # fmt: skip
+        both = f"{flag} goes on behind the end of the text, where a grammar lets nothing follow"
+        raise UserError(f"{both}; leave one of them out")
     if sampling.grammar:
         check_grammar(tokenizer, sampling.grammar)
 
