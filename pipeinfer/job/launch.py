@@ -124,10 +124,8 @@ def start_job(part: Callable[[Crew], int], settings: object, ranks: PlacementOpt
     """
     sleep_on_time()
     flag, end = StopFlag(), partial(end_job, abort=abort)
-    watch = Watch(
-        rank_from_environment(), size_from_environment(), end, Limits.of(ranks.rank_timeout_s),
-        getattr(settings, "goes_on_from", None), absent_command(),
-    )  # fmt: skip
+    limits, resumed_from = Limits.of(ranks.rank_timeout_s), getattr(settings, "goes_on_from", None)
+    watch = Watch(rank_from_environment(), size_from_environment(), end, limits, resumed_from, absent_command())
     stopper = Stopper(flag, watch, end)
     on_signals(stopper.on_signal)
     watch.open(stopper.on_request)  # not before: it would take an end by a signal for a death

@@ -1,9 +1,10 @@
 """Rank 0's part of `pipeinfer run`: stream the text of one generation, report."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pipeinfer.cluster.hosts.cores import Host
@@ -51,11 +52,10 @@ def prepare_run(options: RunOptions, hosts: Sequence[Host]) -> tuple[JobPlan, Ru
     plan, (request, tokenizer) = prepare(options, hosts)
     noted = replace(request, sampling=replace(request.sampling, seed=options.sampling.seed))
     model, placement = model_id(plan), options.placement
-    return plan, RunWork(
-        request, tokenizer, digest((noted, model[0], options.numerics.rounding)),
-        open_journal(options.output.resume, model), ExperimentSettings.of(options), options.output,
-        has_draft=bool(options.models.drafts), is_split=placement.layer_split is not None and not placement.plan,
-    )  # fmt: skip
+    key, journal = digest((noted, model[0], options.numerics.rounding)), open_journal(options.output.resume, model)
+    settings, is_split = ExperimentSettings.of(options), placement.layer_split is not None and not placement.plan
+    has_draft = bool(options.models.drafts)
+    return plan, RunWork(request, tokenizer, key, journal, settings, options.output, has_draft, is_split)
 
 
 class Head:
@@ -68,15 +68,18 @@ class Head:
 
     def run(self) -> int:
         """Returns the exit code."""
-        flag, verbose = self.context.flag, self.work.output.verbose
-        brief = f"context {self.request.n_ctx}, seed {self.request.sampling.seed}"
-        show_start(self.console, self.plan, brief, self._headline(), verbose)
-        with (
-            closing(self.work.journal),
-            open_session(self.context, self.plan, self.work.tokenizer, verbose=verbose) as session,
-        ):
-            progress = ProgressBar(self.console, CLOCK, "prompt", len(self.request.prompt) - 1, "tokens")
-            generation = session.generate(self.request, self._note, progress.update, self.work.output.json)
+        flag, request, verbose = self.context.flag, self.request, self.work.output.verbose
+        n_prompt = len(request.prompt)
+        brief = f"context {request.n_ctx}, seed {request.sampling.seed}"
+        noted = f", {len(request.begun)} tokens of it are noted" if request.begun else ""
+        n_predict = f"up to {request.n_predict} tokens" if request.n_predict else "no tokens"
+        about = f"policy {request.policy.name}, {n_prompt} prompt tokens, {n_predict}, {brief}{noted}"
+        show_start(self.console, self.plan, brief, about, verbose)
+        opened = open_session(self.context, self.plan, self.work.tokenizer, verbose=verbose)
+        with closing(self.work.journal), opened as session:
+            progress = ProgressBar(self.console, CLOCK, "prompt", n_prompt - 1, "tokens")
+            on_tokens = partial(self.work.journal.came, self.work.key)
+            generation = session.generate(request, on_tokens, progress.update, self.work.output.json)
             progress.close()
             if generation.request.finish is not Finish.STOPPED:
                 self.work.journal.ended(self.work.key)
@@ -92,18 +95,6 @@ class Head:
         if flag.reason and not lost(sys.stdout):
             complain(f"{flag.reason}; the text up to here is complete")
         return flag.exit_code or code
-
-    def _note(self, tokens: Sequence[int]) -> None:
-        self.work.journal.came(self.work.key, tokens)
-
-    def _headline(self) -> str:
-        request, policy = self.request, self.request.policy.name
-        noted = f", {len(request.begun)} tokens of it are noted" if request.begun else ""
-        n_predict = f"up to {request.n_predict} tokens" if request.n_predict else "no tokens"
-        return (
-            f"policy {policy}, {len(request.prompt)} prompt tokens, {n_predict}, context {request.n_ctx}, "
-            f"seed {request.sampling.seed}{noted}"
-        )
 
     def _time_machine(self) -> "TimedMachine | None":
         """For --machines, while the other ranks are idle."""
@@ -148,16 +139,12 @@ class Head:
 
     def _write_files(self, result: Result) -> int:
         """Write the files that were requested, each whether or not the others could be written."""
-        results, trace = self.work.output.results, self.work.output.trace
-        writing: list[Callable[[], None]] = []
-        if results:
-            writing.append(lambda: RESULTS.append(results, result.columns()))
-        if trace:
-            writing.append(lambda: result.write_trace(trace))
-        code = 0
-        for write in writing:
+        code, output = 0, self.work.output
+        append = partial(RESULTS.append, row=result.columns())
+        for path, write in ((output.results, append), (output.trace, result.write_trace)):
             try:
-                write()
+                if path:
+                    write(path)
             except UserError as error:
                 complain(str(error))
                 code = 2

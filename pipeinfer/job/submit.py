@@ -45,8 +45,8 @@ def submit(job: SlurmJob, wait: bool, source: Path | None = None) -> int:
     if not wait:
         print(f"{number} {job.folder}", flush=True)
         if "serve" in job.command[1:2]:
-            complain(f"once the server listens, {job.log_file} has its address, and how other machines get there "
-                     "(ssh -L PORT:127.0.0.1:PORT NODE)")  # fmt: skip
+            tells = f"{job.log_file} has its address, and how other machines get there"
+            complain(f"once the server listens, {tells} (ssh -L PORT:127.0.0.1:PORT NODE)")
         return 0
     complain(f"job {number} in {job.folder}; scancel {number} ends it")
     return follow(number, job.text_file, job.log_file)
@@ -59,7 +59,6 @@ def in_folder(job: SlurmJob, folder: Path) -> SlurmJob:
 
 FOLDER = "\0folder\0"
 """Stands in a command's words for the job's folder, which is not there yet: no word can contain it."""
-
 
 PART = f"requests-{INDEX}.jsonl"
 """The requests of one job of an array, in the folder."""
@@ -154,11 +153,9 @@ class _Tail:
 
 def is_open_mpi(mpirun: str = "") -> bool:
     """Whether an mpirun, ours by default, is Open MPI's."""
+    words, nothing = [mpirun or own_program("mpirun"), "--version"], subprocess.DEVNULL
     try:
-        done = subprocess.run(
-            [mpirun or own_program("mpirun"), "--version"], stdin=subprocess.DEVNULL, capture_output=True,
-            timeout=VERSION_TIMEOUT_S,
-        )  # fmt: skip
+        done = subprocess.run(words, stdin=nothing, capture_output=True, timeout=VERSION_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return False
     return b"open mpi" in done.stdout.lower().replace(b"-", b" ")

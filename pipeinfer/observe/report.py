@@ -10,7 +10,6 @@ from rich.progress import (
     DownloadColumn,
     MofNCompleteColumn,
     Progress,
-    ProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -64,11 +63,11 @@ def _statistics(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
     speed = f"{t['predicted_n']} tokens, {number(t['predicted_per_second'])} tokens/s"
     yield "generation", f"{speed}, ITL p50 {p50}, p95 {p95}, p99 {p99}"
     if s["draft_n"]:
-        yield "speculation", (
-            f"acceptance {number(s['acceptance_rate'])} ({s['draft_n_accepted']} of {s['draft_n_judged']} "
-            f"guesses right), hit rate {number(s['hit_rate'])} ({s['draft_n_accepted']} of {s['contested_n']} tokens "
-            f"guessed), {number(s['accepted_length'])} tokens a verdict, draft time {number(s['draft_s'])} s"
-        )  # fmt: skip
+        n_right, acceptance, hit_rate = s["draft_n_accepted"], number(s["acceptance_rate"]), number(s["hit_rate"])
+        right = f"acceptance {acceptance} ({n_right} of {s['draft_n_judged']} guesses right)"
+        hit = f"hit rate {hit_rate} ({n_right} of {s['contested_n']} tokens guessed)"
+        length = f"{number(s['accepted_length'])} tokens a verdict"
+        yield "speculation", f"{right}, {hit}, {length}, draft time {number(s['draft_s'])} s"
         depths = ", ".join(
             f"{depth}: {100 * counts['right'] / counts['n']:.0f}% of {counts['n']}"
             for depth, counts in list(s["by_depth"].items())[:DEPTHS_SHOWN]
@@ -104,8 +103,8 @@ def show_outcome(console: Console, result: dict[str, Any], has_draft: bool, is_s
 def speed_text(t: dict[str, Any]) -> str:
     """The speed of one text, from its `timings`."""
     read = f"{t['prompt_n']} of {t['prompt_n'] + t['cache_n']}" if t["cache_n"] else str(t["prompt_n"])
-    return (f"{t['predicted_n']} tokens, {number(t['predicted_per_second'])} tokens/s, first after "
-            f"{number(t['ttft_s'])} s; {read} prompt tokens read")  # fmt: skip
+    speed = f"{t['predicted_n']} tokens, {number(t['predicted_per_second'])} tokens/s"
+    return f"{speed}, first after {number(t['ttft_s'])} s; {read} prompt tokens read"
 
 
 def guessed_text(s: dict[str, Any]) -> str:
@@ -137,9 +136,7 @@ def advice_on(result: dict[str, Any], has_draft: bool, is_split: bool) -> str:
 
 def _ways_to_guess(policy: str, has_draft: bool) -> Iterator[str]:
     if policy == "iterative":
-        yield (
-            "--policy auto lets the draft guess" if has_draft else "--policy auto guesses what stood in the text before"
-        )
+        yield f"--policy auto {'lets the draft guess' if has_draft else 'guesses what stood in the text before'}"
     if not has_draft:
         yield "-md FILE gives a draft"
 
@@ -147,15 +144,12 @@ def _ways_to_guess(policy: str, has_draft: bool) -> Iterator[str]:
 def show_ranks(console: Console, ranks: Sequence[dict[str, Any]]) -> None:
     """How each rank spent its time, and what cancellations saved it, if known."""
     saved_columns = ["runs saved", "layers saved"] if "layers_saved" in ranks[0] else []
-    rows = [
-        [
-            str(rank["rank"]), rank["host"], rank["role"],
-            *(f"{100 * rank[f'{use}_s'] / max(rank['wall_s'], 1e-9):.0f}%" for use in USES),
-            *([str(rank["runs_skipped"] + rank["runs_stopped"]), str(rank["layers_saved"])] if saved_columns else []),
-            size_text(rank["peak_rss_bytes"]),
-        ]
-        for rank in ranks
-    ]  # fmt: skip
+    rows = []
+    for rank in ranks:
+        uses = [f"{100 * rank[f'{use}_s'] / max(rank['wall_s'], 1e-9):.0f}%" for use in USES]
+        saved = [rank["runs_skipped"] + rank["runs_stopped"], rank["layers_saved"]] if saved_columns else []
+        place = str(rank["rank"]), rank["host"], rank["role"]
+        rows.append([*place, *uses, *map(str, saved), size_text(rank["peak_rss_bytes"])])
     show_table(console, ["rank", "host", "role", *USES, *saved_columns, "peak memory"], rows)
 
 
@@ -173,10 +167,8 @@ def show_throughput(console: Console, summary: dict[str, Any], verbose: bool) ->
 def _throughput(s: dict[str, Any], verbose: bool) -> Iterator[tuple[str, str]]:
     counts = f"{s['completed']} completed, {s['failed']} not served, {s['done_before']} done before, {s['left']} left"
     preempted = f", preempted {s['preempted_n']} times" if s["preempted_n"] else ""
-    yield (
-        "requests",
-        f"{counts}; {number(s['requests_per_second'])} a second, {s['open_max']} at a time at most{preempted}",
-    )
+    at_once = f"{s['open_max']} at a time at most{preempted}"
+    yield "requests", f"{counts}; {number(s['requests_per_second'])} a second, {at_once}"
     speed = f"{s['predicted_n']} tokens in {number(s['wall_s'])} s, {number(s['predicted_per_second'])} tokens/s"
     shared = f", {s['cache_n']} of them shared" if s["cache_n"] else ""
     yield "throughput", f"{speed}; {s['prompt_n']} prompt tokens, {number(s['prompt_per_second'])} tokens/s{shared}"
@@ -199,19 +191,13 @@ class ProgressBar:
     """A bar on a terminal, after PATIENCE_S; else lines after 1, 2, 4, … seconds, at most a minute apart."""
 
     def __init__(
-        self,
-        console: Console,
-        clock: Callable[[], float],
-        what: str,
-        n_total: int,
-        unit: str,
-        per_unit: float = 1,
-        columns: tuple[ProgressColumn, ...] = (MofNCompleteColumn(),),
-        stays: bool = False,
+        self, console: Console, clock: Callable[[], float], what: str, n_total: int, unit: str, stays: bool = False
     ) -> None:
-        """Starts the time. Lines count `n_total / per_unit` of `unit`. `columns`: of the bar; `stays`: at its end."""
+        """Starts the time. `unit`: of `n_total`, shown in MB if these are bytes. `stays`: at its end."""
         self.console, self.clock, self.what, self.n_total = console, clock, what, n_total
-        self._unit, self._per_unit, self._columns, self._stays = unit, per_unit, columns, stays
+        self._unit, self._stays, is_bytes = unit, stays, unit == "MB"
+        self._per_unit = 1e6 if is_bytes else 1
+        self._columns = (DownloadColumn(), TransferSpeedColumn()) if is_bytes else (MofNCompleteColumn(),)
         self._n_done = self._n_tokens = 0
         self._start_s, self._next_s = clock(), PATIENCE_S
         self._bar: Progress | None = None
@@ -233,9 +219,9 @@ class ProgressBar:
 
     def _show(self, passed_s: float, rate: str) -> None:
         if self.console.is_terminal:
-            columns = (TextColumn(self.what), BarColumn(), *self._columns, TextColumn("{task.fields[rate]}"),
-                       TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn())  # fmt: skip
-            self._bar = Progress(*columns, console=self.console, transient=not self._stays)
+            amount = TextColumn(self.what), BarColumn(), *self._columns, TextColumn("{task.fields[rate]}")
+            times = TimeElapsedColumn(), TextColumn("left:"), TimeRemainingColumn()
+            self._bar = Progress(*amount, *times, console=self.console, transient=not self._stays)
             self._bar.add_task("", total=self.n_total, completed=self._n_done, rate=rate)
             self._bar.start()
             return
@@ -249,8 +235,3 @@ class ProgressBar:
         if self._bar:
             self._bar.stop()
             self._bar = None
-
-
-def transfer_bar(console: Console, clock: Callable[[], float], what: str, n_bytes: int) -> ProgressBar:
-    """Progress of a transfer."""
-    return ProgressBar(console, clock, what, n_bytes, "MB", 1e6, (DownloadColumn(), TransferSpeedColumn()))

@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from pipeinfer.observe.report import ProgressBar, transfer_bar
+from pipeinfer.observe.report import ProgressBar
 
 
 class Progressing:
@@ -51,7 +51,7 @@ def test_long_waits_have_a_line_a_minute_with_the_rate_of_tokens() -> None:
 
 def test_bytes_are_told_in_megabytes() -> None:
     now, out = 0.0, io.StringIO()
-    bar = transfer_bar(Console(file=out, width=80), lambda: now, "to rank 1", 10_000_000)
+    bar = ProgressBar(Console(file=out, width=80), lambda: now, "to rank 1", 10_000_000, "MB")
     now = 1.5
     bar.advance(4_000_000)
     bar.advance(6_000_000)

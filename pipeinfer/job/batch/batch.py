@@ -81,8 +81,8 @@ class BatchWork:
         """The requests without a result, among the lines that were checked, as requests to the engine or errors. Raises
         UserError if all chats fail."""
         lines = takewhile(lambda each: each.index < len(self.is_done), self.file.requests())
-        left = (each for each in lines if not self.is_done[each.index])
-        while group := list(islice(left, N_AT_ONCE)):
+        rest = (each for each in lines if not self.is_done[each.index])
+        while group := list(islice(rest, N_AT_ONCE)):
             yield from zip(group, map(self._checked, self.prompts.ask([each.body for each in group])), strict=True)
 
     def _checked(self, request: GenerationRequest | UserError) -> GenerationRequest | UserError:
@@ -228,9 +228,9 @@ class Batch:
     def run(self) -> int:
         """Returns the exit code."""
         work, capacity = self.work, self.plan.capacity
-        context, left = f"context {capacity.n_ctx}", f"{work.n_left} of {work.n_requests} requests left"
-        about = f"policy {work.policy.name}, {left}, up to {capacity.n_requests} at a time, {context}"
-        show_start(self.console, self.plan, f"{context}, {left}", about, self.printing.verbose)
+        context, requests = f"context {capacity.n_ctx}", f"{work.n_left} of {work.n_requests} requests left"
+        about = f"policy {work.policy.name}, {requests}, up to {capacity.n_requests} at a time, {context}"
+        show_start(self.console, self.plan, f"{context}, {requests}", about, self.printing.verbose)
         session = open_session(self.context, self.plan, work.prompts.tokenizer, verbose=self.printing.verbose)
         with closing(work), session as self.session:
             self.progress = ProgressBar(self.console, CLOCK, "batch", work.n_requests, "requests", stays=True)

@@ -139,9 +139,9 @@ class Bench:
         self.arrivals: Arrivals | None = None
         self.console = stderr_console()
         bar = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        left = TextColumn("left:"), TimeRemainingColumn(elapsed_when_finished=False)
+        time_left = TextColumn("left:"), TimeRemainingColumn(elapsed_when_finished=False)
         # without a terminal each row is a line
-        self.progress = Progress(*bar, *left, console=self.console, disable=not self.console.is_terminal)
+        self.progress = Progress(*bar, *time_left, console=self.console, disable=not self.console.is_terminal)
         self.task = self.progress.add_task("loading")
 
     def run(self) -> int:

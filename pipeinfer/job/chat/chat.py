@@ -10,7 +10,7 @@ from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.core.requests import Finish
 from pipeinfer.errors import UserError
 from pipeinfer.job.chat.history import ChatNotes, History, Turn
-from pipeinfer.job.chat.lines import Lines, PipedLines, open_lines
+from pipeinfer.job.chat.lines import PipedLines, open_lines
 from pipeinfer.job.launch import CLOCK, Context
 from pipeinfer.job.options.options import JobOutput, RunOptions
 from pipeinfer.job.placement.job_plan import JobPlan
@@ -50,7 +50,7 @@ INTERRUPTED = 130
 
 def run_chat(options: RunOptions) -> int:
     """`pipeinfer chat`, on every rank; returns the exit code."""
-    return start_prepared(options, options, _prepare, _run_head)
+    return start_prepared(options, options, _prepare, lambda *head: Chat(*head).run())
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +75,15 @@ def _prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[JobPlan, ChatW
     format.template.check()
     first = read_prompt(text) if text.prompt is not None or text.file is not None else None
     n_ctx = context.ctx_size or min(info.n_ctx_train, DEFAULT_CTX)
-    request = GenerationRequest(
-        (), context.predict if context.predict >= 0 else n_ctx, n_ctx, sampling.settled,
-        end_tokens(context.ignore_eos, tokenizer), format.stops, markers=True, keep=True,
-        policy=options.speculation.policy,
-    )  # fmt: skip
+    ends, n_predict = end_tokens(context.ignore_eos, tokenizer), context.predict if context.predict >= 0 else n_ctx
+    request = GenerationRequest((), n_predict, n_ctx, sampling.settled, ends, format.stops, markers=True, keep=True)
+    request = replace(request, policy=options.speculation.policy)
     plan = deploy(options, hosts, info, n_ctx, n_ctx)
     noted = replace(request, sampling=replace(request.sampling, seed=sampling.seed))
     model, special = model_id(plan), ["special"] if text.special_in_messages else []
     key = digest((noted, text.chat, model[0], options.numerics.rounding, *special))
     notes = ChatNotes(open_journal(options.output.resume, model), key)
     return plan, ChatWork(request, format, first, notes, ExperimentSettings.of(options), options.output)
-
-
-def _run_head(context: Context, plan: JobPlan, work: ChatWork) -> int:
-    with closing(work.notes.journal):
-        return Chat(context, plan, work).run()
 
 
 class Interrupts:
@@ -155,15 +148,17 @@ class Chat:
         brief = f"context {request.n_ctx}, seed {self.sampling.seed}"
         show_start(self.console, self.plan, brief, about, verbose := self.output.verbose)
         opened = open_session(self.context, self.plan, self.work.format.tokenizer, verbose=verbose)
-        with opened as self.session, closing(self._open_lines()) as self.lines:
+        leaves = lambda: self.interrupts.ends_chat or bool(flag.reason)  # noqa: E731
+        with (
+            closing(self.notes.journal),
+            opened as self.session,
+            closing(open_lines(leaves, self.notes.n_read)) as self.lines,
+        ):
             flag.interrupts = self.interrupts
             code = self._converse()
         if flag.reason:
             complain(flag.reason)
         return flag.exit_code or code
-
-    def _open_lines(self) -> Lines:
-        return open_lines(lambda: self.interrupts.ends_chat or bool(self.context.flag.reason), self.notes.n_read)
 
     def _converse(self) -> int:
         """Until the user leaves or the job stops. Returns the exit code."""
@@ -245,10 +240,8 @@ class Chat:
             return
         self.n_answered += 1
         n_predict = min(request.n_predict, request.n_ctx - len(prompt.tokens))
-        request = replace(
-            request, prompt=prompt.tokens, spans=prompt.spans, n_predict=n_predict, sampling=self.sampling
-        )
-        request = self.notes.begin(request, turn)
+        request = replace(request, prompt=prompt.tokens, spans=prompt.spans, n_predict=n_predict)
+        request = self.notes.begin(replace(request, sampling=self.sampling), turn)
         progress = ProgressBar(self.console, CLOCK, "prompt", len(request.prompt) - 1, "tokens")
         answer = self.session.generate(request, self.notes.came, progress.update, self.output.json)
         progress.close()

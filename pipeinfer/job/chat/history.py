@@ -60,8 +60,8 @@ class History:
         if not tokens:
             raise self.format.makes_nothing
         if len(tokens) >= n_ctx:
-            raise UserError(f"the conversation has {len(tokens)} tokens with this, the context holds {n_ctx} with the "
-                            "answer; say less, begin anew with /clear, or start with a larger -c")  # fmt: skip
+            too_long = f"the conversation has {len(tokens)} tokens with this, the context holds {n_ctx} with the answer"
+            raise UserError(f"{too_long}; say less, begin anew with /clear, or start with a larger -c")
         if self._tokens:
             n_common = common(self._tokens, tokens)
             self._spans = spans_to_continue(self._spans, len(self._tokens), n_common, len(tokens))
@@ -172,6 +172,6 @@ class ChatNotes:
         except ValueError:
             chat_digest, job, n_read, message = "", "", 0, ""
         if chat_digest != self._digest:
-            raise UserError(f"{WHAT}: the notes are not of this chat: model, -c, -n, template, -r or sampling differ; "
-                            "give the same options, or name another file")  # fmt: skip
+            others = "the notes are not of this chat: model, -c, -n, template, -r or sampling differ"
+            raise UserError(f"{WHAT}: {others}; give the same options, or name another file")
         return job, n_read, message

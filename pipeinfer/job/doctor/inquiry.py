@@ -24,7 +24,7 @@ from pipeinfer.job.doctor.host_list import HostList
 from pipeinfer.job.doctor.host_session import CONNECT_S, FACTS_S, HostSession, NoAnswer, remote_words
 from pipeinfer.job.doctor.pairs import at_once
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.observe.report import transfer_bar
+from pipeinfer.observe.report import ProgressBar
 
 ANSWER_S = CONNECT_S + 15.0
 """Until a host must have answered: a busy one takes its time. ssh ends after CONNECT_S without a connection."""
@@ -93,7 +93,7 @@ def read_hashes(reports: Iterable[HostReport], paths: Sequence[Path], n_bytes: i
     """`n_bytes`: of all files on one host, for the bar."""
     words = python_command("from pipeinfer.job.doctor.hashes import main; main()", *map(os.path.abspath, paths))
     reachable, lock = [report for report in reports if report.session], threading.Lock()
-    bar = transfer_bar(Console(stderr=True), time.monotonic, "SHA-256", n_bytes * len(reachable))
+    bar = ProgressBar(Console(stderr=True), time.monotonic, "SHA-256", n_bytes * len(reachable), "MB")
 
     def read(report: HostReport) -> None:
         def take(answer: dict[str, Any]) -> None:

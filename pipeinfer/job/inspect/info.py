@@ -26,10 +26,9 @@ if TYPE_CHECKING:
 
 
 PACKAGES = ("numpy", "gguf", "mpi4py", "mpich", "openmpi", "llama-cpp-python", "torch")
-VARIABLES = (
-    "CUDA_VISIBLE_DEVICES", "GGML_", "GOMP_", "HIP_VISIBLE_DEVICES", "KMP_", "LLAMA_ARG_", "MKL_", "MPICH_",
-    "OMPI_MCA_", "OMP_", "PIPEINFER_", "PYTORCH_", "SLURM_JOB_ID", "SLURM_NTASKS", "UCX_",
-)  # fmt: skip
+DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GGML_", "GOMP_", "KMP_", "MKL_", "OMP_", "PYTORCH_")
+JOB_VARIABLES = ("LLAMA_ARG_", "MPICH_", "OMPI_MCA_", "PIPEINFER_", "SLURM_JOB_ID", "SLURM_NTASKS", "UCX_")
+VARIABLES = DEVICE_VARIABLES + JOB_VARIABLES
 """Prefixes of the environment variables in the report: those that steer threads, devices and MPI."""
 
 WIDTH = 12  # of a label
@@ -156,8 +155,8 @@ def _torch() -> dict[str, Any] | None:
         for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
             free, total = torch.cuda.mem_get_info(index)
             name = torch.cuda.get_device_name(index)
-            devices.append({"name": f"cuda:{index}", "description": name, "exact": BY_TORCH, "free_bytes": free,
-                            "total_bytes": total})  # fmt: skip
+            device = {"name": f"cuda:{index}", "description": name, "exact": BY_TORCH}
+            devices.append(device | {"free_bytes": free, "total_bytes": total})
         return facts | {"devices": devices, "cuda": torch.version.cuda, "hip": torch.version.hip}
     except (UserError, OSError, RuntimeError) as error:  # a build that does not fit the host's driver
         return facts | {"error": str(error)}

@@ -31,10 +31,8 @@ UNKNOWN = "unknown"
 EXACT = "on CPUs: the same bits in every batch, split and tree; on GPUs the kernels see the batch"
 WIDTH = 14  # of a label
 UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
-MODEL_FIELDS = (
-    "name", "architecture", "quantisation", "n_params", "n_bytes", "n_layer", "n_embd", "n_ctx_train", "tied",
-    "layer_bytes", "input_bytes", "output_bytes",
-)  # fmt: skip
+SIZE_FIELDS = ("n_params", "n_bytes", "n_layer", "n_embd", "n_ctx_train", "tied")
+MODEL_FIELDS = ("name", "architecture", "quantisation", *SIZE_FIELDS, "layer_bytes", "input_bytes", "output_bytes")
 
 
 def describe_file(path: Path, ctx_size: int, numerics: str) -> dict[str, Any]:

@@ -34,8 +34,8 @@ def check_pair(target: Path, draft: Path, text: str | None, n_predict: int, n_th
     drafting = read_draft(draft)
     drafting.check_rewinds("it cannot be a draft: take another one")
     if drafting.head:
-        raise UserError(f"{draft} is a head, which guesses from what the target computes: run a text with -md, and see "
-                        "how many guesses were right")  # fmt: skip
+        head = f"{draft} is a head, which guesses from what the target computes"
+        raise UserError(f"{head}: run a text with -md, and see how many guesses were right")
     vocabularies = Tokenizer(target), Tokenizer(draft)
     translation, reason = None, ""
     try:

@@ -42,17 +42,60 @@ WORDS = ("host", "GPU", "backend", "device", "speed from", "a layer", "role", "l
 """Columns of text, aligned left."""
 
 
+@dataclass(frozen=True, slots=True)
+class PlanQuestion:
+    """Beside the options of `run`: the hosts (a hosts file or a profile, and the number of ranks; neither: those of the
+    ranks), their links, the length of the prompt (None: one that fits) and how often drafts are right."""
+
+    heading = "Hosts"
+    hosts: Path | None = setting(
+        None,
+        "--hosts",
+        type=File(),
+        help="Plan for these hosts: an MPI hosts file, where a line may also say what a host has, see above; as in "
+        "node1 slots=1 cores=36 memory=370G gb_per_s=154 gflop_per_s=1325.",
+    )
+    profile: str | None = setting(
+        None,
+        "--profile",
+        type=TextType(),
+        help="Plan for a profile's machines (see `simulate --list`), a rank on each.",
+    )
+    n_ranks: int = setting(0, "--ranks", "-np", help="Ranks of --hosts or --profile. [default: all that can be used]")
+    gbit: float | None = setting(
+        None, "--gbit", type=Number(0, MAX_GBIT, above=True), help="Bandwidth of the links. [default: 10, or known]"
+    )
+    n_prompt: int | None = setting(
+        None,
+        "--prompt-tokens",
+        "-p",
+        type=Whole(1, MAX_TOKENS),
+        help="Of the longest prompt. [default: 128, or half of the context where that is less]",
+    )
+    acceptances: tuple[float, ...] = setting(
+        (),
+        "--acceptance",
+        type=PROBABILITY,
+        repeated=True,
+        help="How often the draft's best guess is right; of several drafts, once for each, the smallest first. "
+        "[default: 0.7; `models check` measures it]",
+    )
+
+
 def plan_report(
-    options: RunOptions, nodes: Sequence[Node], link: LinkCost, n_prompt: int | None = None,
-    acceptances: Sequence[float] = (), is_described: bool = True, chooses_hosts: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    """Plain data. `n_prompt`: None: of a length that fits; `acceptances`, `is_described`: see `Planner`.
-    `chooses_hosts`: nodes that cannot be used are left out. `shortage`: what is missing, with the nearest ways out;
-    empty if it fits. Raises UserError if no plan is possible."""
+    options: RunOptions, nodes: Sequence[Node], link: LinkCost, question: PlanQuestion | None = None
+) -> dict[str, Any]:
+    """Plain data. `nodes`: where no question is of other ones, described hosts. `shortage`: what is missing, with the
+    nearest ways out; empty if it fits. Raises UserError if no plan is possible."""
+    is_described = not question or bool(question.profile or question.hosts)
+    question = question or PlanQuestion()
     info, tokenizer = open_models(options.models.target, options.drafts_in_use)
     tokenizer.close()
-    n_prompt = n_prompt or min(N_PROMPT, max(1, (options.context.ctx_size or info.n_ctx_train) // 2))
-    planner = open_planner(options, info, nodes, link, n_prompt, acceptances, is_described)
+    n_prompt = question.n_prompt or min(N_PROMPT, max(1, (options.context.ctx_size or info.n_ctx_train) // 2))
+    if question.gbit is not None:
+        link = replace(link, bytes_per_s=1e9 / 8 * question.gbit)
+    planner = open_planner(options, info, nodes, link, n_prompt, question.acceptances, is_described)
+    chooses_hosts = bool(question.hosts) and not question.n_ranks and not options.placement.layer_split
     planner, unused = with_best_hosts(planner) if chooses_hosts else (planner, [])
     plan = planner.plan
     predicted, not_predicted = _predict(planner)
@@ -192,36 +235,6 @@ def _way(way: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanQuestion:
-    """Beside the options of `run`: the hosts (a hosts file or a profile, and the number of ranks; neither: those of the
-    ranks), their links, the length of the prompt (None: one that fits) and how often drafts are right."""
-
-    heading = "Hosts"
-    hosts: Path | None = setting(
-        None, "--hosts", type=File(),
-        help="Plan for these hosts: an MPI hosts file, where a line may also say what a host has, see above; as in "
-        "node1 slots=1 cores=36 memory=370G gb_per_s=154 gflop_per_s=1325.",
-    )  # fmt: skip
-    profile: str | None = setting(
-        None, "--profile", type=TextType(),
-        help="Plan for a profile's machines (see `simulate --list`), a rank on each.",
-    )  # fmt: skip
-    n_ranks: int = setting(0, "--ranks", "-np", help="Ranks of --hosts or --profile. [default: all that can be used]")
-    gbit: float | None = setting(
-        None, "--gbit", type=Number(0, MAX_GBIT, above=True), help="Bandwidth of the links. [default: 10, or known]"
-    )
-    n_prompt: int | None = setting(
-        None, "--prompt-tokens", "-p", type=Whole(1, MAX_TOKENS),
-        help="Of the longest prompt. [default: 128, or half of the context where that is less]",
-    )  # fmt: skip
-    acceptances: tuple[float, ...] = setting(
-        (), "--acceptance", type=PROBABILITY, repeated=True,
-        help="How often the draft's best guess is right; of several drafts, once for each, the smallest first. "
-        "[default: 0.7; `models check` measures it]",
-    )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
 class _Settings:
     """Settings that all ranks must share."""
 
@@ -288,15 +301,10 @@ def _compare(options: RunOptions, hosts: Sequence[Host], files: Sequence[dict[st
 def _report(settings: _Settings, nodes: Sequence[Node], link: LinkCost, findings: Sequence[Finding] = ()) -> int:
     """Print the plan; returns the exit code. `settings`: with files. Raises UserError if it does not fit, or hosts have
     other models."""
-    options, question = settings.options, settings.question
-    if question.gbit is not None:
-        link = replace(link, bytes_per_s=1e9 / 8 * question.gbit)
-    is_described = bool(question.profile or question.hosts)
-    chooses = bool(question.hosts) and not question.n_ranks and not options.placement.layer_split
-    report = plan_report(options, nodes, link, question.n_prompt, question.acceptances, is_described, chooses)
+    report = plan_report(settings.options, nodes, link, settings.question)
     lines = [f"{each.host}: {each.text} -> {each.fix}" for each in findings]
     report["warnings"] += lines
-    print(json_text(report) if options.output.json else "\n".join(plan_lines(report)), flush=True)
+    print(json_text(report) if settings.options.output.json else "\n".join(plan_lines(report)), flush=True)
     if not report["fits"]:
         raise UserError(report["shortage"])
     for finding, line in zip(findings, lines, strict=True):

@@ -228,17 +228,14 @@ class _Transfer:
         feed.drop()  # another job may have put it into the cache
 
     def _announce(self, rank: int, wants: Sequence[Want]) -> None:
-        from pipeinfer.observe.report import (
-            stderr_console,
-            transfer_bar,  # draws: only rank 0 pays for importing them
-        )
+        from pipeinfer.observe.report import ProgressBar, stderr_console  # only rank 0 pays for importing them
         from pipeinfer.text import size_text
 
         host, n_bytes = self.plan.hosts[rank].name, sum(want.n_bytes for want in wants)
         files = ", ".join(sorted({str(self.plan.file(want.number).path) for want in wants}))
         advice = "" if self.cache else "; --slice-cache DIR keeps it there for the next time"
         complain(f"rank {rank} ({host}) has no {files}: {size_text(n_bytes)} go there{advice}")
-        self.progress = transfer_bar(stderr_console(), CLOCK, f"to rank {rank}", n_bytes)
+        self.progress = ProgressBar(stderr_console(), CLOCK, f"to rank {rank}", n_bytes, "MB")
 
     def _send(self, rank: int, want: Want) -> None:
         assert self.progress

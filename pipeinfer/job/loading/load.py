@@ -66,11 +66,11 @@ def run_stage(context: Context, plan: JobPlan) -> int:
         context.link.report(context.take_figures(worker, outbox, ledger))
 
     n_rows, n_embd = plan.largest_input(context.rank)
-    pipe = Pipe(
-        previous, following, n_rows, n_embd, plan.numerics.wire_type, make_courier(context, plan),
-        plan.ranks[context.rank].samplers, N_UNDER_WAY if plan.prepare_ahead else 1, N_POSTED if plan.post_ahead else 0,
-        plan.hop_is_out_of_band(previous, context.rank), len(plan.layers_read), context.clock,
-    )  # fmt: skip
+    courier, samplers = make_courier(context, plan), plan.ranks[context.rank].samplers
+    sent = n_rows, n_embd, plan.numerics.wire_type, courier, samplers
+    n_ahead = N_UNDER_WAY if plan.prepare_ahead else 1, N_POSTED if plan.post_ahead else 0
+    is_direct = plan.hop_is_out_of_band(previous, context.rank)
+    pipe = Pipe(previous, following, *sent, *n_ahead, is_direct, len(plan.layers_read), context.clock)
     progress = progress_between(context.link.comm, plan.hosts)
     flow = None if plan.pace else context.flow  # paced messages are held back, and no way is cut
     StageLoop(context.link.comm, pipe, worker, report, ready_s, flow, progress).run()
@@ -143,15 +143,14 @@ def _read(file: ModelFile, target: ModelFile) -> ModelInfo:
     """The header of this host's file."""
     info = draft_of(file.path, read_model_info(target.path)) if file.head else read_draft(file.path)
     if info.fingerprint != file.fingerprint:
-        raise UserError(f"{info.path} differs from rank 0's; copy the same file to every host, or remove it there: "
-                        "then its layers come from rank 0")  # fmt: skip
+        way_out = "copy the same file to every host, or remove it there: then its layers come from rank 0"
+        raise UserError(f"{info.path} differs from rank 0's; {way_out}")
     return info
 
 
 def stage_report(context: Context, plan: JobPlan, stage: LoadedModel) -> dict[str, Any]:
     """The report of a loaded stage: `costs` of its runs, a `RunCosts`, and its `gpu`, as in `gpu_of`."""
-    costs = time_stage(context, plan, stage)
-    return {"costs": costs, "gpu": gpu_of(plan.ranks[context.rank].target)}
+    return {"costs": time_stage(context, plan, stage), "gpu": gpu_of(plan.ranks[context.rank].target)}
 
 
 def make_worker(context: Context, plan: JobPlan, model: LoadedModel) -> StageWorker:

@@ -36,11 +36,9 @@ def load_layers(open_layers: Callable[[], SliceFile], params: LlamaParams, devic
     load_torch()
     from pipeinfer.models.torch.stage import TorchStage  # takes seconds and memory, which others are spared
 
-    torch_params = TorchParams(
-        params.n_cells, params.n_seq_max, params.n_batch, params.n_outputs_max, params.n_threads,
-        device.backend.device, device.backend.dtype, device.turn, params.exact,
-    )  # fmt: skip
-    return TorchStage(open_layers(), torch_params)
+    sizes = params.n_cells, params.n_seq_max, params.n_batch, params.n_outputs_max, params.n_threads
+    place = device.backend.device, device.backend.dtype, device.turn
+    return TorchStage(open_layers(), TorchParams(*sizes, *place, params.exact))
 
 
 def experiment_key(what: str, device: DevicePlan, hosts: Sequence[Host], threads: Sequence[int], rank: int) -> str:
@@ -49,10 +47,8 @@ def experiment_key(what: str, device: DevicePlan, hosts: Sequence[Host], threads
     host, there = hosts[rank], " ".join(map(str, threads_there(hosts, threads, rank)))
     where = f"-ngl {device.n_gpu_layers} {device.name}".rstrip()
     by = f"{device.backend} {torch_version()}" if device.is_torch else where
-    return (
-        f"{what}, {host.processor}, {host.name}, {host.n_cores} cores, {threads[rank]} threads, {by}, "
-        f"threads there {there}, pipeinfer {__version__}, {describe_build()}"
-    )
+    place = f"{host.processor}, {host.name}, {host.n_cores} cores, {threads[rank]} threads, {by}, threads there {there}"
+    return f"{what}, {place}, pipeinfer {__version__}, {describe_build()}"
 
 
 def gpu_of(device: DevicePlan) -> str:

@@ -122,10 +122,8 @@ def _fill_descriptors() -> None:
 def _stream(descriptor: int, before: TextIO) -> Stream:
     # a character that the encoding lacks ends no job
     errors = "replace" if before.errors == "strict" else before.errors
-    return Stream(
-        open(descriptor, "wb", closefd=False), before.encoding, errors,
-        line_buffering=descriptor == 2 or bool(before.line_buffering),
-    )  # fmt: skip
+    by_line = descriptor == 2 or bool(before.line_buffering)
+    return Stream(open(descriptor, "wb", closefd=False), before.encoding, errors, line_buffering=by_line)
 
 
 LAUNCHERS = ("mpiexec", "mpirun", "prte", "orte", "hydra", "srun")
@@ -147,9 +145,14 @@ class RawTerminal:
     def __init__(self, terminal: int, reader: int) -> None:
         """`reader`: the process that reads the terminal and forwards what it reads. Raises OSError."""
         self._guard = subprocess.Popen(
-            python_command(GUARD, terminal, reader), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL, pass_fds=[terminal], start_new_session=True, cwd="/",
-        )  # fmt: skip
+            python_command(GUARD, terminal, reader),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[terminal],
+            start_new_session=True,
+            cwd="/",
+        )
         keys = b""
         if self._guard.stdout and select.select([self._guard.stdout], [], [], STARTS_S)[0]:
             keys = os.read(self._guard.stdout.fileno(), 2)
@@ -157,10 +160,15 @@ class RawTerminal:
 
     def act(self, keys: bytes) -> bytes:
         """Do what Ctrl-C and Ctrl-Z mean; returns the other keys."""
-        for key, act in ((self._interrupt, self._interrupt_this_process), (self._suspend, self._suspend_reader)):
-            if key.strip(b"\0") and key in keys:
-                act()
-                keys = keys.replace(key, b"")
+        for key in (self._interrupt, self._suspend):
+            if not key.strip(b"\0") or key not in keys:
+                continue
+            keys = keys.replace(key, b"")
+            if key == self._interrupt:
+                os.kill(os.getpid(), signal.SIGINT)
+            elif self._guard.stdin:
+                with contextlib.suppress(OSError):
+                    os.write(self._guard.stdin.fileno(), SUSPEND)
         return keys
 
     def close(self) -> None:
@@ -169,14 +177,6 @@ class RawTerminal:
             if self._guard.stdin:
                 self._guard.stdin.close()
             self._guard.wait(ENDS_S)
-
-    def _interrupt_this_process(self) -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-
-    def _suspend_reader(self) -> None:
-        with contextlib.suppress(OSError):
-            if self._guard.stdin:
-                os.write(self._guard.stdin.fileno(), SUSPEND)
 
 
 def launcher_at_terminal() -> int:

@@ -34,8 +34,10 @@ second one."""
 SAME_MODEL, OTHER_MODEL = b"same", b"other"
 """The supervisor's answers to the model that rank 0 names."""
 
-OTHER_MODEL_TEXT = ("the model or its numerics are not those with which this job began, so what it began cannot go on; "
-                    "start the job anew")  # fmt: skip
+OTHER_MODEL_TEXT = (
+    "the model or its numerics are not those with which this job began, so what it began cannot go on; "
+    "start the job anew"
+)
 
 N_PROOF = 32
 

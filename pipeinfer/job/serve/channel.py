@@ -159,22 +159,17 @@ def decode(line: bytes) -> Any:
     """The message of a line. Raises ValueError or KeyError for anything else."""
     name, values = json.loads(line)
     message = MESSAGES[name](**values)
-    return replace(message, request=_request(**values["request"])) if isinstance(message, Ask) else message
+    return replace(message, request=_request(values["request"])) if isinstance(message, Ask) else message
 
 
-def _request(
-    prompt: list[int], sampling: dict[str, Any], end_tokens: list[int], stops: list[str],
-    spans: list[list[int]] | None, begun: list[int], **others: Any,
-) -> GenerationRequest:  # fmt: skip
-    return GenerationRequest(
-        tuple(prompt),
-        sampling=SamplingParams(**sampling),
-        end_tokens=frozenset(end_tokens),
-        stops=tuple(stops),
-        spans=None if spans is None else tuple(Span(*each) for each in spans),
-        begun=tuple(begun),
-        **others,
-    )
+def _request(values: dict[str, Any]) -> GenerationRequest:
+    spans = values["spans"]
+    typed = {name: tuple(values[name]) for name in ("prompt", "stops", "begun")} | {
+        "sampling": SamplingParams(**values["sampling"]),
+        "end_tokens": frozenset(values["end_tokens"]),
+        "spans": spans and tuple(Span(*each) for each in spans),
+    }
+    return GenerationRequest(**(values | typed))
 
 
 @dataclass(frozen=True, slots=True)
