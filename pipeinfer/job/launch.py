@@ -67,6 +67,11 @@ class Context:
     def rank(self) -> int:
         return self.link.rank
 
+    @property
+    def name(self) -> str:
+        """In messages."""
+        return f"rank {self.rank} ({socket.gethostname()})"
+
     def close_vocabulary(self) -> None:
         if self.vocabulary:
             self.vocabulary.close()

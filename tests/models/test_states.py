@@ -21,7 +21,7 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import TokenTree
 from pipeinfer.core.types import FloatArray
-from pipeinfer.job.bench.measure import time_model
+from pipeinfer.job.bench.measure import ModelToTime, time_model
 from pipeinfer.job.options.options import JobModels, RunOptions, Speculation
 from pipeinfer.job.placement.memory import packing_bytes
 from pipeinfer.job.planning.prepare import with_files
@@ -308,7 +308,9 @@ def test_their_runs_can_be_timed(folder: Path, loaded: Loader, name: str) -> Non
     layer_bytes = [1] * read_model_info(path).n_layer
     assert time_layers(stage, layer_bytes, 1, time.perf_counter, True).s_per_byte > 0
     assert stage.next_position(0) == 0
-    found = time_model(stage, len(layer_bytes), 32, 1024, time.perf_counter, 0.3, blocks=True, rewinds=False)
+    found = time_model(
+        ModelToTime(stage, len(layer_bytes), 32, 1024, blocks=True, rewinds=False), time.perf_counter, 0.3
+    )
     assert found.in_context_s[1] > 0 and stage.next_position(0) == 0
 
 

@@ -18,7 +18,7 @@ from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import UserError
-from pipeinfer.job.bench.measure import StageRun, overheads, slowdowns, time_model
+from pipeinfer.job.bench.measure import ModelToTime, StageRun, overheads, slowdowns, time_model
 from pipeinfer.observe.trace import HeadLedger
 from pipeinfer.policies import PipeInfer
 from pipeinfer.virtual.choices import ranks_for, synthetic_team
@@ -361,7 +361,7 @@ class TimedModel:
 
 def test_a_model_is_timed_from_single_rows_to_chunks_of_prompts() -> None:
     model = TimedModel()
-    found = time_model(model, 2, 129, 1024, lambda: model.now_s, budget_s=1e9)
+    found = time_model(ModelToTime(model, 2, 129, 1024), lambda: model.now_s, 1e9)
     assert list(found.by_rows)[-2:] == [64, 128]
     assert all(seconds == pytest.approx(1e-3 + 1e-4 * n_rows) for n_rows, seconds in found.by_rows.items())
     assert found.reshape_s == pytest.approx(2e-3) and found.rest_s == pytest.approx(0, abs=1e-9)
@@ -382,7 +382,7 @@ class BlockModel(TimedModel):
 
 def test_what_the_context_of_a_prompt_takes_is_told_apart_from_its_chunks(tmp_path: Path) -> None:
     model = BlockModel()
-    found = time_model(model, 2, 129, 1024, lambda: model.now_s, budget_s=1e9, blocks=True)
+    found = time_model(ModelToTime(model, 2, 129, 1024, blocks=True), lambda: model.now_s, 1e9)
     assert all(seconds == pytest.approx(1e-3 + 1e-4 * n_rows) for n_rows, seconds in found.by_rows.items())
     assert found.prompt_s == pytest.approx(5e-3) and found.reshape_s == pytest.approx(2e-3)
     assert [found.context_s(n_rows) for n_rows in (1, 64, 128)] == pytest.approx([0.5e-6] * 3)
@@ -405,7 +405,7 @@ class Tiles(BlockModel):
 
 def test_attention_of_chunks_is_timed_for_each_of_their_sizes() -> None:
     model = Tiles()
-    found = time_model(model, 2, 129, 1024, lambda: model.now_s, budget_s=1e9, blocks=True)
+    found = time_model(ModelToTime(model, 2, 129, 1024, blocks=True), lambda: model.now_s, 1e9)
     assert [found.context_s(n_rows) for n_rows in (1, 32, 64, 128)] == pytest.approx([5e-6, 5e-6, 0.5e-6, 0.5e-6])
 
 
@@ -421,7 +421,7 @@ def test_chunks_of_prompts_are_timed_in_blocks(budget_s: float) -> None:
             return super().evaluate(batch, stop)
 
     model = Blocks()
-    time_model(model, 2, 129, 1024, lambda: model.now_s, budget_s, blocks=True)
+    time_model(ModelToTime(model, 2, 129, 1024, blocks=True), lambda: model.now_s, budget_s)
     assert model.n_chunks > 0
 
 
@@ -436,7 +436,7 @@ def test_a_chunk_is_timed_after_other_tokens_even_if_there_is_little_time() -> N
             return super().evaluate(batch, stop)
 
     model = Slow()
-    found = time_model(model, 2, 129, 1024, lambda: model.now_s, budget_s=5.0, blocks=True)
+    found = time_model(ModelToTime(model, 2, 129, 1024, blocks=True), lambda: model.now_s, 5.0)
     assert list(found.in_context_s) == [1, 64] and list(found.by_rows)[-1] == 64
     assert found.context_s(1) == pytest.approx(5e-6)
     assert found.context_s(64) == found.context_s(128) == pytest.approx(0.5e-6)
@@ -444,7 +444,7 @@ def test_a_chunk_is_timed_after_other_tokens_even_if_there_is_little_time() -> N
 
 def test_little_time_is_enough_for_single_rows() -> None:
     model = TimedModel()
-    found = time_model(model, 2, 129, 1024, lambda: model.now_s, budget_s=0.0)
+    found = time_model(ModelToTime(model, 2, 129, 1024), lambda: model.now_s, 0.0)
     assert list(found.by_rows) == [1] and found.context_s(1) >= 0
 
 

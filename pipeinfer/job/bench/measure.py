@@ -1,11 +1,10 @@
 """Time the models on this cluster, and what a run of a job without speculation costs beyond them, in a stage, between
 two stages and on the head; and write a profile of both for `simulate`."""
 
-import socket
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -45,18 +44,28 @@ ALONE_S, BESIDE_S = 0.3, 0.8  # for runs of a size, on one rank of a host, on se
 TIMING_S = 2.0
 
 
-def time_model(
-    model: StageModel, layers: int, n_rows_max: int, n_cells: int, clock: Seconds, budget_s: float,
-    blocks: bool = False, rewinds: bool = True,
-) -> ModelTimes:  # fmt: skip
-    """The cache must be empty and is empty afterwards. `rewinds`: whether a sequence can lose its newest tokens."""
+@dataclass(frozen=True, slots=True)
+class ModelToTime:
+    """A model with an empty cache. `blocks`: prompts are in blocks. `rewinds`: newest tokens can be removed."""
+
+    model: StageModel
+    layers: int
+    n_rows_max: int
+    n_cells: int
+    blocks: bool = False
+    rewinds: bool = True
+
+
+def time_model(timed: ModelToTime, clock: Seconds, budget_s: float) -> ModelTimes:
+    """The cache is empty afterwards."""
+    model, blocks, n_cells = timed.model, timed.blocks, timed.n_cells
     start_s, until_s = clock(), clock() + budget_s
 
     def over_at(when_s: float) -> Callable[[object], bool]:
         return lambda times: bool(times) and clock() > when_s
 
     _time_and_forget(model, 1, clock)  # maps the weights in
-    sizes = [size for size in SIZES if size <= n_rows_max]
+    sizes = [size for size in SIZES if size <= timed.n_rows_max]
     guesses = [size for size in sizes if not is_chunk(size)]
 
     def measure_twice(size: int) -> tuple[float, float]:
@@ -64,9 +73,8 @@ def time_model(
         return _time_and_forget(model, size, clock), _time_and_forget(model, size, clock)
 
     times = time_in_turns(guesses, REPEATS, measure_twice, over_at(start_s + budget_s / 2))
-    reshape_s = statistics.median(
-        first - second for of_size in times.values() for first, second in of_size[1:] or of_size
-    )
+    pairs = (pair for of_size in times.values() for pair in of_size[1:] or of_size)
+    reshape_s = statistics.median(first - second for first, second in pairs)
     rested = []
     for _ in range(REPEATS):
         time.sleep(REST_S)
@@ -75,20 +83,20 @@ def time_model(
     # chunks of prompts come last: they slow down the small runs that follow
     chunks = [size for size in sizes if is_chunk(size) and clock() < until_s and size + BLOCK <= n_cells]
     n_blocks = PROMPT if blocks else 0
-    chunk_times = time_in_turns(
-        chunks, CHUNK_REPEATS, lambda size: time_chunk(model, size, n_blocks, clock), over_at(until_s)
-    )
+    time_one = lambda size: time_chunk(model, size, n_blocks, clock)  # noqa: E731
+    chunk_times = time_in_turns(chunks, CHUNK_REPEATS, time_one, over_at(until_s))
     times |= chunk_times
     by_rows = {size: statistics.median(second for _, second in of_size) for size, of_size in times.items()}
     context = min(CONTEXT, n_cells // 2)
-    in_context_s = _time_in_context(model, context, by_rows, n_cells, clock, until_s, blocks, rewinds)
+    in_context_s = _time_in_context(timed, context, by_rows, clock, until_s)
     in_blocks = chunk_times if blocks else {}
     attention_s = {size: _first_block_s(by_rows[size], in_context_s.get(size, 0.0), context) for size in in_blocks}
     by_rows |= {size: by_rows[size] - seconds for size, seconds in attention_s.items()}
     begins_s = [first - second + attention_s[size] for size, of_size in in_blocks.items() for first, second in of_size]
     reshape_s = max(0.0, reshape_s)
     prompt_s = max(0.0, statistics.median(begins_s or [0.0]) - reshape_s)  # a new context has no graph yet either
-    return ModelTimes(layers, by_rows, context, in_context_s, reshape_s, max(0.0, rested_s - by_rows[1]), prompt_s)
+    rest_s = max(0.0, rested_s - by_rows[1])
+    return ModelTimes(timed.layers, by_rows, context, in_context_s, reshape_s, rest_s, prompt_s)
 
 
 def _first_block_s(took_s: float, in_context_s: float, context: int) -> float:
@@ -122,10 +130,10 @@ def _time_and_forget(model: StageModel, n_rows: int, clock: Seconds) -> float:
 
 
 def _time_in_context(
-    model: StageModel, context: int, by_rows: Mapping[int, float], n_cells: int, clock: Seconds,
-    until_s: float, blocks: bool, rewinds: bool,
-) -> dict[int, float]:  # fmt: skip
+    timed: ModelToTime, context: int, by_rows: Mapping[int, float], clock: Seconds, until_s: float
+) -> dict[int, float]:
     """Rows -> seconds of a run after `context` tokens, at least of one row and of one chunk."""
+    model, blocks = timed.model, timed.blocks
 
     def fill() -> None:
         n_batch = max(*by_rows, BLOCK) if blocks else max(by_rows)
@@ -135,8 +143,8 @@ def _time_in_context(
     def measure(size: int) -> float:
         n_blocks = PROMPT if blocks and is_chunk(size) else 0
         took_s = time_run(model, size, clock, context, _n_wanted(size, n_blocks), n_blocks)
-        forget(model, context if rewinds else 0)
-        if not rewinds:
+        forget(model, context if timed.rewinds else 0)
+        if not timed.rewinds:
             fill()
         return took_s
 
@@ -147,7 +155,7 @@ def _time_in_context(
     medians_s: dict[int, float] = {}
     for size in SIZES_IN_CONTEXT:
         has_kind = is_chunk(size) in map(is_chunk, medians_s)
-        if size not in by_rows or context + size > n_cells or (has_kind and clock() > until_s):
+        if size not in by_rows or context + size > timed.n_cells or (has_kind and clock() > until_s):
             continue
         times = time_in_turns((size,), 1 + CHUNK_REPEATS, measure, is_enough)[size]
         medians_s[size] = statistics.median(times[1:])  # the first one has another size than the one before
@@ -161,9 +169,12 @@ def _n_wanted(n_rows: int, n_blocks: int = 0) -> int:
 
 
 def overheads(
-    ledger: HeadLedger, stages: Sequence[Sequence[StageRun]], stage_times: Sequence[ModelTimes],
-    draft_steps_s: Sequence[float], draft: ModelTimes | None,
-) -> Overheads:  # fmt: skip
+    ledger: HeadLedger,
+    stages: Sequence[Sequence[StageRun]],
+    stage_times: Sequence[ModelTimes],
+    draft_steps_s: Sequence[float],
+    draft: ModelTimes | None,
+) -> Overheads:
     """Means of a job that sent single rows; all on one clock. `draft_steps_s`: of one row each."""
     by_run = [{run_id: (start_s, end_s) for run_id, _, start_s, end_s, _ in runs} for runs in stages]
     answered_s = {run_id: at_s for at_s, run_id in ledger.verdicts}
@@ -186,8 +197,7 @@ def overheads(
 
 
 def _mean(values: Iterable[float]) -> float:
-    numbers = list(values)
-    return float(statistics.fmean(numbers)) if numbers else 0.0
+    return float(statistics.fmean(numbers)) if (numbers := list(values)) else 0.0
 
 
 def measure(options: RunOptions, output: Path, tolerance: float) -> int:
@@ -223,19 +233,18 @@ def _measure(crew: Crew, options: RunOptions, output: Path, tolerance: float) ->
         text = _profile(crew, plan, times, beside, gbit_per_s)
         predicted = predicted_speed(text, len(request.prompt), request.n_predict)
         if abs(predicted / speed - 1) > tolerance:
-            raise JobError(f"the profile foretells {predicted:.2f} tokens/s without guesses, a job of these ranks made "
-                           f"{speed:.2f}: something else computed meanwhile; measure again when the machine is quiet, "
-                           f"or accept more than {tolerance:g} with --tolerance")  # fmt: skip
+            speeds_text = f"{predicted:.2f} tokens/s without guesses, a job of these ranks made {speed:.2f}"
+            way_out = f"measure again when the machine is quiet, or accept more than {tolerance:g} with --tolerance"
+            raise JobError(f"the profile foretells {speeds_text}: something else computed meanwhile; {way_out}")
         return _write(output, text)
     return 0
 
 
 def _load_own(context: Context, plan: JobPlan) -> tuple[LoadedModel | None, dict[int, LoadedModel]]:
-    """This rank's part of the target, and its drafts. Raises UserError, with the rank's name."""
     try:
         return load_own(context, plan)
     except UserError as error:
-        raise UserError(f"rank {context.rank} ({socket.gethostname()}): {error}") from None
+        raise UserError(f"{context.name}: {error}") from None
 
 
 def _time_own_models(
@@ -265,17 +274,16 @@ def _time_own_models(
 def _time_alone(
     context: Context, plan: JobPlan, stage: LoadedModel | None, drafts: dict[int, LoadedModel]
 ) -> dict[str, ModelTimes]:
-    times: dict[str, ModelTimes] = {}
+    times, n_cells = dict[str, ModelTimes](), plan.capacity.n_cells
     if stage:
         part = plan.assignment.stages[plan.assignment.stage_of(context.rank) or 0]
-        n_layer = part.last - part.first
-        times["stage"] = time_model(
-            stage, n_layer, plan.n_rows_max, plan.capacity.n_cells, CLOCK, TIMING_S,
-            blocks=plan.numerics.blocks, rewinds=plan.model.rewinds,
-        )  # fmt: skip
+        kind = plan.numerics.blocks, plan.model.rewinds
+        timed = ModelToTime(stage, part.last - part.first, plan.n_rows_max, n_cells, *kind)
+        times["stage"] = time_model(timed, CLOCK, TIMING_S)
     for number, draft in drafts.items():
         n_layer = plan.drafts[number].n_layer  # all of them: no draft is cut here
-        times["draft"] = time_model(draft, n_layer, plan.capacity.n_guess_rows, plan.capacity.n_cells, CLOCK, TIMING_S)
+        timed = ModelToTime(draft, n_layer, plan.capacity.n_guess_rows, n_cells)
+        times["draft"] = time_model(timed, CLOCK, TIMING_S)
     return times
 
 
@@ -296,11 +304,8 @@ def _run_plainly(
     drafted = session.generate(replace(request, policy=Speculative()))
     again = session.generate(replace(request, policy=Iterative()))
     loaded.close()
-    steps_s = [
-        span["duration_s"]
-        for span in drafted.figures[0]["spans"]
-        if span["kind"] == "draft" and span["args"]["nodes"] == 1 and span["args"]["finished"]
-    ]
+    steps = (span for span in drafted.figures[0]["spans"] if span["kind"] == "draft" and span["args"]["finished"])
+    steps_s = [span["duration_s"] for span in steps if span["args"]["nodes"] == 1]
     ranks = [stage.rank for stage in plan.assignment.stages]
     runs = [plain.figures[rank]["runs"] for rank in ranks]
     stage_times = [times[rank]["stage"] for rank in ranks]
@@ -319,18 +324,15 @@ def _profile(crew: Crew, plan: JobPlan, times: list[dict[str, ModelTimes]], extr
     """In TOML."""
     stages = [times[stage.rank]["stage"] for stage in plan.assignment.stages]
     hosts = ", ".join(dict.fromkeys(host.name for host in crew.hosts))
-    title = [
-        f"Measured by `pipeinfer measure` on {len(crew.hosts)} ranks: {hosts}.",
-        f"Target {plan.model.path.name}, draft {' and '.join(draft.path.name for draft in plan.drafts)}.",
-    ]
+    drafting = " and ".join(draft.path.name for draft in plan.drafts)
+    title = [f"Measured by `pipeinfer measure` on {len(crew.hosts)} ranks: {hosts}."]
+    title += [f"Target {plan.model.path.name}, draft {drafting}."]
     one_host = len({host.name for host in crew.hosts}) == 1
     beside_s = [next(iter(of_rank.values())).beside_s for of_rank in times] if one_host else []
     slowdown = {size: slowdowns([by_size[size] for by_size in beside_s]) for size in beside_s[0]} if beside_s else {}
     drafts = [times[draft.rank]["draft"] for (draft,) in plan.assignment.drafts]
-    text = profile_toml(
-        title, plan.model.n_embd, plan.model.sizes, stages, drafts, extra, gbit_per_s, slowdown,
-        plan.numerics.blocks, plan.numerics.parked,
-    )  # fmt: skip
+    model, numerics = (plan.model.n_embd, plan.model.sizes), (plan.numerics.blocks, plan.numerics.parked)
+    text = profile_toml(title, *model, stages, drafts, extra, gbit_per_s, slowdown, *numerics)
     for line in filter(None, [disturbed_line([*stages, *drafts]), SHARED_CORES * (plan.crowding > 1)]):
         complain(line)
     return text

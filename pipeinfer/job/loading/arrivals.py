@@ -5,7 +5,6 @@ bounded memory, each with a checksum, CRC-32, against faults: 6 GB/s, where SHA-
 """
 
 import os
-import socket
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -205,10 +204,7 @@ class _Transfer:
 
     def _open(self, number: int) -> RemoteModel:
         part, headers = self.plan.parts(self.link.rank)[number], self.headers[number]
-
-        def notice(line: str) -> None:
-            complain(f"rank {self.link.rank} ({socket.gethostname()}): {line}")
-
+        notice = lambda line: complain(f"{self.context.name}: {line}")  # noqa: E731
         model = RemoteModel(headers, part.first, part.last, self.cache, notice)
         if number == TARGET and part.last == model.info.n_layer:
             self.context.vocabulary = VocabularyFile(headers.files[0])

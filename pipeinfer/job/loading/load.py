@@ -1,7 +1,6 @@
 """Load a rank's slices of the target and of drafts, make their workers, and serve on ranks other than 0."""
 
 import gc
-import socket
 from typing import Any, cast
 
 from pipeinfer.cluster.assignment import StagePlan
@@ -59,7 +58,7 @@ def run_stage(context: Context, plan: JobPlan) -> int:
         ready_s = context.clock()  # rank 0 may begin a request as soon as it has the report
         context.link.report({"loaded_s": loaded_s} | figures)
     except UserError as error:
-        context.link.report({"error": f"rank {context.rank} ({socket.gethostname()}): {error}"})
+        context.link.report({"error": f"{context.name}: {error}"})
     previous, following = plan.assignment.neighbours(context.rank)
 
     def report(outbox: Outbox, ledger: StageLedger) -> None:
@@ -121,10 +120,8 @@ def load_part(context: Context, plan: JobPlan, number: int, part: StagePlan, rec
         taps=tuple(layer - part.first for layer in plan.layers_read if part.first <= layer < part.last and is_target),
     )
 
-    def notice(line: str) -> None:
-        complain(f"rank {context.rank} ({socket.gethostname()}): {line}")
-
     def open_layers() -> SliceFile:
+        notice = lambda line: complain(f"{context.name}: {line}")  # noqa: E731
         return received or open_slice(info, part.first, part.last, plan.slice_cache, notice, file.states)
 
     model = load_layers(open_layers, params, device)
