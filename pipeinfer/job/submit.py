@@ -60,8 +60,7 @@ def in_folder(job: SlurmJob, folder: Path) -> SlurmJob:
 FOLDER = "\0folder\0"
 """Stands in a command's words for the job's folder, which is not there yet: no word can contain it."""
 
-PART = f"requests-{INDEX}.jsonl"
-"""The requests of one job of an array, in the folder."""
+PART = f"requests-{INDEX}.jsonl"  # the requests of one job of an array, in the folder
 
 
 def split_lines(path: Path, n: int) -> list[bytes]:

@@ -11,9 +11,7 @@ from pipeinfer.core.settings import KEY as SETTING
 from pipeinfer.core.settings import settings_of, value_text
 
 HASH_DIGITS = 16
-Record = dict[str, Any]
-"""A row: the name of a column -> its cell."""
-
+Record = dict[str, Any]  # a row: the name of a column -> its cell
 Kind = Literal["text", "integer", "number", "integers", "numbers"]
 
 

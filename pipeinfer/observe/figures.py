@@ -23,8 +23,7 @@ from pipeinfer.observe.trace import Track, write_trace
 Names = Sequence[str]
 Tracks = Sequence[Track]
 SHARES = (50, 90, 95, 99)
-LATE = 0.02
-"""Of a job's time: a paced rank that is late by more is named."""
+LATE = 0.02  # of a job's time: a paced rank that is late by more is named
 NOT_OFFERED = {"offered_per_second": math.nan, "served_per_second": math.nan}
 """The rates of loads whose requests arrive at once, or when clients send them."""
 

@@ -9,8 +9,7 @@ from pipeinfer.core.requests import Observer
 from pipeinfer.core.tree import Settled
 from pipeinfer.observe.trace import Tracer
 
-UNGUESSED_MIN = 32
-"""Shorter texts get no notice that no guess was sent: guesses could have saved little."""
+UNGUESSED_MIN = 32  # shorter texts get no notice that no guess was sent: guesses could have saved little
 
 
 @dataclass

@@ -22,9 +22,7 @@ from pipeinfer.text import labelled, milliseconds, number, size_text
 WIDTH = 12  # of a label
 DEPTHS_SHOWN = 8
 WIDEST = 10_000
-UNEVEN = 2.0
-"""Ratio of the busy times of two stages above which the busier one has too many layers."""
-
+UNEVEN = 2.0  # ratio of the busy times of two stages above which the busier one has too many layers
 USES = ("busy", "waiting", "idle", "cancelled")  # of a rank's time
 SHARES = (50, 90, 95, 99)  # percentiles of the latencies of many requests
 

@@ -29,16 +29,14 @@ SHARED = tuple(name for name in KEY if name not in ("prompt_hash", "prompt_n", "
 SPEEDS = ("prompt_n", "prompt_per_second", "predicted_per_second", "ttft_s", "tpot_s", "itl_mean_s")
 AVERAGED = (*SPEEDS, "acceptance_rate", "hit_rate", "accepted_length", "total_s")
 SHARED_BY_LOADS = tuple(name for name in LOADS.key if name not in ("seed", "repetition"))
-KEPT_UP = 0.9
-"""Share of the arrival rate that ranks which keep up with it serve at least."""
+KEPT_UP = 0.9  # share of the arrival rate that ranks which keep up with it serve at least
 
 BEHIND = (
     "Requests/s `a of b`: b a second came, a were answered, from the first to the last of each; "
     "the longer such a load, the longer they wait."
 )
 
-Cells = dict[str, Callable[[dict[str, Any]], str]]
-"""A table: column -> the cell of a summary."""
+Cells = dict[str, Callable[[dict[str, Any]], str]]  # a table: column -> the cell of a summary
 
 MODELS: Cells = {
     "model": lambda row: f"{without_suffixes(row['model'])} {row['quantisation']}",

@@ -18,8 +18,7 @@ from pipeinfer.observe.columns import COLUMNS, LOAD_COLUMNS, Column, Record
 from pipeinfer.outputs import check_writable, write_error
 
 MAX_CELL = 1 << 16
-Line = tuple[int, list[str]]
-"""The number of a row's line, from 1 on, and its cells."""
+Line = tuple[int, list[str]]  # the number of a row's line, from 1 on, and its cells
 
 
 @dataclass(frozen=True)

@@ -36,11 +36,8 @@ from pipeinfer.observe.report import ProgressBar, show_throughput, stderr_consol
 from pipeinfer.outputs import check_separate
 from pipeinfer.text import json_text
 
-N_AT_ONCE = 64
-"""Requests whose templates are rendered together, by one process."""
-
-PATIENCE_S = 2.0
-"""Seconds of checking before a line says how far it is."""
+N_AT_ONCE = 64  # requests whose templates are rendered together, by one process
+PATIENCE_S = 2.0  # seconds of checking before a line says how far it is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -238,9 +238,7 @@ def _id_in(line: bytes) -> str | None:
 # -- results
 
 SERVED, NOT_SERVED = 200, 400
-
 OBJECTS = {CHAT: "chat.completion"}
-
 TIMES = ("ttft_s", "tpot_s", "total_s")
 
 

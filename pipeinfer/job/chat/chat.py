@@ -30,12 +30,9 @@ from pipeinfer.observe.report import ProgressBar, guessed_text, speed_text, stde
 from pipeinfer.text import json_text
 
 PROMPT, PROMPT_MORE = "> ", "… "
-MORE = "\\"
-"""At the end of a line: the message goes on in the next line."""
-
+MORE = "\\"  # at the end of a line: the message goes on in the next line
 STOP = "/stop"
-ANSWERED = ""
-"""The note at the end of an answer, also of one that was stopped."""
+ANSWERED = ""  # the note at the end of an answer, also of one that was stopped
 
 HELP = {
     "/clear": "begin anew, with the system's message",

@@ -27,18 +27,10 @@ from pipeinfer.job.process.supervised import own_attempt, send_errors
 
 POLL_S = 0.1
 READ_BYTES = 1 << 16
-PASTE_S = 0.05
-"""How long the rest of a pasted text may take to arrive."""
-
-ALL_SHOWN = b"\0"
-"""Marks the end of readline's output, which has none."""
-
-LEAVES = b"\x15\x04"
-"""The keys that clear the line and end the input."""
-
-BEGINS_S, ENDS_S = 0.5, 1.0
-"""How long readline may take to start a line, and to end one."""
-
+PASTE_S = 0.05  # how long the rest of a pasted text may take to arrive
+ALL_SHOWN = b"\0"  # marks the end of readline's output, which has none
+LEAVES = b"\x15\x04"  # the keys that clear the line and end the input
+BEGINS_S, ENDS_S = 0.5, 1.0  # how long readline may take to start a line, and to end one
 LOOK_S = 0.005
 N_SIZE_BYTES = 8
 ENDS = re.compile(rb"\x1b\[20[01]~|[\r\n]")

@@ -34,7 +34,6 @@ VARIABLES = DEVICE_VARIABLES + JOB_VARIABLES
 WIDTH = 12  # of a label
 ON_CPU, ON_GPU = "exact", "exact where a job finds that rows have the same bits beside others"
 BY_TORCH = "exact by the way it computes, proved on no GPU yet"
-
 Facts = Mapping[str, Any]
 
 

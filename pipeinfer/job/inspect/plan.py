@@ -38,8 +38,7 @@ from pipeinfer.virtual.study import DEFAULT_ACCEPTANCE
 if TYPE_CHECKING:
     from pipeinfer.job.launch import Crew
 
-WORDS = ("host", "GPU", "backend", "device", "speed from", "a layer", "role", "layers")
-"""Columns of text, aligned left."""
+WORDS = ("host", "GPU", "backend", "device", "speed from", "a layer", "role", "layers")  # columns of text, aligned left
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,9 +28,7 @@ from pipeinfer.models.text.tokenizer import VocabularyFile
 if TYPE_CHECKING:
     from pipeinfer.observe.report import ProgressBar
 
-CHUNK_BYTES = 8 << 20
-"""Each end holds a few chunks."""
-
+CHUNK_BYTES = 8 << 20  # each end holds a few chunks
 HEADER = np.dtype([("n_bytes", np.int64), ("checksum", np.uint32)])
 """Before each chunk. `n_bytes`: of the chunk, or END or FAILED, which end a transfer."""
 

@@ -29,9 +29,7 @@ from pipeinfer.job.process.signals import HEAD_FIRST_S, show_cursor
 from pipeinfer.models.gguf.contents import CHANGED_WHILE_COMPUTING
 
 NAMES = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
-ORDERLY_S = 1.2
-"""How long an orderly stop may take before the job is ended where it stands."""
-
+ORDERLY_S = 1.2  # how long an orderly stop may take before the job is ended where it stands
 ONE_PRESS_S = 0.5
 """Signals within this time are one request to stop: a launcher may forward what the terminal has already sent."""
 
@@ -175,8 +173,7 @@ class Drain:
 
 SA_SIGINFO = 4
 N_MASK_BYTES = 128
-ADDRESS_AT = 16
-"""Offset in a siginfo_t, on 64-bit Linux, of the address that could not be read."""
+ADDRESS_AT = 16  # offset in a siginfo_t, on 64-bit Linux, of the address that could not be read
 
 
 class _Action(ctypes.Structure):

@@ -21,11 +21,8 @@ from typing import IO, Any, AnyStr, TextIO
 from pipeinfer.child import python_command
 from pipeinfer.errors import UserError
 
-READER_LEFT = 141
-"""The exit code that shells give a command that wrote to a closed pipe."""
-
-MAX_LENGTH = 1 << 26
-"""Bytes or characters: more than the longest contexts hold, and little enough for a host's memory."""
+READER_LEFT = 141  # the exit code that shells give a command that wrote to a closed pipe
+MAX_LENGTH = 1 << 26  # bytes or characters: more than the longest contexts hold, and little enough for a host's memory
 
 
 def complain(message: str) -> None:
@@ -130,7 +127,6 @@ LAUNCHERS = ("mpiexec", "mpirun", "prte", "orte", "hydra", "srun")
 TERMINALS = ("/dev/pts/", "/dev/tty")
 STARTS_S, ENDS_S = 5.0, 2.0
 GUARD = "from pipeinfer.job.process.streams import guard; guard(int(sys.argv[1]), int(sys.argv[2]))"
-
 SUSPEND = b"s"
 """A message to the guard's standard input for a Ctrl-Z. The end of its input is that of the process that started it."""
 

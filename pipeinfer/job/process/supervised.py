@@ -22,7 +22,6 @@ from pipeinfer.errors import UserError
 
 VARIABLE = "PIPEINFER_SUPERVISOR"
 LOOK_EVERY_S, ENDS_S = 0.01, 5.0
-
 NOTES, OUTPUT, ERRORS, FRONT = b"notes", b"output", b"errors", b"front"
 """Kinds of links, rank 0's first message: the journal's notes; standard output, to which launchers write too; standard
 error, of which Open MPI forwards whole lines only; the messages of a service."""
@@ -31,8 +30,7 @@ INTERRUPT = b"interrupt"
 """The supervisor's message on a link for notes: the user of a chat has pressed Ctrl-C. Launchers end a job with the
 second one."""
 
-SAME_MODEL, OTHER_MODEL = b"same", b"other"
-"""The supervisor's answers to the model that rank 0 names."""
+SAME_MODEL, OTHER_MODEL = b"same", b"other"  # the supervisor's answers to the model that rank 0 names
 
 OTHER_MODEL_TEXT = (
     "the model or its numerics are not those with which this job began, so what it began cannot go on; "

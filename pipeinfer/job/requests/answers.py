@@ -20,11 +20,8 @@ from pipeinfer.models.text.answers import AnswerPart, AnswerReader, StopStrings
 from pipeinfer.models.text.json_schema import as_schema, mismatch, relaxations
 from pipeinfer.models.text.tokenizer import TextStream, Tokenizer
 
-Spell = Callable[[int], bytes]
-"""A token's bytes, control tokens spelled too."""
-
-CONTENT = ""
-"""The key of the content's schema, beside those of functions by their names."""
+Spell = Callable[[int], bytes]  # a token's bytes, control tokens spelled too
+CONTENT = ""  # the key of the content's schema, beside those of functions by their names
 
 # -- text
 

@@ -35,12 +35,8 @@ from pipeinfer.models.text.tools import AUTO, Tools
 
 MAX_STOP_TOKENS = 256
 MAX_TOP_OF_COMPLETIONS = 5  # OpenAI's limit
-
-PromptParts = str | tuple[int | str, ...]
-"""A text, or token ids, which may have texts between them."""
-
-TextBiases = tuple[tuple[str, float], ...]
-"""Texts, and the bias of all tokens of each."""
+PromptParts = str | tuple[int | str, ...]  # a text, or token ids, which may have texts between them
+TextBiases = tuple[tuple[str, float], ...]  # texts, and the bias of all tokens of each
 
 
 @dataclass(frozen=True, slots=True)

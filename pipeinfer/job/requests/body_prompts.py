@@ -36,11 +36,8 @@ from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.models.text.tools import AUTO, Tools, calls_grammar, knows_tools, plain_conversation
 
 WAY_OUT = "say less, or start with a larger -c"
-MAX_TURNS = 64
-"""Earlier answers of a conversation whose prompts are rendered too, from the first on."""
-
-Chat = tuple[Sequence[ChatMessage], Tools | None, Mapping[str, Any]]
-"""Messages, tools, other variables of the template."""
+MAX_TURNS = 64  # earlier answers of a conversation whose prompts are rendered too, from the first on
+Chat = tuple[Sequence[ChatMessage], Tools | None, Mapping[str, Any]]  # messages, tools, other variables of the template
 
 PLAIN = (
     "{path} has no chat template: a plain one is used, with 'User:' and 'Assistant:'; --chat-template-file FILE gives "

@@ -11,16 +11,10 @@ from pipeinfer.models.text.tools import AUTO, NONE, REQUIRED, Tools
 
 SAME_ROLES = ("system", "user", "assistant", "tool")
 ROLES = {each: each for each in SAME_ROLES} | {"developer": "system", "function": "tool"}
-MAX_TOOLS = 128
-"""OpenAI's limit."""
-
+MAX_TOOLS = 128  # OpenAI's limit
 NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
-REASONING_FORMATS = ("auto", "none", "deepseek")
-"""`none` leaves reasoning in the text."""
-
-RESERVED = ("add_generation_prompt", "messages", "tools")
-"""Variables of a template that have fields of their own."""
-
+REASONING_FORMATS = ("auto", "none", "deepseek")  # `none` leaves reasoning in the text
+RESERVED = ("add_generation_prompt", "messages", "tools")  # variables of a template that have fields of their own
 MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "function_call"}
 MESSAGE |= {"reasoning_content", "reasoning", "refusal", "annotations", "audio"}
 """Fields of a message, including those of answers that clients send back."""

@@ -90,8 +90,7 @@ LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict", "max_new_tokens")
 PROMPTS = ("prompt", "messages")
 CHAT_FIELDS = ("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "reasoning_format")
 TEMPLATE_FIELDS = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
-FORMS = ("grammar", "json_schema", "response_format")
-"""Constraints of the text: a request has one of them."""
+FORMS = ("grammar", "json_schema", "response_format")  # constraints of the text: a request has one of them
 
 WITHOUT_EFFECT: tuple[str, ...] = (
     "model",
@@ -182,9 +181,7 @@ SAMPLERS: Mapping[str, Mapping[str, float]] = {
 }
 """llama.cpp's samplers, and the settings that switch each off."""
 
-ALSO = {"repeat_penalty": "repetition_penalty", "temp": "temperature"}
-"""Other names of those settings."""
-
+ALSO = {"repeat_penalty": "repetition_penalty", "temp": "temperature"}  # other names of those settings
 LETTERS = {"e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p", "m": "min_p"}
 LETTERS |= {"x": "xtc", "t": "temperature", "a": "adaptive_p", "i": "infill"}
 OFF = ("dry", "top_n_sigma", "typ_p", "typical_p", "xtc", "adaptive_p", "dynatemp")

@@ -32,12 +32,9 @@ from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.outputs import write_error
 
 WHAT = "--resume"
-NOTE = b'["'
-"""The beginning of each note: a last line that begins otherwise is not of this job, and is not cut off."""
-
+NOTE = b'["'  # the beginning of each note: a last line that begins otherwise is not of this job, and is not cut off
 Part: TypeAlias = str | int | Sequence[int]
-ModelId: TypeAlias = tuple[str, str]
-"""Fingerprint and numerics: all that texts depend on beside their requests."""
+ModelId: TypeAlias = tuple[str, str]  # fingerprint and numerics: all that texts depend on beside their requests
 
 
 def model_id(plan: JobPlan) -> ModelId:

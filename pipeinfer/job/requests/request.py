@@ -21,8 +21,7 @@ from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.policies import Iterative
 
 DEFAULT_CTX = 4096
-BYTE_ORDER_MARK = "\ufeff"
-"""Some editors begin UTF-8 with it."""
+BYTE_ORDER_MARK = "\ufeff"  # some editors begin UTF-8 with it
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,7 @@ from pipeinfer.job.requests.request import GenerationRequest
 
 READ_BYTES = 1 << 20
 FINISH_S = 1.0
-START_S = 30.0
-"""How long the HTTP process may take to start."""
+START_S = 30.0  # how long the HTTP process may take to start
 
 # -- from the front
 

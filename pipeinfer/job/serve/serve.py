@@ -49,9 +49,7 @@ from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.observe.report import stderr_console
 from pipeinfer.text import without_nan
 
-PERIOD_S = 0.5
-"""Seconds between pictures."""
-
+PERIOD_S = 0.5  # seconds between pictures
 MAX_RECORDS = 2000
 """Records of rank 0 after which reports are requested without a watcher: the records take less than 1 MB."""
 
@@ -94,8 +92,7 @@ class Pictures:
         return Picture(seconds, ranks)
 
 
-GRACE_S = 0.3
-"""How long clients have to receive their last output when the service ends."""
+GRACE_S = 0.3  # how long clients have to receive their last output when the service ends
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

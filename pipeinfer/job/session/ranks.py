@@ -44,9 +44,7 @@ NO_AMX = (
 )
 
 OnLoaded = Callable[[int, float], object]
-
-MAX_RECORDS = 20_000
-"""Records of rank 0 after which reports are requested, so that its memory stays small."""
+MAX_RECORDS = 20_000  # records of rank 0 after which reports are requested, so that its memory stays small
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,9 +125,7 @@ def describe_drafts(drafts: Sequence[ModelFile]) -> dict[str, Any] | None:
 SHOWN = ("policy", "variant", "settings", "options", *SAMPLING, "numerics", "numerics_name", "plan_hash", "pace")
 """Columns of the experiment in --json."""
 
-OTHER_FIGURES = ("spans", "n_messages", "n_bytes", "n_out_of_band", "runs")
-"""Figures of a rank that are not in its row."""
-
+OTHER_FIGURES = ("spans", "n_messages", "n_bytes", "n_out_of_band", "runs")  # figures of a rank that are not in its row
 NO_TIME = TimeUse(0.0, 0.0, 0.0, 0.0, 0.0)
 
 

@@ -29,9 +29,7 @@ OnTokens = Callable[[Sequence[int]], object] | None
 OnPrompt = Callable[[int], None] | None
 Poll = Callable[[], bool]
 Say = Callable[[str], object]
-
-MOST_LINES, PERIOD_S = 4, 3600.0
-"""Lines in any period at most: where guesses hardly matter the answer changes often."""
+MOST_LINES, PERIOD_S = 4, 3600.0  # lines in any period at most: where guesses hardly matter the answer changes often
 
 
 class Notices:
