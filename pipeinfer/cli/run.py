@@ -46,16 +46,13 @@ def run(chat: bool, conversation: bool, single_turn: bool, **values: Any) -> int
         return run_chat(options)
     from pipeinfer.job.planning.prepare import start_prepared  # initialises MPI
 
-    return start_prepared(
-        options, options, lambda *job: _head().prepare_run(*job), lambda *head: _head().Head(*head).run()
-    )
+    return start_prepared(options, options, _prepare, lambda context, _, head: head.run(context))
 
 
-def _head() -> Any:
-    """The module for rank 0: other ranks do not import what it draws with."""
-    from pipeinfer.job import run
+def _prepare(*job: Any) -> Any:
+    from pipeinfer.job.run import prepare_run  # other ranks do not import what rank 0 draws with
 
-    return run
+    return prepare_run(*job)
 
 
 @command("chat", *_CHAT, without=("results", "trace"), helps=CHAT_HELP, has_variables=True)

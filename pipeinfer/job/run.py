@@ -3,9 +3,11 @@
 import sys
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
+
+from rich.console import Console
 
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.core.requests import Finish
@@ -32,11 +34,23 @@ if TYPE_CHECKING:  # imports what most runs do not need
     from pipeinfer.job.planning.machines import TimedMachine
 
 
-@dataclass(frozen=True, slots=True)
-class RunWork:
-    """What rank 0 does beside its part of the plan. `key`: names the request in the notes. `has_draft`: a draft is
-    given; `is_split`: so is the split of layers."""
+def prepare_run(options: RunOptions, hosts: Sequence[Host]) -> "tuple[JobPlan, Head]":
+    """Raises UserError for whatever is wrong with options and files."""
+    plan, (request, tokenizer) = prepare(options, hosts)
+    noted = replace(request, sampling=replace(request.sampling, seed=options.sampling.seed))
+    model, placement = model_id(plan), options.placement
+    key, journal = digest((noted, model[0], options.numerics.rounding)), open_journal(options.output.resume, model)
+    settings, is_split = ExperimentSettings.of(options), placement.layer_split is not None and not placement.plan
+    has_draft, request = bool(options.models.drafts), journal.begin(key, request)
+    return plan, Head(plan, request, tokenizer, key, journal, settings, options.output, has_draft, is_split)
 
+
+@dataclass(slots=True)
+class Head:
+    """Rank 0's part of one job. `key`: names the request in the notes. `has_draft`: a draft is given; `is_split`: so is
+    the split of layers."""
+
+    plan: JobPlan
     request: GenerationRequest
     tokenizer: Tokenizer
     key: str
@@ -45,44 +59,27 @@ class RunWork:
     output: JobOutput
     has_draft: bool
     is_split: bool
+    console: Console = field(default_factory=stderr_console)
+    context: Context = field(init=False)
 
-
-def prepare_run(options: RunOptions, hosts: Sequence[Host]) -> tuple[JobPlan, RunWork]:
-    """Raises UserError for whatever is wrong with options and files."""
-    plan, (request, tokenizer) = prepare(options, hosts)
-    noted = replace(request, sampling=replace(request.sampling, seed=options.sampling.seed))
-    model, placement = model_id(plan), options.placement
-    key, journal = digest((noted, model[0], options.numerics.rounding)), open_journal(options.output.resume, model)
-    settings, is_split = ExperimentSettings.of(options), placement.layer_split is not None and not placement.plan
-    has_draft = bool(options.models.drafts)
-    return plan, RunWork(request, tokenizer, key, journal, settings, options.output, has_draft, is_split)
-
-
-class Head:
-    """Rank 0's part of one job."""
-
-    def __init__(self, context: Context, plan: JobPlan, work: RunWork) -> None:
-        self.context, self.plan, self.work = context, plan, work
-        self.console = stderr_console()
-        self.request = work.journal.begin(work.key, work.request)
-
-    def run(self) -> int:
+    def run(self, context: Context) -> int:
         """Returns the exit code."""
-        flag, request, verbose = self.context.flag, self.request, self.work.output.verbose
+        self.context = context
+        flag, request, verbose = self.context.flag, self.request, self.output.verbose
         n_prompt = len(request.prompt)
         brief = f"context {request.n_ctx}, seed {request.sampling.seed}"
         noted = f", {len(request.begun)} tokens of it are noted" if request.begun else ""
         n_predict = f"up to {request.n_predict} tokens" if request.n_predict else "no tokens"
         about = f"policy {request.policy.name}, {n_prompt} prompt tokens, {n_predict}, {brief}{noted}"
         show_start(self.console, self.plan, brief, about, verbose)
-        opened = open_session(self.context, self.plan, self.work.tokenizer, verbose=verbose)
-        with closing(self.work.journal), opened as session:
+        opened = open_session(self.context, self.plan, self.tokenizer, verbose=verbose)
+        with closing(self.journal), opened as session:
             progress = ProgressBar(self.console, CLOCK, "prompt", n_prompt - 1, "tokens")
-            on_tokens = partial(self.work.journal.came, self.work.key)
-            generation = session.generate(request, on_tokens, progress.update, self.work.output.json)
+            on_tokens = partial(self.journal.came, self.key)
+            generation = session.generate(request, on_tokens, progress.update, self.output.json)
             progress.close()
             if generation.request.finish is not Finish.STOPPED:
-                self.work.journal.ended(self.work.key)
+                self.journal.ended(self.key)
             machine = self._time_machine()
         code = self._report(generation)
         if machine and generation.request.n_generated > 1:
@@ -98,7 +95,7 @@ class Head:
 
     def _time_machine(self) -> "TimedMachine | None":
         """For --machines, while the other ranks are idle."""
-        if not self.work.output.machines or self.context.flag.reason:
+        if not self.output.machines or self.context.flag.reason:
             return None
         from pipeinfer.job.planning.machines import time_machine  # its imports take long
 
@@ -112,26 +109,25 @@ class Head:
 
     def _report(self, generation: Generation) -> int:
         """Returns the exit code: 2 when a file could not be written."""
-        work = self.work
-        columns = experiment_columns(self.plan, self.request, work.settings)
+        columns = experiment_columns(self.plan, self.request, self.settings)
         result = generation_result(generation, self.plan, columns, generation.text)
-        if work.output.json:
+        if self.output.json:
             print(json_text(result.data), flush=True)
         if not generation.text.endswith("\n"):
             self.console.print()  # on a terminal the statistics begin on a line of their own
         for notice in generation.metrics.notices:
             complain(notice)
-        if work.output.verbose:
+        if self.output.verbose:
             show_statistics(self.console, result.data)
             show_ranks(self.console, result.data["ranks"])
         else:
-            show_outcome(self.console, result.data, work.has_draft, work.is_split)
+            show_outcome(self.console, result.data, self.has_draft, self.is_split)
         return self._write_files(result)
 
     def _show_machines(self, machine: "TimedMachine", generation: Generation) -> None:
         from pipeinfer.job.planning.machines import COLUMNS, TITLE, machine_speeds, speed_rows, summary
 
-        tokens, counts = generation.request.tokens[len(self.request.prompt) :], self.work.output.machines
+        tokens, counts = generation.request.tokens[len(self.request.prompt) :], self.output.machines
         speeds = machine_speeds(machine, self.request.prompt, tokens, counts)
         self.console.print(f"\n{TITLE}", markup=False, highlight=False)
         show_table(self.console, COLUMNS, speed_rows(speeds))
@@ -139,7 +135,7 @@ class Head:
 
     def _write_files(self, result: Result) -> int:
         """Write the files that were requested, each whether or not the others could be written."""
-        code, output = 0, self.work.output
+        code, output = 0, self.output
         append = partial(RESULTS.append, row=result.columns())
         for path, write in ((output.results, append), (output.trace, result.write_trace)):
             try:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
@@ -106,13 +107,12 @@ class BatchWork:
         self.output.close()
 
 
-def prepare_batch(batch: BatchOptions, hosts: Sequence[Host]) -> tuple[JobPlan, BatchWork] | None:
+def _prepare(options: RunOptions, hosts: Sequence[Host], batch: BatchOptions) -> tuple[JobPlan, BatchWork] | None:
     """None if all results are there. Raises UserError for whatever is wrong with options, files and lines."""
-    options = batch.run
     outputs = {WHAT: batch.output, "--resume": options.output.resume}
     check_separate(outputs, inputs_of(options) | {"the batch": [batch.source]})
     options, info, tokenizer = open_job(options)
-    file = BatchFile(batch.source, _defaults(replace(batch, run=options), info))
+    file = BatchFile(batch.source, _defaults(batch, options, info))
     output, prompts = BatchOutput(batch.output), BodyPrompts(options.text, options.context, info, tokenizer)
     work = BatchWork(file, output, prompts, bytearray(), Journal(), options.speculation.policy, options.output)
     try:
@@ -139,8 +139,8 @@ def prepare_batch(batch: BatchOptions, hosts: Sequence[Host]) -> tuple[JobPlan, 
         raise
 
 
-def _defaults(batch: BatchOptions, info: ModelInfo) -> Defaults:
-    options, text = batch.run, batch.run.text
+def _defaults(batch: BatchOptions, options: RunOptions, info: ModelInfo) -> Defaults:
+    text = options.text
     others = "".join(f" {backend}" for backend in options.placement.backend if backend.is_torch)
     others += "" if text.parse_special else " no-special"
     others += " special-in-messages" if text.special_in_messages else ""
@@ -203,11 +203,7 @@ def _plan(work: BatchWork, ctx_size: int, parallel: int, deploy: Callable[[int, 
 
 def run_batch(batch: BatchOptions) -> int:
     """`pipeinfer batch`, on every rank; returns the exit code."""
-
-    def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[JobPlan, BatchWork] | None:
-        return prepare_batch(replace(batch, run=options), hosts)
-
-    return start_prepared(batch, batch.run, prepare, lambda *head: Batch(*head).run())
+    return start_prepared(batch, batch.run, partial(_prepare, batch=batch), lambda *head: Batch(*head).run())
 
 
 class Batch:

@@ -4,7 +4,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.core.requests import Finish
@@ -12,7 +12,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.chat.history import ChatNotes, History, Turn
 from pipeinfer.job.chat.lines import PipedLines, open_lines
 from pipeinfer.job.launch import CLOCK, Context
-from pipeinfer.job.options.options import JobOutput, RunOptions
+from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.planning.deploy import deploy
 from pipeinfer.job.planning.plan_table import show_start
@@ -47,23 +47,10 @@ INTERRUPTED = 130
 
 def run_chat(options: RunOptions) -> int:
     """`pipeinfer chat`, on every rank; returns the exit code."""
-    return start_prepared(options, options, _prepare, lambda *head: Chat(*head).run())
+    return start_prepared(options, options, _prepare, lambda context, _, chat: chat.run(context))
 
 
-@dataclass(frozen=True, slots=True)
-class ChatWork:
-    """What rank 0 does beside its part of the plan. `request`: the settings of all answers, without a prompt. `first`:
-    the user's first message, if given."""
-
-    request: GenerationRequest
-    format: ChatFormat
-    first: str | None
-    notes: ChatNotes
-    settings: ExperimentSettings
-    output: JobOutput
-
-
-def _prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[JobPlan, ChatWork]:
+def _prepare(options: RunOptions, hosts: Sequence[Host]) -> "tuple[JobPlan, Chat]":
     """Raises UserError for whatever is wrong with options and files, also for a broken template."""
     options, info, tokenizer = open_job(options)
     text, context, sampling = options.text, options.context, options.sampling
@@ -80,7 +67,7 @@ def _prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[JobPlan, ChatW
     model, special = model_id(plan), ["special"] if text.special_in_messages else []
     key = digest((noted, text.chat, model[0], options.numerics.rounding, *special))
     notes = ChatNotes(open_journal(options.output.resume, model), key)
-    return plan, ChatWork(request, format, first, notes, ExperimentSettings.of(options), options.output)
+    return plan, Chat(plan, request, format, first, notes, options)
 
 
 class Interrupts:
@@ -126,25 +113,34 @@ class Interrupts:
 
 
 class Chat:
-    """Rank 0's part of a chat."""
+    """Rank 0's part of a chat. `request`: the settings of all answers, without a prompt. `first`: the user's first
+    message, if given."""
 
-    def __init__(self, context: Context, plan: JobPlan, work: ChatWork) -> None:
-        self.context, self.plan, self.work, self.output = context, plan, work, work.output
-        self.console = stderr_console()
-        self.history, self.notes = History(work.format), work.notes
-        self.sampling = work.request.sampling
-        if self.notes.past:
-            self.sampling = replace(self.sampling, seed=self.notes.past[0].seed)
+    def __init__(
+        self,
+        plan: JobPlan,
+        request: GenerationRequest,
+        format: ChatFormat,
+        first: str | None,
+        notes: ChatNotes,
+        options: RunOptions,
+    ) -> None:
+        self.plan, self.request, self.first, self.notes = plan, request, first, notes
+        self.output, self.settings = options.output, ExperimentSettings.of(options)
+        self.console, self.history = stderr_console(), History(format)
+        self.sampling = request.sampling
+        if notes.past:
+            self.sampling = replace(self.sampling, seed=notes.past[0].seed)
         self.n_answered = self.n_refused = 0  # turns
         self.interrupts = Interrupts(lambda: self.lines.next_is(STOP))
 
-    def run(self) -> int:
+    def run(self, context: Context) -> int:
         """Returns the exit code."""
-        flag, request = self.context.flag, self.work.request
+        self.context, flag, request = context, context.flag, self.request
         about = f"policy {request.policy.name}, chat, context {request.n_ctx}, seed {self.sampling.seed}"
         brief = f"context {request.n_ctx}, seed {self.sampling.seed}"
         show_start(self.console, self.plan, brief, about, verbose := self.output.verbose)
-        opened = open_session(self.context, self.plan, self.work.format.tokenizer, verbose=verbose)
+        opened = open_session(self.context, self.plan, self.history.format.tokenizer, verbose=verbose)
         leaves = lambda: self.interrupts.ends_chat or bool(flag.reason)  # noqa: E731
         with (
             closing(self.notes.journal),
@@ -162,7 +158,7 @@ class Chat:
         for turn in self.notes.past:
             if not self.context.flag.reason:
                 self._repeat(turn)
-        message = self._read() if self.notes.past or self.work.first is None else self.work.first
+        message = self._read() if self.notes.past or self.first is None else self.first
         while message is not None and message.strip() not in LEAVE:
             self.notes.add(message, self.sampling.seed, self.lines.n_read)
             self._act(message)
@@ -228,7 +224,7 @@ class Chat:
         self._answer(message, turn)
 
     def _answer(self, message: str, turn: Turn | None) -> None:
-        request, is_whole = self.work.request, bool(turn and turn.is_whole)
+        request, is_whole = self.request, bool(turn and turn.is_whole)
         try:
             prompt = self.history.ask(message, request.n_ctx)
         except UserError as error:
@@ -252,7 +248,7 @@ class Chat:
 
     def _report(self, answer: Generation, request: GenerationRequest) -> None:
         if self.output.json:
-            columns = experiment_columns(self.plan, request, self.work.settings)
+            columns = experiment_columns(self.plan, request, self.settings)
             print(json_text(generation_result(answer, self.plan, columns, answer.text).data), flush=True)
         elif self.context.flag.reason:
             self.console.print()  # standard output may go on with the answer, in a later job

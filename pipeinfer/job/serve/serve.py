@@ -5,7 +5,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -41,7 +41,7 @@ from pipeinfer.job.serve.channel import (
 )
 from pipeinfer.job.session.ranks import Figures, LoadedRanks
 from pipeinfer.job.session.result import RankUses
-from pipeinfer.job.session.session import OpenRequest, Output, open_session
+from pipeinfer.job.session.session import OpenRequest, Output, Session, open_session
 from pipeinfer.models.text.chat_template import TemplateFault
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.figures import service_timings
@@ -105,23 +105,14 @@ class ServeOptions:
     drain_s: float = 30.0
 
 
-@dataclass(frozen=True, slots=True)
-class ServeWork:
-    """What rank 0 does beside its part of the plan."""
-
-    front: Front
-    setup: Setup
-    tokenizer: Tokenizer
-    policy: Policy
-    drain_s: float
-    verbose: bool
+OpenFront = Callable[[Any, Setup], Front]
 
 
-def prepare_serve(
-    service: ServeOptions, hosts: Sequence[Host], open_front: Callable[[Any, Setup], Front]
-) -> tuple[JobPlan, ServeWork]:
+def _prepare(
+    options: RunOptions, hosts: Sequence[Host], service: ServeOptions, open_front: OpenFront
+) -> "tuple[JobPlan, Service]":
     """Raises UserError for whatever is wrong with options and files."""
-    options, info, tokenizer = open_job(service.run)
+    options, info, tokenizer = open_job(options)
     context, parallel = options.context, options.traffic.parallel
     n_chat = min(info.n_ctx_train, DEFAULT_CTX)  # tokens
     n_ctx = context.ctx_size or parallel * n_chat
@@ -137,7 +128,7 @@ def prepare_serve(
         front.close()
         raise
     policy, verbose = options.speculation.policy, options.output.verbose
-    return plan, ServeWork(front, setup, tokenizer, policy, service.drain_s, verbose)
+    return plan, Service(plan, front, setup, tokenizer, policy, Drain(service.drain_s), verbose)
 
 
 def _check_template(format: ChatFormat | None) -> None:
@@ -149,39 +140,42 @@ def _check_template(format: ChatFormat | None) -> None:
         complain(f"{fault}; until then chats are refused")
 
 
-def run_serve(service: ServeOptions, open_front: Callable[[Any, Setup], Front]) -> int:
+def run_serve(service: ServeOptions, open_front: OpenFront) -> int:
     """`pipeinfer serve`, on every rank; returns the exit code. `open_front`: makes the front on rank 0 of its settings
     and the job's; raises UserError for wrong ones."""
-
-    def prepare(options: RunOptions, hosts: Sequence[Host]) -> tuple[JobPlan, ServeWork]:
-        return prepare_serve(replace(service, run=options), hosts, open_front)
-
-    return start_prepared(service, service.run, prepare, lambda *head: Service(*head).run())
+    prepare = partial(_prepare, service=service, open_front=open_front)
+    return start_prepared(service, service.run, prepare, lambda context, _, head: head.run(context))
 
 
+@dataclass(slots=True)
 class Service:
     """Rank 0's part of a service."""
 
-    def __init__(self, context: Context, plan: JobPlan, work: ServeWork) -> None:
-        self.context, self.plan, self.work = context, plan, work
-        self.front, self.drain = work.front, Drain(work.drain_s)
-        self.console = stderr_console()
-        self._waiting: list[tuple[Ask, float]] = []  # by priority, then by their time of arrival
-        self._open: dict[int, OpenRequest] = {}  # by the front's ids; the origin of each is its Ask
-        self._is_draining = False
+    plan: JobPlan
+    front: Front
+    setup: Setup
+    tokenizer: Tokenizer
+    policy: Policy
+    drain: Drain
+    verbose: bool
+    context: Context = field(init=False)
+    session: Session = field(init=False)
+    pictures: Pictures = field(init=False)
+    _waiting: list[tuple[Ask, float]] = field(default_factory=list)  # by priority, then by their time of arrival
+    _open: dict[int, OpenRequest] = field(default_factory=dict)  # by the front's ids; the origin of each is its Ask
+    _is_draining: bool = False
 
-    def run(self) -> int:
+    def run(self, context: Context) -> int:
         """Returns the exit code."""
-        flag, context = self.context.flag, f"context {self.work.setup.n_ctx}"
+        self.context, flag, size = context, context.flag, f"context {self.setup.n_ctx}"
         at_once = f"up to {self.plan.capacity.n_requests} requests at a time"
-        about = f"policy {self.work.policy.name}, {at_once}, {context}"
-        show_start(self.console, self.plan, f"{context}, {at_once}", about, self.work.verbose)
+        about = f"policy {self.policy.name}, {at_once}, {size}"
+        show_start(stderr_console(), self.plan, f"{size}, {at_once}", about, self.verbose)
         try:
-            tokenizer, verbose = self.work.tokenizer, self.work.verbose
-            opened = open_session(self.context, self.plan, tokenizer, self._has_work, verbose=verbose)
+            opened = open_session(context, self.plan, self.tokenizer, self._has_work, verbose=self.verbose)
             with opened as self.session:
                 flag.interrupts, self.pictures = self.drain, Pictures(self.session.ranks)
-                self.front.tell(Ready(self.work.setup.limit))
+                self.front.tell(Ready(self.setup.limit))
                 with suppress(StopRequested):
                     self._serve()
                 lost = self._stop()
@@ -234,7 +228,7 @@ class Service:
             complain(f"no further requests; {limit}, a second signal stops them")
         for message in self.front.take():
             if isinstance(message, Ask):
-                ask = replace(message, request=replace(message.request, policy=self.work.policy))
+                ask = replace(message, request=replace(message.request, policy=self.policy))
                 insort(self._waiting, (ask, self.context.clock()), key=lambda each: each[0].request.priority)
             elif isinstance(message, Cancel):
                 self._drop(message.id)

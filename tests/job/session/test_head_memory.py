@@ -30,11 +30,11 @@ from pipeinfer.job.launch import Context
 from pipeinfer.job.options.options import Speculation
 from pipeinfer.job.placement.capacity import capacity_of, engine_settings
 from pipeinfer.job.placement.job_plan import JobPlan
-from pipeinfer.job.process.stop import StopFlag
+from pipeinfer.job.process.stop import Drain, StopFlag
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.serve import serve as serving
 from pipeinfer.job.serve.channel import Ask, Cancel, Finished, FromFront, FromHead, Heartbeat, TextUpdates
-from pipeinfer.job.serve.serve import ServeWork, Service
+from pipeinfer.job.serve.serve import Service
 from pipeinfer.job.session.ranks import LoadedRanks
 from pipeinfer.job.session.session import Output, Session
 from pipeinfer.models.text.tokenizer import Tokenizer
@@ -143,14 +143,13 @@ def toy_service(front: Clients) -> Service:
     engine = engine_settings(speculation, N_OPEN, rewinds=True)
     model = SimpleNamespace(rewinds=True)
     plan = cast(JobPlan, SimpleNamespace(assignment=assignment, model=model, capacity=capacity, engine=engine))
-    work = ServeWork(
-        cast(Any, front), cast(Any, None), cast(Tokenizer, Words()), speculation.policy, 1.0, verbose=False
-    )
-    service = Service(context, plan, work)
+    front_and_setup, tokenizer = (cast(Any, front), cast(Any, None)), cast(Tokenizer, Words())
+    service = Service(plan, *front_and_setup, tokenizer, speculation.policy, Drain(1.0), verbose=False)
+    service.context = context
     ranks = ToyRanks(context, plan)
     worker = StageWorker(ToyStage(0, N_LAYERS, True, N_CELLS), time.monotonic, is_first=True)
     ranks._pipeline = HeadPipeline(cast(Comm, None), [0], worker, 0, decode_verdict)
-    service.session, service.pictures = (Session(ranks, work.tokenizer, service._has_work), serving.Pictures(ranks))
+    service.session, service.pictures = Session(ranks, tokenizer, service._has_work), serving.Pictures(ranks)
     return service
 
 
