@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -21,19 +22,23 @@ from tests.support.slurm import Slurm, slurm
 __all__ = ["slurm"]
 GOLDEN = Path(__file__).parent / "sbatch"
 MODELS = ("-m", "target.gguf", "-md", "draft.gguf")
-SCRIPTS = {
-    "run": ["-N", 4, "-c", 36, "--mem", "300G", "-t", "12:00:00", "-p", "main", "-A", "lab",
-            "run", *MODELS, "-p", "it's\n100%", "-n", 64],
-    "gpus": ["-n", 8, "-N", 4, "--gpus-per-task", "h100:1", "-C", "fast", "-q", "high", "--sbatch=--exclusive",
-             "--module", "gcc/12", "--module", "mpich/4", "--setup", "source env.sh", "--setup", "export X=1",
-             "-J", "two words", "--mpi", "pmix", "--", "bench", *MODELS, "-ngl", "all", "--results", "mine.csv"],
-    "groups": ["--group", "ntasks=1,cpus-per-task=8,mem=32G", "-t", 30,
-               "--group", "nodes=3,cpus-per-task=36,gpus-per-task=1,partition=big", "run", *MODELS, "-p", "x"],
+GPUS = (
+    "-n 8 -N 4 --gpus-per-task h100:1 -C fast -q high --sbatch=--exclusive --module gcc/12 --module mpich/4 "
+    "--setup 'source env.sh' --setup 'export X=1' -J 'two words' --mpi pmix -- bench"
+)
+GROUPS = (
+    "--group ntasks=1,cpus-per-task=8,mem=32G -t 30 --group nodes=3,cpus-per-task=36,gpus-per-task=1,partition=big run"
+)
+RUN = shlex.split("-N 4 -c 36 --mem 300G -t 12:00:00 -p main -A lab run")
+SCRIPTS: dict[str, list[object]] = {
+    "run": [*RUN, *MODELS, "-p", "it's\n100%", "-n", 64],
+    "gpus": [*shlex.split(GPUS), *MODELS, "-ngl", "all", "--results", "mine.csv"],
+    "groups": [*shlex.split(GROUPS), *MODELS, "-p", "x"],
     "mpirun": ["-n", 3, "--launcher", "mpirun", "plan", *MODELS],
     "requeue": ["-n", 2, "--requeue", "--", "run", *MODELS, "-p", "x"],
     "array": ["-n", 2, "--requeue", "--array", 3, "batch", "in.jsonl", "-o", "out/o.jsonl", *MODELS],
     "restarts": ["-N", 4, "--restarts", 5, "batch", "in.jsonl", "-o", "out.jsonl", *MODELS],
-}  # fmt: skip
+}
 
 
 def call(*words: object) -> str:
@@ -70,8 +75,9 @@ def test_open_mpi_is_started_as_it_wants(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_server_and_a_batch_can_be_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert " serve -m target.gguf --host 0.0.0.0" in call("--dry-run", "-n", 3, "serve", "-m", "target.gguf", "--host",
-                                                          "0.0.0.0")  # fmt: skip
+    assert " serve -m target.gguf --host 0.0.0.0" in call(
+        "--dry-run", "-n", 3, "serve", "-m", "target.gguf", "--host", "0.0.0.0"
+    )
     assert " batch in.jsonl -o out.jsonl" in call("--dry-run", "-n", 3, "batch", "in.jsonl", "-o", "out.jsonl")
     with pytest.raises(click.BadParameter, match="'many' is not a whole number"):
         call("--dry-run", "-n", 3, "serve", "--port", "many")
@@ -195,8 +201,10 @@ def test_a_job_that_waits_and_is_killed_is_followed(tmp_path: Path, capfd: pytes
     assert follow("7", text, log, state_of) == 128 + 15
     out, errors = capfd.readouterr()
     assert out == "begun" and errors.splitlines() == [
-        "pipeinfer: job 7 waits: Priority", "a plan", "pipeinfer: job 7 ended: timeout (TimeLimit)",
-    ]  # fmt: skip
+        "pipeinfer: job 7 waits: Priority",
+        "a plan",
+        "pipeinfer: job 7 ended: timeout (TimeLimit)",
+    ]
 
 
 def test_a_job_is_followed_through_a_restart_of_the_controller(
@@ -304,9 +312,11 @@ def test_an_array_of_prompts(slurm: Slurm, tmp_path: Path) -> None:
     results = [(tmp_path / f"out-{index}.jsonl").read_text().splitlines() for index in range(2)]
     assert [len(each) for each in results] == [2, 3], (Path(place) / "log-0").read_text()
     assert {path.name for path in Path(place).iterdir()} == {
-        "id", "job.sh", *(f"{name}-{index}" for name in ("log", "text") for index in range(2)),
+        "id",
+        "job.sh",
+        *(f"{name}-{index}" for name in ("log", "text") for index in range(2)),
         *(f"requests-{index}.jsonl" for index in range(2)),
-    }  # fmt: skip
+    }
 
 
 def test_a_server_says_how_to_reach_it(slurm: Slurm, tmp_path: Path) -> None:

@@ -102,9 +102,12 @@ def test_marks_at_the_edges_are_whole_and_questions_are_no_runs() -> None:
         return {"name": name, "tid": tid, "ts": 1e3 * at_ms, "dur": 1e3 * long_ms, "args": args}
 
     events = [
-        event("settle", 5.0, tokens=2), event("settle", 15.0, tokens=1), event("cancel", 15.0, runs=1),
-        event("evaluate", 6.0, 4.0, 1, question=7), event("evaluate", 6.0, 4.0, 2, run=3),
-    ]  # fmt: skip
+        event("settle", 5.0, tokens=2),
+        event("settle", 15.0, tokens=1),
+        event("cancel", 15.0, runs=1),
+        event("evaluate", 6.0, 4.0, 1, question=7),
+        event("evaluate", 6.0, 4.0, 2, run=3),
+    ]
     figure = paint([Trace("", {0: "rank 0: draft 1", 1: "rank 1: draft 2", 2: "rank 2: stage 0"}, events, 5.0)], 10.0)
     (axes,) = figure.axes
     assert axes.get_xlim() == (0.0, 10.0)

@@ -84,8 +84,8 @@ class PlanQuestion:
 def plan_report(
     options: RunOptions, nodes: Sequence[Node], link: LinkCost, question: PlanQuestion | None = None
 ) -> dict[str, Any]:
-    """Plain data. `nodes`: where no question is of other ones, described hosts. `shortage`: what is missing, with the
-    nearest ways out; empty if it fits. Raises UserError if no plan is possible."""
+    """Plain data; without a question the nodes are described hosts. `shortage`: what is missing, with the nearest ways
+    out; empty if it fits. Raises UserError if no plan is possible."""
     is_described = not question or bool(question.profile or question.hosts)
     question = question or PlanQuestion()
     info, tokenizer = open_models(options.models.target, options.drafts_in_use)

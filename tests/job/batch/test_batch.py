@@ -221,9 +221,12 @@ def test_figures_that_are_taken_while_requests_are_open_add_up(
     )
     words = ["batch", str(asked), "-o", str(output), "--json", *COMMON, *pair[:2], "-np", "3"]
     done = subprocess.run(
-        [*launcher(2), sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60,
+        [*launcher(2), sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
         env=environment(),
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     assert texts_of(output) == texts_of(alone)
     check_time_used(json.loads(done.stdout))
@@ -420,8 +423,12 @@ def test_what_a_request_does_not_say_is_as_the_command_line_says() -> None:
     named = replace(same[0], custom_id="x")
     biased = read('{"prompt": "a", "logit_bias": [[7, false], ["8", 0.5], [8, 1]]}')
     assert biased.body.sampling.logit_bias == "7-inf 8+1.5" and biased.id("") != read('{"prompt": "a"}').id("")
-    forms = ['"grammar": "root ::= x"', '"json_schema": {}', '"response_format": {"type": "json_object"}',
-             '"response_format": {"type": "text"}']  # fmt: skip
+    forms = [
+        '"grammar": "root ::= x"',
+        '"json_schema": {}',
+        '"response_format": {"type": "json_object"}',
+        '"response_format": {"type": "text"}',
+    ]
     asked_for = replace(DEFAULTS, sampling=SamplingParams(grammar="by default"))
     found = [read(f'{{"prompt": "a", {form}}}', asked_for).body.sampling.grammar for form in [*forms, '"n": 1']]
     assert found == ["root ::= x", schema_grammar({}), schema_grammar({}), "", "by default"]
@@ -459,9 +466,12 @@ def test_a_file_that_changes_while_models_load_ends_the_batch_in_order(pair: lis
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt": "a"}\n')
     done = subprocess.run(
-        [sys.executable, "-c", CHANGED, "batch", str(source), "-o", str(output), *pair], env=environment(), text=True,
-        capture_output=True, timeout=60,
-    )  # fmt: skip
+        [sys.executable, "-c", CHANGED, "batch", str(source), "-o", str(output), *pair],
+        env=environment(),
+        text=True,
+        capture_output=True,
+        timeout=60,
+    )
     assert done.returncode == 2 and "line 1: prompt is 5" in done.stderr, done.stderr
     assert "pipeinfer: rank 0" not in done.stderr, "it has not died"
     assert not output.exists()

@@ -78,10 +78,10 @@ def test_a_sweep_in_one_job(pair: list[str], tmp_path: Path) -> None:
     rows = RESULTS.read(results)
     # 6 prompts, 2 lengths, 2 repetitions of 7: four policies and the ablations that they have
     assert len(rows) == 6 * 2 * 2 * 7
-    assert list(dict.fromkeys((row["policy"], row["variant"]) for row in rows)) == [
-        ("iterative", ""), ("speculative", ""), ("pipeinfer", ""), ("pipeinfer", "no-cancel"),
-        ("pipeinfer", "no-continuous"), ("auto", ""), ("auto", "no-cancel"),
-    ]  # fmt: skip
+    variants = {"pipeinfer": ["", "no-cancel", "no-continuous"], "auto": ["", "no-cancel"]}
+    pairs = [(policy, variant) for policy, each in variants.items() for variant in each]
+    measured = list(dict.fromkeys((row["policy"], row["variant"]) for row in rows))
+    assert measured == [("iterative", ""), ("speculative", ""), *pairs]
     assert {row["prompt"] for row in rows} == {"pp24", "tale", "asked/1", "asked/1.2", "asked/2", "asked/2.2"}
     assert {row["prompt_n"] for row in rows if row["prompt"] == "pp24"} == {24}
     assert {row["predicted_n"] for row in rows} == {8, 16}
@@ -159,10 +159,9 @@ def test_each_policy_is_measured_without_what_it_has(tmp_path: Path) -> None:
     done = finish(3, ["bench", "-t", "1", "-p", "9", "-n", "24", "-r", "1", *policies, "--results", str(results)])
     assert done.returncode == 0, done.stderr
     measured = [(row["policy"], row["variant"]) for row in RESULTS.read(results)]
-    assert sorted(measured) == [
-        ("flowspec", ""), ("flowspec", "no-cancel"), ("flowspec", "no-expansion"), ("iterative", ""),
-        ("pipespec", ""), ("pipespec", "no-async"), ("pipespec", "no-cancel"), ("speculative", ""),
-    ]  # fmt: skip
+    variants = {"flowspec": ["", "no-cancel", "no-expansion"], "pipespec": ["", "no-async", "no-cancel"]}
+    pairs = [(policy, variant) for policy, each in variants.items() for variant in each]
+    assert sorted(measured) == sorted([*pairs, ("iterative", ""), ("speculative", "")])
 
 
 GREEDY = SamplingParams(seed=0, temp=0.0)
@@ -197,15 +196,37 @@ def key_with(**changed: Any) -> tuple[Any, ...]:
 def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
     """--resume leaves nothing out that was asked otherwise, in whichever option of `run`."""
     changed: dict[str, Any] = {
-        "drafts": (TARGET,), "prompt": "one three", "predict": 9, "ctx_size": 64, "batch_size": 7, "threads": (2,),
-        "n_gpu_layers": (1,), "n_gpu_layers_draft": 0, "device": (("none",),), "numa": "isolate",
+        "drafts": (TARGET,),
+        "prompt": "one three",
+        "predict": 9,
+        "ctx_size": 64,
+        "batch_size": 7,
+        "threads": (2,),
+        "n_gpu_layers": (1,),
+        "n_gpu_layers_draft": 0,
+        "device": (("none",),),
+        "numa": "isolate",
         "backend": (Backend("torch"),),
-        "policy": Speculative(), "layer_split": "1,8", "numerics": "fast", "slice_cache": tmp_path,
-        "pace": Pace.parse("pipeinfer-c"), "sampling": SamplingParams(seed=1), "couple": False,
-        "cancel": False, "partitions": False, "prepare_ahead": False, "post_ahead": False, "repack": False,
-        "sequences": 3, "lookup": True, "samplers": 1, "max_delay_s": 0.5, "gpu_aware": "on",
-        "cache_type_k_draft": "q8_0", "cache_type_v_draft": "q4_0",
-    }  # fmt: skip
+        "policy": Speculative(),
+        "layer_split": "1,8",
+        "numerics": "fast",
+        "slice_cache": tmp_path,
+        "pace": Pace.parse("pipeinfer-c"),
+        "sampling": SamplingParams(seed=1),
+        "couple": False,
+        "cancel": False,
+        "partitions": False,
+        "prepare_ahead": False,
+        "post_ahead": False,
+        "repack": False,
+        "sequences": 3,
+        "lookup": True,
+        "samplers": 1,
+        "max_delay_s": 0.5,
+        "gpu_aware": "on",
+        "cache_type_k_draft": "q8_0",
+        "cache_type_v_draft": "q4_0",
+    }
     # a prompt is asked, whichever way it came; bench has no chat, stops, parallel and grammar; the rest says where to
     # write, or where models come from
     not_asked = {
@@ -542,19 +563,25 @@ def test_experiments_begin_only_where_they_are_understood(tmp_path: Path) -> Non
 
 def test_experiments_measure_ablations_in_turns_with_what_they_are_held_against(tmp_path: Path) -> None:
     settings = {
-        "PAIRS": f"{TARGET}:{DRAFT}", "RANKS": "2", "TOKENS": "4", "REPEATS": "2", "CUT": "8", "QUESTIONS": "",
-        "RESULTS": str(tmp_path / "results.csv"), "FIGURES": str(tmp_path / "figures"),
+        "PAIRS": f"{TARGET}:{DRAFT}",
+        "RANKS": "2",
+        "TOKENS": "4",
+        "REPEATS": "2",
+        "CUT": "8",
+        "QUESTIONS": "",
+        "RESULTS": str(tmp_path / "results.csv"),
+        "FIGURES": str(tmp_path / "figures"),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-    }  # fmt: skip
+    }
     done = subprocess.run(
         [str(ROOT / "experiments.sh")], env=environment() | settings, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     rows = RESULTS.read(tmp_path / "results.csv")
-    assert {(row["policy"], row["variant"]) for row in rows[: len(rows) // 2]} == {
-        ("iterative", ""), ("speculative", ""), ("pipeinfer", ""), ("pipeinfer", "no-cancel"),
-        ("pipeinfer", "no-partitions"), ("pipeinfer", "no-continuous"), ("pipeinfer", "no-async"),
-    }, "each round has them all"  # fmt: skip
+    parts = ("", "no-cancel", "no-partitions", "no-continuous", "no-async")
+    policies = {("iterative", ""), ("speculative", ""), *(("pipeinfer", part) for part in parts)}
+    each_round = {(row["policy"], row["variant"]) for row in rows[: len(rows) // 2]}
+    assert each_round == policies, "each round has them all"
     assert [row["repetition"] for row in rows] == [1] * 21 + [2] * 21
     assert (tmp_path / "figures" / "ablation.png").exists()
 

@@ -174,8 +174,9 @@ def test_who_comes_while_others_are_open_waits_and_that_counts(pair: list[str], 
     plain = tmp_path / "results.csv"
     RESULTS.append(plain, make_row())
     for file, load in ((plain, True), (results, False)):
-        mixed = finish(1, ["bench", *pair[:2], "-p", "9", *(["--concurrency", "2"] if load else []), "--results",
-                           str(file)])  # fmt: skip
+        mixed = finish(
+            1, ["bench", *pair[:2], "-p", "9", *(["--concurrency", "2"] if load else []), "--results", str(file)]
+        )
         assert mixed.returncode == 2 and "has other columns" in mixed.stderr
 
 
@@ -210,8 +211,11 @@ def test_how_many_requests_a_load_has() -> None:
 
 
 def test_lines_with_a_prompt_are_questions(pair: list[str]) -> None:
-    assert [prompt.text for prompt in read_prompts(pair[-1], 0)] == ["the model of a rank", "a token is in the layer",
-                                                                    "of the"]  # fmt: skip
+    assert [prompt.text for prompt in read_prompts(pair[-1], 0)] == [
+        "the model of a rank",
+        "a token is in the layer",
+        "of the",
+    ]
 
 
 def test_prompts_of_a_length_are_other_parts_of_a_text() -> None:
@@ -267,8 +271,10 @@ def test_repetitions_are_averaged_and_nothing_else(capsys: pytest.CaptureFixture
 
 
 def test_who_comes_faster_than_answered_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [LOADS.as_read(make_load("iterative", 0, rate, served_per_second=served))
-            for rate, served in ((20.0, 3.0), (2.0, 1.9))]  # fmt: skip
+    rows = [
+        LOADS.as_read(make_load("iterative", 0, rate, served_per_second=served))
+        for rate, served in ((20.0, 3.0), (2.0, 1.9))
+    ]
     print_loads(rows[1:], "md")
     assert " of " not in capsys.readouterr().out
     print_loads([*rows, LOADS.as_read(make_load())], "md")
@@ -278,8 +284,16 @@ def test_who_comes_faster_than_answered_is_told(capsys: pytest.CaptureFixture[st
     )
 
 
-MANY = {"options": "lookup, batch-size 64, ctx-size 5000, max-delay 0.2", "temp": 0.7, "top_k": 10, "numerics": "fast",
-        "repeat_penalty": 1.2, "n_requests": 7, "model": "a-long-name-of-a-model-" * 3, "model_hash": "ff"}  # fmt: skip
+MANY = {
+    "options": "lookup, batch-size 64, ctx-size 5000, max-delay 0.2",
+    "temp": 0.7,
+    "top_k": 10,
+    "numerics": "fast",
+    "repeat_penalty": 1.2,
+    "n_requests": 7,
+    "model": "a-long-name-of-a-model-" * 3,
+    "model_hash": "ff",
+}
 
 
 @pytest.mark.parametrize("others", [{}, MANY])

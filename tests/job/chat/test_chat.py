@@ -276,9 +276,13 @@ TYPED = "the model\n/regen\nof a \\\nlayer\n//\n/clear\n\nthe model\n/nothing\n"
 def turns_of(n_ranks: int, words: Sequence[str], typed: str) -> tuple[list[dict[str, Any]], str]:
     """The objects that a chat prints, and what it says besides."""
     done = subprocess.run(
-        [*launcher(n_ranks), *COMMAND, "chat", "--json", *words], input=typed, capture_output=True, text=True,
-        env=environment(), timeout=120,
-    )  # fmt: skip
+        [*launcher(n_ranks), *COMMAND, "chat", "--json", *words],
+        input=typed,
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=120,
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
@@ -303,9 +307,13 @@ def test_a_chat_of_ranks_says_what_one_rank_says(model: Path, draft: Path) -> No
 
 def test_run_cnv_is_a_chat_and_p_is_said_first() -> None:
     done = subprocess.run(
-        [*COMMAND, "run", "-cnv", "-p", "x", "-n", "4", "-t", "1"], input="/exit\nno\n", capture_output=True, text=True,
-        env=environment(), timeout=60,
-    )  # fmt: skip
+        [*COMMAND, "run", "-cnv", "-p", "x", "-n", "4", "-t", "1"],
+        input="/exit\nno\n",
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=60,
+    )
     assert done.returncode == 0 and done.stderr.count("prompt tokens read") == 1, done.stderr
     done = subprocess.run([*COMMAND, "run", "-cnv", "--results", "x.csv"], capture_output=True, text=True)
     assert done.returncode == 2 and "--results" in done.stderr

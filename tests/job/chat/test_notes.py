@@ -76,9 +76,13 @@ def test_a_later_job_shows_the_chat_and_goes_on(tmp_path: Path) -> None:
 
     def talk(n_ranks: int, typed: str, *more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [*launcher(n_ranks), *COMMAND, *words, *more], input=typed, capture_output=True, text=True,
-            env=environment(), timeout=60,
-        )  # fmt: skip
+            [*launcher(n_ranks), *COMMAND, *words, *more],
+            input=typed,
+            capture_output=True,
+            text=True,
+            env=environment(),
+            timeout=60,
+        )
 
     resume = ["--resume", str(tmp_path / "notes")]
     first = talk(1, "the model\n/regen\n", *resume, "-s", "3")

@@ -91,14 +91,22 @@ def test_both_forms_of_hosts_files_and_what_is_added(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("a:0", "slots=0; give a whole number"), ("a:2 slots=2", "both give slots"), ("a cores=x", "cores=x"),
-        ("a memory=12Q", "memory=12Q"), ("a memory=0", "memory=0"), ("a memory=3", "3 is 3 B"),
+        ("a:0", "slots=0; give a whole number"),
+        ("a:2 slots=2", "both give slots"),
+        ("a cores=x", "cores=x"),
+        ("a memory=12Q", "memory=12Q"),
+        ("a memory=0", "memory=0"),
+        ("a memory=3", "3 is 3 B"),
         ("a gb_per_s=3", "gb_per_s alone"),
-        ("a gb_per_s=nan gflop_per_s=1", "gb_per_s=nan"), ("a speed=3", "the keys are slots, cores"),
-        ("a cores=1 cores=2", "twice"), ("-a", "'-a' is no host"), ("# nothing", "names no host"),
-        ("a cores=2\na cores=3", "different things of a"), ("a memory=9e99", "memory=9e99"),
+        ("a gb_per_s=nan gflop_per_s=1", "gb_per_s=nan"),
+        ("a speed=3", "the keys are slots, cores"),
+        ("a cores=1 cores=2", "twice"),
+        ("-a", "'-a' is no host"),
+        ("# nothing", "names no host"),
+        ("a cores=2\na cores=3", "different things of a"),
+        ("a memory=9e99", "memory=9e99"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_hosts_file_is_refused_with_its_line(tmp_path: Path, line: str, words: str) -> None:
     with pytest.raises(UserError) as caught:
         read_hosts(write(tmp_path, line))
@@ -271,9 +279,12 @@ def test_predictions_of_every_policy_with_a_draft_and_of_one_without(tmp_path: P
 
 def test_of_too_many_hosts_the_best_are_taken_and_the_others_are_spares(tmp_path: Path, wide: Path) -> None:
     hosts = write(
-        tmp_path, f"slow {SLOW}", "unknown", *(f"h{number} {FAST} memory={100 + number}G" for number in range(9)),
+        tmp_path,
+        f"slow {SLOW}",
+        "unknown",
+        *(f"h{number} {FAST} memory={100 + number}G" for number in range(9)),
         "twice:2 gb_per_s=300 gflop_per_s=2000",
-    )  # fmt: skip
+    )
     found, error = plan("--hosts", hosts, "-m", wide)
     assert not error and [row["host"] for row in found["ranks"]] == [*(f"h{n}" for n in range(3, 9)), "twice", "twice"]
     (line,) = found["warnings"]

@@ -49,8 +49,11 @@ def folder(tmp_path: Path) -> Path:
 def job(folder: Path, n_ranks: int, *words: str, greedy: Sequence[str] = GREEDY) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*launcher(n_ranks), "sh", "-c", ONLY_RANK_0, str(folder), *COMMAND, "run", *greedy, *words],
-        capture_output=True, text=True, env=environment(), timeout=120,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=120,
+    )
 
 
 def tokens(done: subprocess.CompletedProcess[str]) -> Any:
@@ -81,8 +84,11 @@ def test_slices_come_once_into_the_cache_of_each_rank(folder: Path, plain: Any) 
 def test_hosts_without_the_model_take_slices_that_were_copied_there(folder: Path, plain: Any) -> None:
     done = subprocess.run(
         [*COMMAND, "models", "split", "target.gguf", "--layer-split", "5,4", "-o", str(folder / "cache")],
-        capture_output=True, text=True, env=environment(), cwd=folder / "here",
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=environment(),
+        cwd=folder / "here",
+    )
     assert done.returncode == 0, done.stderr
     words = ["-m", "target.gguf", "-md", "draft.gguf", "--layer-split", "5,4", "--slice-cache", str(folder / "cache")]
     taken = job(folder, 3, *words)
@@ -219,7 +225,11 @@ link.finalize()
 
 def test_streams_of_any_length_and_who_gives_up() -> None:
     done = subprocess.run(
-        [*launcher(2), sys.executable, "-c", STREAMS], capture_output=True, text=True, env=environment(), timeout=60,
+        [*launcher(2), sys.executable, "-c", STREAMS],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=60,
         cwd=ROOT,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr

@@ -131,8 +131,9 @@ def test_a_disk_that_is_too_small_is_said_before_anything_is_written(large: Path
 
 
 def test_what_a_killed_writer_left_is_no_reason_to_refuse(large: Path, small_disk: Path) -> None:
-    with tempfile.NamedTemporaryFile(prefix=".x.gguf.", suffix=f".{socket.gethostname()}.part", dir=small_disk,
-                                     delete=False) as left:  # fmt: skip
+    with tempfile.NamedTemporaryFile(
+        prefix=".x.gguf.", suffix=f".{socket.gethostname()}.part", dir=small_disk, delete=False
+    ) as left:
         left.write(bytes(800 << 10))
     assert split(large, "--stages", "2", "--only", "0", "-o", small_disk).exception is None
 

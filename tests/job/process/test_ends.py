@@ -60,9 +60,14 @@ def start(*parts: Sequence[str], **settings: str) -> subprocess.Popen[str]:
     for part in parts:
         command += [":"] * (len(command) > 1) + ["-np", "1", *part]
     return subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env=environment() | settings, start_new_session=True,
-    )  # fmt: skip
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment() | settings,
+        start_new_session=True,
+    )
 
 
 def complaints(errors: str) -> list[str]:
@@ -93,9 +98,12 @@ def test_ctrl_c_while_mpi_waits_for_a_rank() -> None:
 def test_ctrl_c_while_the_command_starts(moment_s: float, tmp_path: Path) -> None:
     """As installed: the interpreter has not begun, or imports."""
     job = subprocess.Popen(
-        [str(installed_script(tmp_path)), *RUN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [str(installed_script(tmp_path)), *RUN],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
         env=environment(),
-    )  # fmt: skip
+    )
     time.sleep(moment_s)
     job.send_signal(signal.SIGINT)
     text, errors = job.communicate(timeout=20)
@@ -108,9 +116,13 @@ def test_a_lone_process_ends_with_its_terminal_unless_it_shall_not() -> None:
     words = [*COMMAND, "run", "-p", "x", "-n", "900", "-c", "1000", "--temp", "0", "--ignore-eos", "-t", "1"]
     for starter, code in (([], 129), (["nohup"], 0)):
         job = subprocess.Popen(
-            [*starter, *words], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            [*starter, *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
             env=environment(),
-        )  # fmt: skip
+        )
         assert job.stdout
         job.stdout.read(1)
         job.send_signal(signal.SIGHUP)
@@ -175,9 +187,13 @@ main(sys.argv[1:])
 def test_a_stop_right_behind_the_start_of_the_watch_is_no_death() -> None:
     """A shell has asked for the exit code before the watch could, which took the end for a death then."""
     job = subprocess.Popen(
-        [sys.executable, "-c", BEHIND, *RUN], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE, text=True, env=environment(),
-    )  # fmt: skip
+        [sys.executable, "-c", BEHIND, *RUN],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    )
     _, errors = job.communicate(timeout=20)
     assert (job.returncode, errors) == (130, "")
 

@@ -28,9 +28,13 @@ def start(step: str, late_rank: int, folder: Path) -> tuple[subprocess.Popen[str
     run = ["run", "-p", "def f(x):\n", "-n", "4"]
     job = subprocess.Popen(
         [*launcher(N_RANKS), sys.executable, "-m", "tests.support.late", step, str(late_rank), str(folder), *run],
-        stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(),
         start_new_session=True,
-    )  # fmt: skip
+    )
     marks = [folder / str(rank) for rank in range(N_RANKS)]
     until(lambda: all(mark.exists() for mark in marks))
     time.sleep(0.3)
@@ -63,10 +67,15 @@ def test_ctrl_c_ends_a_job_whose_ranks_wait_for_one_that_is_late(step: str, tmp_
     assert job.returncode == 130 and "Traceback" not in errors
 
 
-@pytest.mark.parametrize(("step", "number", "victim"), [
-    ("clock_offset_s", signal.SIGKILL, 2), ("all_gather", signal.SIGKILL, 2), ("all_gather", signal.SIGSEGV, 1),
-    ("all_gather", signal.SIGKILL, 0),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("step", "number", "victim"),
+    [
+        ("clock_offset_s", signal.SIGKILL, 2),
+        ("all_gather", signal.SIGKILL, 2),
+        ("all_gather", signal.SIGSEGV, 1),
+        ("all_gather", signal.SIGKILL, 0),
+    ],
+)
 def test_a_ranks_death_is_heard_by_those_who_wait(
     step: str, number: signal.Signals, victim: int, tmp_path: Path
 ) -> None:

@@ -19,8 +19,12 @@ def shell(arguments: str, streams: str) -> subprocess.CompletedProcess[str]:
     """The command with its streams redirected by a shell, its exit code also where its output goes to a pipe."""
     return subprocess.run(
         ["bash", "-o", "pipefail", "-c", f"{shlex.join(COMMAND)} {arguments} {streams}"],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment(), timeout=120,
-    )  # fmt: skip
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=120,
+    )
 
 
 @pytest.mark.parametrize("arguments", [RUN, "--version", "simulate --list"])
@@ -51,10 +55,15 @@ def test_full_output_keeps_the_files(tmp_path: Path, form: str) -> None:
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
 
 
-@pytest.mark.parametrize("arguments", [
-    f"{RUN} --json", "run -p x -n 0 --json", "simulate --profile pipeinfer-c -n 9 --policy iterative --json",
-    "bench -p 4 -n 2 -r 1 --warm-up 0 --policy iterative -o json",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        f"{RUN} --json",
+        "run -p x -n 0 --json",
+        "simulate --profile pipeinfer-c -n 9 --policy iterative --json",
+        "bench -p 4 -n 2 -r 1 --warm-up 0 --policy iterative -o json",
+    ],
+)
 def test_a_figure_that_does_not_exist_is_null(arguments: str) -> None:
     """Python's json reads NaN too; most others refuse the whole text."""
     done = shell(arguments, "")

@@ -65,12 +65,18 @@ def test_tokens_that_are_parts_of_characters_are_spelled_in_bytes() -> None:
     spelled = {1: b"\xe2\x82", 2: b"\xac", 3: b"a", 4: b"a"}.__getitem__
     entries = [Entry(1, -1.0, [(2, -0.5)], 0), Entry(3, -3.0, [(4, -0.25), (3, -3.0)], 1)]  # type: ignore[list-item]
     assert completion_logprobs(entries, spelled) == {
-        "tokens": ["bytes:\\xe2\\x82", "a"], "token_logprobs": [-1.0, -3.0], "text_offset": [0, 1],
+        "tokens": ["bytes:\\xe2\\x82", "a"],
+        "token_logprobs": [-1.0, -3.0],
+        "text_offset": [0, 1],
         "top_logprobs": [{"bytes:\\xac": -0.5, "bytes:\\xe2\\x82": -1.0}, {"a": -0.25}],
-    }  # fmt: skip
+    }
     first = chat_logprobs(entries, spelled)["content"][0]
-    assert first == {"token": "bytes:\\xe2\\x82", "logprob": -1.0, "bytes": [0xE2, 0x82],
-                     "top_logprobs": [{"token": "bytes:\\xac", "logprob": -0.5, "bytes": [0xAC]}]}  # fmt: skip
+    assert first == {
+        "token": "bytes:\\xe2\\x82",
+        "logprob": -1.0,
+        "bytes": [0xE2, 0x82],
+        "top_logprobs": [{"token": "bytes:\\xac", "logprob": -0.5, "bytes": [0xAC]}],
+    }
 
 
 # -- real jobs
@@ -92,9 +98,12 @@ LINES = [
     {"prompt": [5, 9, 77], "seed": 4, "temperature": 1.2, "logprobs": 0, "repeat_penalty": 1.3},
     {"prompt": [5, 9, 77], "seed": 4, "temperature": 1.2, "repeat_penalty": 1.3},
     {"prompt": [6, 7], "seed": 5, "grammar": "root ::= [a-z ]+", "logprobs": 1},
-    {"custom_id": "chat", "url": "/v1/chat/completions",
-     "body": {"messages": [{"role": "user", "content": "a rank"}], "seed": 1, "logprobs": True, "top_logprobs": 20}},
-]  # fmt: skip
+    {
+        "custom_id": "chat",
+        "url": "/v1/chat/completions",
+        "body": {"messages": [{"role": "user", "content": "a rank"}], "seed": 1, "logprobs": True, "top_logprobs": 20},
+    },
+]
 
 
 @pytest.fixture(scope="module")

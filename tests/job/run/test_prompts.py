@@ -29,12 +29,17 @@ SMALL = Shape(n_layer=3, peaky=8.0)
 N = 205  # rows in blocks: 64, 64 and 77
 
 MODELS = {
-    "Q8_0": (SMALL, "Q8_0"), "Q4_K_M": (SMALL, "Q4_K_M"), "Q6_K": (SMALL, "Q6_K"), "Q3_K_M": (SMALL, "Q3_K_M"),
-    "F16": (SMALL, "F16"), "mixtral": (replace(SMALL, n_expert=4), "Q4_K_M"),
-    "qwen2": (replace(SMALL, arch="qwen2"), "Q8_0"), "qwen3moe": (replace(SMALL, arch="qwen3moe", n_expert=4), "Q8_0"),
+    "Q8_0": (SMALL, "Q8_0"),
+    "Q4_K_M": (SMALL, "Q4_K_M"),
+    "Q6_K": (SMALL, "Q6_K"),
+    "Q3_K_M": (SMALL, "Q3_K_M"),
+    "F16": (SMALL, "F16"),
+    "mixtral": (replace(SMALL, n_expert=4), "Q4_K_M"),
+    "qwen2": (replace(SMALL, arch="qwen2"), "Q8_0"),
+    "qwen3moe": (replace(SMALL, arch="qwen3moe", n_expert=4), "Q8_0"),
     "falcon": (replace(SMALL, arch="falcon", n_head_kv=1), "Q8_0"),
     "phi3": (replace(SMALL, arch="phi3", rope_factors=True), "Q8_0"),
-}  # fmt: skip
+}
 Loader = Callable[..., list[LlamaStage]]
 
 

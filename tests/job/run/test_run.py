@@ -30,10 +30,9 @@ def plain() -> list[int]:
 
 @pytest.mark.parametrize(
     ("n_ranks", "policy"),
-    [(1, "iterative"), (1, "pipeinfer"), (2, "speculative"), (2, "pipeinfer"), (3, "iterative"), (3, "pipeinfer"),
-     (4, "speculative"), (5, "pipeinfer"), (3, "pipedec"), (3, "flowspec"), (3, "pipespec"), (1, "auto"),
-     (4, "auto")],
-)  # fmt: skip
+    [*((n, "pipeinfer") for n in (1, 2, 3, 5)), *((n, "speculative") for n in (2, 4)), *((n, "auto") for n in (1, 4))]
+    + [(1, "iterative"), (3, "iterative"), (3, "pipedec"), (3, "flowspec"), (3, "pipespec")],
+)
 def test_greedy_text_is_that_of_plain_llama(n_ranks: int, policy: str, plain: list[int]) -> None:
     result = run_json(n_ranks, ["-p", PROMPT, "-n", "96", "--temp", "0", "--ignore-eos", "--policy", policy])
     assert result["tokens"] == plain
@@ -76,10 +75,16 @@ def test_other_quantisations_and_a_long_prompt(tmp_path: Path, type_name: str) -
 
 @pytest.mark.parametrize(
     "flags",
-    [["--no-cancel"], ["--no-continuous", "--microbatch", "4"], ["--no-async"], ["--no-partitions"],
-     ["--microbatch", "3", "--inflight", "12", "--width", "8", "-ps", "0"],
-     ["-pa", "0.3", "-pr", "0.2", "-pd", "0.05"], ["--no-post-ahead"]],
-)  # fmt: skip
+    [
+        ["--no-cancel"],
+        ["--no-continuous", "--microbatch", "4"],
+        ["--no-async"],
+        ["--no-partitions"],
+        ["--microbatch", "3", "--inflight", "12", "--width", "8", "-ps", "0"],
+        ["-pa", "0.3", "-pr", "0.2", "-pd", "0.05"],
+        ["--no-post-ahead"],
+    ],
+)
 def test_no_switch_changes_the_text(flags: list[str], plain: list[int]) -> None:
     result = run_json(3, ["-p", PROMPT, "-n", "96", "--temp", "0", "--ignore-eos", *flags])
     assert result["tokens"] == plain
@@ -134,8 +139,12 @@ def test_stdout_is_the_text_and_nothing_else(tmp_path: Path) -> None:
 def test_prompt_from_standard_input(tmp_path: Path) -> None:
     done = subprocess.run(
         [*launcher(2), *COMMAND, "run", "--json", "-f", "-", "-n", "8", "--temp", "0"],
-        input=PROMPT, capture_output=True, text=True, env=environment(), timeout=60,
-    )  # fmt: skip
+        input=PROMPT,
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=60,
+    )
     expected = run_json(1, ["-p", PROMPT.removesuffix("\n"), "-n", "8", "--temp", "0"])
     assert json.loads(done.stdout)["text"] == expected["text"]
 

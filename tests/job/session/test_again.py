@@ -32,5 +32,9 @@ def test_requests_after_one_another(n_ranks: int, flags: list[str]) -> None:
 
 
 def _sampling(flags: list[str]) -> list[str]:
-    return [word for option, value in zip(flags[::2], flags[1::2], strict=True)
-            if option in ("--temp", "--repeat-penalty") for word in (option, value)]  # fmt: skip
+    return [
+        word
+        for option, value in zip(flags[::2], flags[1::2], strict=True)
+        if option in ("--temp", "--repeat-penalty")
+        for word in (option, value)
+    ]

@@ -89,9 +89,11 @@ class Clients:
         rng = random.Random(number)
         prompt = tuple([*range(rng.choice((1, 4, 9))), rng.randrange(N_VOCAB)])
         sampling = SamplingParams(
-            seed=number, temp=rng.choice((0.0, 0.8)), repeat_penalty=rng.choice((1.0, 1.2)),
+            seed=number,
+            temp=rng.choice((0.0, 0.8)),
+            repeat_penalty=rng.choice((1.0, 1.2)),
             n_logprobs=rng.choice((-1, -1, 0, 3)),
-        )  # fmt: skip
+        )
         stops = ("ab", "c") if rng.random() < 0.2 else ()
         keep, priority = rng.random() < 0.5, rng.choice((0, 0, 1))
         n_predict = rng.randint(1, 16)
@@ -128,9 +130,12 @@ class ToyRanks(LoadedRanks):
         return Engine(
             Level(self._pipeline, SequencePool(self.plan.capacity.n_seq, N_CELLS)),
             OracleDrafter(Reference(N_LAYERS), 0.6),
-            HeadWaiter(self.context.flag.check, self._pipeline, has_work), time.monotonic, on_tokens,
-            run_cost=RunCost({1: 1e-5, 8: 2e-5}), limits=OpenLimits(N_OPEN),
-        )  # fmt: skip
+            HeadWaiter(self.context.flag.check, self._pipeline, has_work),
+            time.monotonic,
+            on_tokens,
+            run_cost=RunCost({1: 1e-5, 8: 2e-5}),
+            limits=OpenLimits(N_OPEN),
+        )
 
 
 def toy_service(front: Clients) -> Service:

@@ -12,8 +12,9 @@ from pipeinfer.job.inspect.model_report import describe_file
 from pipeinfer.models.gguf.model_info import read_model_info
 
 
-@pytest.mark.parametrize(("kind", "architecture", "said"), [("mmproj", "clip", "projector"),
-                                                            ("adapter", "llama", "LoRA")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "architecture", "said"), [("mmproj", "clip", "projector"), ("adapter", "llama", "LoRA")]
+)
 def test_what_belongs_to_a_model_is_named(tmp_path: Path, kind: str, architecture: str, said: str) -> None:
     path = tmp_path / "ein Umläut.gguf"
     writer = GGUFWriter(path, architecture)

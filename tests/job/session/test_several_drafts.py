@@ -91,8 +91,12 @@ def test_three_drafts_and_sampling_and_penalties() -> None:
     cut = run_json(5, [*TEAM, "-md", str(DRAFT), "--draft-split", "1,2", *common])
     assert cut["tokens"] == alone["tokens"]
     assert [rank["role"].split(",")[0] for rank in cut["ranks"]] == [
-        "draft 1", "draft 2", "draft 3 stage 0", "draft 3 stage 1", "stage 0",
-    ]  # fmt: skip
+        "draft 1",
+        "draft 2",
+        "draft 3 stage 0",
+        "draft 3 stage 1",
+        "stage 0",
+    ]
 
 
 def share_of_first_guesses_right(result: dict[str, Any]) -> float:
@@ -164,9 +168,7 @@ def test_a_cut_draft_keeps_the_text_and_has_a_track_for_each_rank(tmp_path: Path
         assert used_s == pytest.approx(rank["wall_s"], rel=0.02), rank
     events = json.loads(path.read_text())["traceEvents"]
     names = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert (names[1], names[2]) == (
-        "rank 1: draft 2 stage 0, layers 0-4", "rank 2: draft 2 stage 1, layers 5-8",
-    )  # fmt: skip
+    assert (names[1], names[2]) == ("rank 1: draft 2 stage 0, layers 0-4", "rank 2: draft 2 stage 1, layers 5-8")
     work = [event for event in events if event["name"] in ("evaluate", "cancelled")]
     asked = [{event["args"]["question"] for event in work if event["tid"] == tid} for tid in (1, 2)]
     assert asked[0] and asked[0] == asked[1], "every question goes through both stages"
