@@ -142,8 +142,9 @@ IN_EFFECT: Mapping[str, tuple[Any, ...]] = {
 
 ALIASES = {alias: name for name, _, setting in settings_of(SamplingParams) for alias in setting.aliases}
 OTHERS = ("stop", "ignore_eos", "logit_bias", "logprobs", "top_logprobs", "n_probs", "priority", "parse_special")
-KNOWN = {*(name for name, _, _ in settings_of(SamplingParams)), *ALIASES, *LENGTHS, *PROMPTS, *WITHOUT_EFFECT, *FORMS}
-KNOWN |= {*ONLY, *IN_EFFECT, *CHAT_FIELDS, *TEMPLATE_FIELDS, *OTHERS, "add_special_tokens", "stop_token_ids"}
+SETTINGS = (name for name, _, _ in settings_of(SamplingParams))
+FIELDS = {*SETTINGS, *ALIASES, *LENGTHS, *PROMPTS, *WITHOUT_EFFECT, *FORMS, *ONLY, *IN_EFFECT, *CHAT_FIELDS}
+FIELDS |= {*TEMPLATE_FIELDS, *OTHERS, "add_special_tokens", "stop_token_ids"}
 
 
 def served(body: Mapping[str, Any], passed: PassedOver) -> dict[str, Any]:
@@ -155,7 +156,7 @@ def served(body: Mapping[str, Any], passed: PassedOver) -> dict[str, Any]:
             refuse(_only(name, value, ONLY[name]))
         if name in IN_EFFECT and value not in IN_EFFECT[name]:
             passed.add(name, _only(name, value, IN_EFFECT[name]))
-        elif name not in KNOWN:
+        elif name not in FIELDS:
             passed.add(name, f"the field {shown(name)} is unknown; leave it out")
         else:
             fields[name] = value
