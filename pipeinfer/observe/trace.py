@@ -103,10 +103,8 @@ def time_use(ledger: HeadLedger, runs: Sequence[StageRun] | None, window: Window
 
 def head_time(ledger: HeadLedger, window: Window) -> TimeUse:
     """The head's time within `window`. It is one thread: when it does not wait, it works."""
-    wall_s = window[1] - window[0]
-    waiting_s = sum(overlap_s(start_s, end_s, window) for start_s, end_s in ledger.waits)
-    cancelled_s = sum(overlap_s(start_s, end_s, window) for start_s, end_s in ledger.cancelled)
-    idle_s = sum(overlap_s(start_s, end_s, window) for start_s, end_s in ledger.idles)
+    wall_s, spans = window[1] - window[0], (ledger.waits, ledger.cancelled, ledger.idles)
+    waiting_s, cancelled_s, idle_s = (sum(overlap_s(*span, window) for span in each) for each in spans)
     return TimeUse(wall_s, max(0.0, wall_s - waiting_s - cancelled_s - idle_s), cancelled_s, waiting_s, idle_s)
 
 

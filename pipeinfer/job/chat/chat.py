@@ -171,22 +171,19 @@ class Chat:
     def _read(self) -> str | None:
         """The user's next message; None at the end of input."""
         try:
+            parts: list[str] = []
             with self.interrupts.reading():
-                return self._read_lines()
+                while (line := self.lines.read(PROMPT_MORE if parts else PROMPT)) is not None:
+                    parts.append(line.removesuffix(MORE))
+                    if not line.endswith(MORE):
+                        break
+            return "\n".join(parts) if parts and not self.interrupts.ends_chat else None
         except UserError as error:
             self.context.flag.note(str(error), 2)
         except KeyboardInterrupt:
             self.console.print()  # the shell's prompt begins on a line of its own
             self.interrupts.ends_chat = True
         return None
-
-    def _read_lines(self) -> str | None:
-        parts: list[str] = []
-        while (line := self.lines.read(PROMPT_MORE if parts else PROMPT)) is not None:
-            parts.append(line.removesuffix(MORE))
-            if not line.endswith(MORE):
-                break
-        return "\n".join(parts) if parts and not self.interrupts.ends_chat else None
 
     def _repeat(self, turn: Turn) -> None:
         """Act on a noted message, and show it to a user who has not typed it."""

@@ -1,6 +1,6 @@
 """The report of `models info`: what a file is, whether it can be cut, the memory of stages. Loads no weights."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
@@ -46,12 +46,18 @@ def describe_file(path: Path, ctx_size: int, numerics: str) -> dict[str, Any]:
     check_is_model(path, metadata)
     try:
         info, reason = model_of(headers), ""
+        fields = {name: getattr(info, name) for name in MODEL_FIELDS}
+        fields["kv_bytes_per_token"] = sum(info.kv_bytes_per_cell)
     except UserError as error:
-        info, reason = None, str(error)
+        info, reason, fields = None, str(error), _header_fields(header)
+    try:
+        vocabulary = describe_vocabulary(path, metadata) | {"error": ""}
+    except UserError as error:
+        vocabulary = {"error": str(error)}
     return {
         "path": str(path),
-        **(_model_fields(info) if info else _header_fields(header)),
-        "vocabulary": _vocabulary(path, metadata),
+        **fields,
+        "vocabulary": vocabulary,
         "head": _head(header, info),
         "template": template_of(metadata),
         "named_templates": named_templates(metadata),
@@ -61,10 +67,6 @@ def describe_file(path: Path, ctx_size: int, numerics: str) -> dict[str, Any]:
         "numerics": numerics,
         **(_stages(info, ctx_size, numerics) if info else {"n_ctx": None, "stages": []}),
     }
-
-
-def _model_fields(info: ModelInfo) -> dict[str, Any]:
-    return {name: getattr(info, name) for name in MODEL_FIELDS} | {"kv_bytes_per_token": sum(info.kv_bytes_per_cell)}
 
 
 def _header_fields(header: Header) -> dict[str, Any]:
@@ -103,14 +105,6 @@ def _value(metadata: dict[str, Value], key: str) -> Any:
     return metadata[key].value if key in metadata else None
 
 
-def _vocabulary(path: Path, metadata: dict[str, Value]) -> dict[str, Any]:
-    """`error`: why the vocabulary cannot be read; else empty."""
-    try:
-        return describe_vocabulary(path, metadata) | {"error": ""}
-    except UserError as error:
-        return {"error": str(error)}
-
-
 def _stages(info: ModelInfo, ctx_size: int, numerics: str) -> dict[str, Any]:
     """The heaviest stage of 1, 2, 4, … stages, each on a host of its own with a prompt that fills the context."""
     n_ctx = ctx_size or min(info.n_ctx_train, DEFAULT_CTX)
@@ -129,15 +123,10 @@ def _stages(info: ModelInfo, ctx_size: int, numerics: str) -> dict[str, Any]:
             break
         memory = needs.of_ranks(assignment)
         rank = max(range(n_stages), key=lambda rank: memory[rank].total)
-        rows.append(
-            {
-                "n_stages": n_stages,
-                "layers": [assignment.stages[rank].first, assignment.stages[rank].last],
-                "weight_bytes": memory[rank].weights + memory[rank].mapped,
-                "kv_bytes": memory[rank].kv,
-                "memory_bytes": memory[rank].total,
-            }
-        )
+        stage, needed = assignment.stages[rank], memory[rank]
+        place = {"n_stages": n_stages, "layers": [stage.first, stage.last]}
+        sizes = {"weight_bytes": needed.weights + needed.mapped, "kv_bytes": needed.kv, "memory_bytes": needed.total}
+        rows.append(place | sizes)
     return {"n_ctx": n_ctx, "stages": rows}
 
 
@@ -153,7 +142,12 @@ def info_lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"The heaviest stage for a context of {report['n_ctx']} tokens, --numerics {report['numerics']}:"
         yield ""
         columns = ["stages", "its layers", "weights", "KV", "memory"]
-        yield from markdown_table(columns, map(_stage_cells, report["stages"]), right_aligned=columns)
+        rows = [
+            [str(row["n_stages"]), f"{row['layers'][0]}-{row['layers'][1] - 1}"]
+            + [size_text(row[f"{part}_bytes"]) for part in ("weight", "kv", "memory")]
+            for row in report["stages"]
+        ]
+        yield from markdown_table(columns, rows, right_aligned=columns)
 
 
 def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -196,11 +190,6 @@ def _head_rows(head: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
         missing = f"; {' and '.join(lacks)} {'are' if len(lacks) > 1 else 'is'} the target's" if lacks else ""
         yield "head", f"reads the inputs of layers {layers} of a target that is {head['n_embd_target']} wide"
         yield "guesses", f"{head['n_tokens']} tokens{missing}"
-
-
-def _stage_cells(row: Mapping[str, Any]) -> Sequence[str]:
-    sizes = (size_text(row[f"{part}_bytes"]) for part in ("weight", "kv", "memory"))
-    return [str(row["n_stages"]), f"{row['layers'][0]}-{row['layers'][1] - 1}", *sizes]
 
 
 def _layers(report: Mapping[str, Any]) -> str:

@@ -96,14 +96,15 @@ def plan_report(
     planner = open_planner(options, info, nodes, link, n_prompt, question.acceptances, is_described)
     chooses_hosts = bool(question.hosts) and not question.n_ranks and not options.placement.layer_split
     planner, unused = with_best_hosts(planner) if chooses_hosts else (planner, [])
-    plan = planner.plan
+    plan, policy = planner.plan, options.speculation.policy.name
     predicted, not_predicted = _predict(planner)
-    ways = suggestions(planner, predicted)
+    ways, drafts = suggestions(planner, predicted), [draft.path for draft in planner.drafts_in_use if not draft.head]
+    translations = [translation_note(draft, draft_translation(info.path, draft)) for draft in drafts]
     plain = next((each.tokens_per_s for each in predicted if each.policy == "iterative"), None)
     return {
         "model": str(options.models.target),
         "drafts": [str(draft.path) for draft in planner.drafts_in_use],
-        "policy": options.speculation.policy.name,
+        "policy": policy,
         "n_ctx": planner.n_ctx,
         "prompt_n": planner.n_prompt,
         "numerics": options.numerics.numerics,
@@ -118,25 +119,14 @@ def plan_report(
         "plan": plan.decisions,
         "plan_hash": plan.hash,
         "predictions": [
-            asdict(each)
-            | {
-                "planned": each.policy == options.speculation.policy.name,
-                "over_iterative": each.tokens_per_s / plain if plain else None,
-            }
+            asdict(each) | {"planned": each.policy == policy, "over_iterative": plain and each.tokens_per_s / plain}
             for each in predicted
         ],
         "not_predicted": not_predicted,
         "ways": [way.as_data() for way in ways],
-        "warnings": [*_translations(planner), *plan.warnings, *unused],
+        "warnings": [*filter(None, translations), *plan.warnings, *unused],
         "notes": list(_notes(planner)),
     }
-
-
-def _translations(planner: Planner) -> Iterator[str]:
-    """A note on each draft that has other tokens than the target."""
-    for draft in planner.drafts_in_use:
-        if not draft.head and (note := translation_note(draft.path, draft_translation(planner.info.path, draft.path))):
-            yield note
 
 
 def _predict(planner: Planner) -> tuple[list[Prediction], dict[str, str]]:
@@ -180,10 +170,8 @@ def plan_lines(report: Mapping[str, Any]) -> Iterator[str]:
     """The lines of `plan_report`."""
     drafts = f", drafts {', '.join(report['drafts'])}" if report["drafts"] else ""
     wire = "" if report["wire_type"] == "f32" else f", activations travel as {report['wire_type']}"
-    yield (
-        f"{report['model']}{drafts}: policy {report['policy']}, context {report['n_ctx']}, "
-        f"numerics {report['numerics_name']}{wire}"
-    )
+    how = f"policy {report['policy']}, context {report['n_ctx']}, numerics {report['numerics_name']}{wire}"
+    yield f"{report['model']}{drafts}: {how}"
     yield ""
     columns, cells = plan_cells(report["ranks"])
     yield from markdown_table(columns, cells, [column for column in columns if column not in WORDS])
@@ -191,7 +179,9 @@ def plan_lines(report: Mapping[str, Any]) -> Iterator[str]:
     if report["predictions"]:
         yield from _prediction_lines(report)
         yield ""
-    yield from _reason_lines(report["not_predicted"])
+    reasons = report["not_predicted"]
+    for reason in dict.fromkeys(reason for reason in reasons.values() if reason != UNFIT):  # the error says that anyway
+        yield f"not predicted: {', '.join(policy for policy in reasons if reasons[policy] == reason)}: {reason}"
     yield from (f"helps: {_way(way)}" for way in report["ways"])
     yield from (f"note: {note}" for note in (*report["warnings"], *report["notes"]))
 
@@ -199,10 +189,9 @@ def plan_lines(report: Mapping[str, Any]) -> Iterator[str]:
 def _prediction_lines(report: Mapping[str, Any]) -> Iterator[str]:
     link = report["link"]
     assumed = ", ".join(number(share) for share in report["acceptance"])
-    yield (
-        f"Predicted for a prompt of {report['prompt_n']} tokens, links of {8e-9 * link['bytes_per_s']:.3g} Gbit/s and "
-        f"{1e6 * link['latency_s']:.3g} us" + (f", acceptance {assumed}:" if assumed else ":")
-    )
+    links = f"{8e-9 * link['bytes_per_s']:.3g} Gbit/s and {1e6 * link['latency_s']:.3g} us"
+    acceptance = f", acceptance {assumed}" if assumed else ""
+    yield f"Predicted for a prompt of {report['prompt_n']} tokens, links of {links}{acceptance}:"
     yield ""
     is_lookup = not report["drafts"] and report["policy"] != "iterative"
     planned = f" (planned{'; what it looks up is not counted' * is_lookup})"
@@ -218,12 +207,6 @@ def _prediction_lines(report: Mapping[str, Any]) -> Iterator[str]:
     ]
     columns = ["policy", "tokens/s", "over iterative", "limit", "TTFT ms", "ITL ms p50"]
     yield from markdown_table(columns, rows, columns[1:])
-
-
-def _reason_lines(reasons: Mapping[str, str]) -> Iterator[str]:
-    """A line for each reason but UNFIT, which the error says anyway."""
-    for reason in dict.fromkeys(reason for reason in reasons.values() if reason != UNFIT):
-        yield f"not predicted: {', '.join(policy for policy in reasons if reasons[policy] == reason)}: {reason}"
 
 
 def _way(way: Mapping[str, Any]) -> str:

@@ -173,14 +173,20 @@ class _Transfer:
         for number in missing[link.rank]:
             with self._collected():
                 models[number] = self._open(number)
-        wants = link.all_gather([want for number, model in models.items() for want in self._wants(number, model)])
+        wants = link.all_gather(
+            [
+                Want(number, what, model.first, model.last, contents(model.info, what, model.first, model.last)[0])
+                for number, model in models.items()
+                for what in model.missing()
+            ]
+        )
         for rank, wants_there in enumerate(wants):
             if link.rank == 0 and wants_there:
                 self._announce(rank, wants_there)
             for want in wants_there:
                 with self._collected():
-                    if link.rank == 0:
-                        self._send(rank, want)
+                    if link.rank == 0 and self.progress:
+                        send_chunks(link, rank, _pieces(self.plan.file(want.number), want), self.progress.advance)
                     elif link.rank == rank:
                         self._receive(models[want.number], want)
             if self.progress:
@@ -208,10 +214,6 @@ class _Transfer:
             self.context.vocabulary = VocabularyFile(headers.files[0])
         return model
 
-    def _wants(self, number: int, model: RemoteModel) -> list[Want]:
-        first, last = model.first, model.last
-        return [Want(number, what, first, last, contents(model.info, what, first, last)[0]) for what in model.missing()]
-
     def _receive(self, model: RemoteModel, want: Want) -> None:
         feed = StreamFeed(receive_chunks(self.link, 0, want.n_bytes))
         try:
@@ -230,10 +232,6 @@ class _Transfer:
         advice = "" if self.cache else "; --slice-cache DIR keeps it there for the next time"
         complain(f"rank {rank} ({host}) has no {files}: {size_text(n_bytes)} go there{advice}")
         self.progress = ProgressBar(stderr_console(), CLOCK, f"to rank {rank}", n_bytes, "MB")
-
-    def _send(self, rank: int, want: Want) -> None:
-        assert self.progress
-        send_chunks(self.link, rank, _pieces(self.plan.file(want.number), want), self.progress.advance)
 
 
 def _pieces(file: ModelFile, want: Want) -> Iterator[bytes | memoryview]:

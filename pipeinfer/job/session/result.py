@@ -91,14 +91,11 @@ def experiment_columns(plan: JobPlan, request: GenerationRequest, settings: Expe
 def _shown(setting: Setting, value: object) -> str:
     if isinstance(value, bool):
         return setting.given_as(value).removeprefix("--")
-    name = setting.flag.removeprefix("--")
-    return f"{name} {'chunk' if isinstance(setting.type, Delay) and value == ONE_CHUNK else _listed(value)}"
-
-
-def _listed(value: object) -> str:
-    if not isinstance(value, tuple):
-        return str(value)
-    return ",".join(device_text(each) if isinstance(each, tuple) else str(each) for each in value)
+    if isinstance(value, tuple):
+        text = ",".join(device_text(each) if isinstance(each, tuple) else str(each) for each in value)
+    else:
+        text = "chunk" if isinstance(setting.type, Delay) and value == ONE_CHUNK else str(value)
+    return f"{setting.flag.removeprefix('--')} {text}"
 
 
 def describe_model(model: ModelFile) -> dict[str, Any]:
@@ -132,14 +129,9 @@ NO_TIME = TimeUse(0.0, 0.0, 0.0, 0.0, 0.0)
 def generation_result(generation: Generation, plan: JobPlan, experiment: Record, text: str = "") -> Result:
     """`experiment`: the columns of `experiment_columns`."""
     figures, ranks = generation.figures, [0, *(stage.rank for stage in plan.assignment.stages if stage.rank)]
+    counts = {"messages": "n_messages", "bytes": "n_bytes", "from_device": "n_out_of_band"}
     hops = [
-        {
-            "from": rank,
-            "to": following,
-            "messages": figures[rank]["n_messages"],
-            "bytes": figures[rank]["n_bytes"],
-            "from_device": figures[rank]["n_out_of_band"],
-        }
+        {"from": rank, "to": following} | {name: figures[rank][figure] for name, figure in counts.items()}
         for rank, following in pairwise(ranks)
     ]
     more = {
