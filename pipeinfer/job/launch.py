@@ -171,7 +171,6 @@ def start_job(part: Callable[[Crew], int], settings: object, ranks: PlacementOpt
 
 
 def _join(link: Link, watch: Watch, settings: object) -> None:
-    """Join the watch, if the ranks fit together."""
     try:
         check_size(link.size)
         infos = link.all_gather(own_info(settings))

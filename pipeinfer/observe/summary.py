@@ -176,7 +176,6 @@ def _table(cells: Cells, rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _deviating(summary: dict[str, Any], name: str, scale: float = 1.0) -> str:
-    """A mean, and its deviation, if it has one."""
     deviation = summary[f"{name}_std"]
     return number(scale * summary[name]) + ("" if math.isnan(deviation) else f" ± {number(scale * deviation)}")
 

@@ -50,7 +50,7 @@ class Table:
         with _locked(path) as file:
             if self._check_appendable(path, file):
                 for number, cells in lines_of(path):
-                    self.check_count(path, number, cells)
+                    check_count(path, number, cells, len(self.columns))
 
     def append(self, path: Path, row: Record) -> None:
         """Append a row, after a header if the file is empty; two jobs may write at once. Raises as `check`, and if the
@@ -76,11 +76,8 @@ class Table:
             raise UserError(f"{path}, line 1: not the header of this table; name another file")
         return [self._row(path, number, cells) for number, cells in lines[1:]]
 
-    def check_count(self, path: Path, number: int, cells: Sequence[str]) -> None:
-        check_count(path, number, cells, len(self.columns))
-
     def _row(self, path: Path, number: int, cells: list[str]) -> Record:
-        self.check_count(path, number, cells)
+        check_count(path, number, cells, len(self.columns))
         pairs = zip(self.columns, cells, strict=True)
         row = {column.name: value_of(path, number, column, cell) for column, cell in pairs}
         if not row["policy"] or not row["model"] or not row["ranks"] >= 1:

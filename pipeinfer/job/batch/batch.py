@@ -252,7 +252,6 @@ class Batch:
                 self.uses.note(self.session.ranks.take_figures(), self.context.clock())
 
     def _admit(self) -> None:
-        """Begin the next requests in the file, while there is room."""
         while self._next:
             line, id, request = self._next
             if isinstance(request, UserError):
@@ -281,7 +280,6 @@ class Batch:
         self._admit()
 
     def _write(self, opened: OpenRequest) -> None:
-        """Write the result of a request that has ended."""
         (line, id, entries), model = opened.origin, self.plan.model.path.name
         if opened.state.finish is Finish.FAILED:
             self._refuse(line, id, TOO_MUCH)
@@ -300,7 +298,6 @@ class Batch:
     # -- the end
 
     def _report(self) -> int:
-        """Returns the exit code."""
         flag, result = self.context.flag, self._figures()
         show_throughput(self.console, result, self.printing.verbose)
         if notice := self.uses.missed_pace:

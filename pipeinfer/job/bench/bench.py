@@ -322,7 +322,6 @@ class Bench:
 
 
 def _figures(plan: JobPlan, metrics: Sequence[RequestMetrics], uses: RankUses, has_rate: bool) -> Record:
-    """The measured columns."""
     throughput, figures = load_figures(metrics, has_rate)
     times, ranks = {name: getattr(throughput, f"{name}_s") for name in LATENCIES}, uses.ranks()
     spread = {name: percentiles(values, range(101)) if values else [] for name, values in times.items()}

@@ -321,7 +321,6 @@ def predicted_speed(text: str, n_prompt: int, n_predict: int) -> float:
 
 
 def _profile(crew: Crew, plan: JobPlan, times: list[dict[str, ModelTimes]], extra: Overheads, gbit_per_s: float) -> str:
-    """In TOML."""
     stages = [times[stage.rank]["stage"] for stage in plan.assignment.stages]
     hosts = ", ".join(dict.fromkeys(host.name for host in crew.hosts))
     drafting = " and ".join(draft.path.name for draft in plan.drafts)
@@ -339,7 +338,6 @@ def _profile(crew: Crew, plan: JobPlan, times: list[dict[str, ModelTimes]], extr
 
 
 def _write(output: Path, text: str) -> int:
-    """Returns the exit code."""
     try:
         write_file(output, "--output", text.encode())
     except UserError as error:

@@ -169,7 +169,6 @@ class Chat:
         return 2 if self.n_refused and not self.n_answered and isinstance(self.lines, PipedLines) else 0
 
     def _read(self) -> str | None:
-        """The user's next message; None at the end of input."""
         try:
             parts: list[str] = []
             with self.interrupts.reading():

@@ -234,7 +234,6 @@ class KeyLines(TerminalLines):
                 os.close(each)
 
     def _hold(self) -> None:
-        """Read keys into the buffer until the input ends."""
         n_over = self._n_read
         while not self._has_ended:
             try:

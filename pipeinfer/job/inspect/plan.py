@@ -260,7 +260,6 @@ def _like_this_host(nodes: Sequence[Node], repacks: bool) -> list[Node]:
 
 
 def _plan_ranks(crew: "Crew", settings: _Settings) -> int:
-    """Runs on every rank. Returns the exit code."""
     link = crew.link
     speeds = host_speeds(link, crew.hosts)
     gpus = link.all_gather(gpu_names())

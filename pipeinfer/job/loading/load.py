@@ -137,7 +137,6 @@ def load_part(context: Context, plan: JobPlan, number: int, part: StagePlan, rec
 
 
 def _read(file: ModelFile, target: ModelFile) -> ModelInfo:
-    """The header of this host's file."""
     info = draft_of(file.path, read_model_info(target.path)) if file.head else read_draft(file.path)
     if info.fingerprint != file.fingerprint:
         way_out = "copy the same file to every host, or remove it there: then its layers come from rank 0"

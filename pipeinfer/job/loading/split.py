@@ -54,7 +54,6 @@ def write_slices(
 
 
 def _missing(info: ModelInfo, stage: StagePlan, output: Path) -> int:
-    """Bytes that are to be written for a stage."""
     n_bytes = 0 if is_cached(info, stage.first, stage.last, output, ()) else slice_bytes(info, stage.first, stage.last)
     if stage.first == 0 and not (table := cached_table(info, output)).is_good:
         n_bytes += table.n_bytes

@@ -94,17 +94,11 @@ class Entries:
         if isinstance(token, ScoredToken) and token not in self._ends:
             self._waiting.append(Entry(int(token), token.logprob, token.top, offset))
 
-    def take(self, n_characters: int) -> list[Entry]:
-        """Remove and return those that begin within `n_characters`, the certain text."""
+    def take(self, n_characters: float) -> list[Entry]:
+        """Remove and return those that begin within `n_characters`, the certain text; infinity: it has ended, uncut."""
         entries = []
         while self._waiting and self._waiting[0].offset < n_characters:
             entries.append(self._waiting.popleft())
-        return entries
-
-    def rest(self) -> list[Entry]:
-        """Remove and return all others: the text has ended, uncut."""
-        entries = list(self._waiting)
-        self._waiting.clear()
         return entries
 
 

@@ -192,7 +192,6 @@ class LinkJournal(Journal):
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
-        """Until the supervisor is lost."""
         with contextlib.suppress(OSError, EOFError):
             while self._link.recv_bytes() == INTERRUPT:
                 os.kill(os.getpid(), signal.SIGINT)

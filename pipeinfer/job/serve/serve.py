@@ -196,7 +196,6 @@ class Service:
         return ends or self.front.has_news() or self.pictures.due or bool(self.front.lost())
 
     def _serve(self) -> None:
-        """Until the service ends."""
         while not self._has_drained():
             self.session.engine.step()
             if picture := self.pictures.next():
@@ -250,7 +249,6 @@ class Service:
     # -- messages to the front
 
     def _admit(self) -> None:
-        """Begin waiting requests, while there is room."""
         while self._waiting and self.session.has_room(self._waiting[at := self._first()][0].request):
             ask, arrival_s = self._waiting.pop(at)
             on_prompt, on_turn = partial(self._read, ask.id), partial(self._turn, ask.id)

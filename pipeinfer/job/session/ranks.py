@@ -243,7 +243,6 @@ class LoadedRanks:
         self.context.close_vocabulary()
 
     def _reports(self) -> dict[int, dict[str, Any]]:
-        """The first report of every remote rank."""
         reports: dict[int, dict[str, Any]] = {}
         while len(reports) < len(self.remote_ranks):
             rank, report = Idle().until(self.context.link.next_report)

@@ -55,7 +55,6 @@ class Notices:
 
 
 def _subject(line: str) -> str:
-    """The line without its figures."""
     return line.partition(":")[0]
 
 
@@ -232,9 +231,7 @@ class Session:
         if ended:
             printer.finish()
             del self._open[opened.state.id]
-        entries = opened.entries.take(len(printer.text))
-        if ended and not printer.was_cut:
-            entries += opened.entries.rest()
+        entries = opened.entries.take(math.inf if ended and not printer.was_cut else len(printer.text))
         text, opened.n_passed = printer.text[opened.n_passed :], len(printer.text)
         return Output(opened, tokens[: opened.n_output - n_before], text, entries, ended)
 

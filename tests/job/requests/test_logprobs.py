@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -58,7 +59,9 @@ def test_entries_come_with_the_text_and_not_without_it() -> None:
     assert entries.take(0) == []
     assert [entry.token for entry in entries.take(1)] == [7, 8]
     assert [entry.token for entry in entries.take(3)] == [9]
-    assert [(entry.token, entry.offset) for entry in entries.rest()] == [(5, 4)] and entries.rest() == []
+    assert [(entry.token, entry.offset) for entry in entries.take(math.inf)] == [(5, 4)] and entries.take(
+        math.inf
+    ) == []
 
 
 def test_tokens_that_are_parts_of_characters_are_spelled_in_bytes() -> None:
