@@ -36,7 +36,7 @@ def _facts(our_version: str, options_text: str) -> Iterator[Fact]:
     yield "version", version_text()
     yield "place", [location.host, location.where]
     yield "python", platform.python_version()
-    yield "packages", {name: _version(name) for name in PACKAGES}
+    yield "packages", {name: package_version(name) for name in PACKAGES}
     yield "mpi", describe_mpi()
     yield "build", describe_build()
     from pipeinfer.models.llama.ggml import amx_works, load_library  # what follows may end this process
@@ -89,7 +89,7 @@ def _model(path: Path, target: Path) -> dict[str, Any]:
         return {"n_bytes": n_bytes, "fingerprint": "", "error": str(error)}
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:

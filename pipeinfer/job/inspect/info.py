@@ -7,7 +7,6 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from pipeinfer.cluster.hosts.cores import UNLIMITED, this_host
 from pipeinfer.cluster.hosts.launch import is_launched
 from pipeinfer.cluster.hosts.roster import describe_mpi, version_text
 from pipeinfer.errors import UserError
+from pipeinfer.job.inspect.host_facts import package_version
 from pipeinfer.job.options.sections import PlacementOptions, Servers
 from pipeinfer.models.llama.ggml import describe_build
 from pipeinfer.models.llama.rpc import connect
@@ -94,7 +94,7 @@ def host_facts() -> dict[str, Any]:
         "pipeinfer": version_text(),
         "python": f"{platform.python_implementation()} {platform.python_version()}, {sys.executable}",
         "system": platform.platform(),
-        "packages": {name: text for name in PACKAGES if (text := _version(name))},
+        "packages": {name: text for name in PACKAGES if (text := package_version(name))},
         "processor": _processor(),
         "n_cores": host.n_cores,
         "n_cores_of_host": os.cpu_count(),
@@ -109,13 +109,6 @@ def host_facts() -> dict[str, Any]:
 def _launcher(name: str) -> str | None:
     """Its path: beside this interpreter, where the packages of MPI install it, or in PATH."""
     return shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _processor() -> str:
