@@ -124,9 +124,6 @@ def batch_command(source: Path, output: Path, as_chat: bool, strict: bool, **val
     warn_of_variables()
     check_sequences(values["sequences"], values["parallel"])
     options = run_options(values, is_chat=True)
-    from pipeinfer.job.batch.batch import (
-        BatchOptions,
-        run_batch,  # initialises MPI
-    )
+    from pipeinfer.job.batch.batch import BatchOptions, run_batch  # initialises MPI
 
     return run_batch(BatchOptions(run=options, source=source, output=output, as_chat=as_chat, strict=strict))
