@@ -161,10 +161,15 @@ RoomFor = Callable[[Sequence[Stages], Sequence[int]], StageRoom]
 
 
 def assign(
-    n_ranks: int, drafts: Sequence[Sizes], target: Sizes, split: Sequence[float] | None = None,
-    room: RoomFor | None = None, draft_split: Sequence[int] = (), speeds: Sequence[LayerSpeed | None] = (),
+    n_ranks: int,
+    drafts: Sequence[Sizes],
+    target: Sizes,
+    split: Sequence[float] | None = None,
+    room: RoomFor | None = None,
+    draft_split: Sequence[int] = (),
+    speeds: Sequence[LayerSpeed | None] = (),
     draft_rank: int = 0,
-) -> Assignment:  # fmt: skip
+) -> Assignment:
     """Split each model's layers over its ranks: the target's by `split`, or so that the slowest stage is as fast as
     `room` allows; larger drafts' by size over as many ranks as in `draft_split`, the smaller first.
 

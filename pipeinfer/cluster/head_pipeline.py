@@ -6,6 +6,7 @@ Knows ranks and messages; neither trees nor policies.
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 from pipeinfer.cluster.idle import NO_PROGRESS, Idle, Progress
@@ -30,23 +31,29 @@ A = TypeVar("A", Verdict, GuessVerdict)
 N_POSTED = 4  # receives of verdicts that are posted ahead
 
 
+@dataclass(eq=False)
 class HeadPipeline(Generic[A]):
     """Rank 0's Pipeline to one level. If the head hosts the first stage, or the whole model, `work` evaluates the
     oldest run. `decode`: decodes a verdict's message; `n_bytes`: of a verdict, at most. `progress`: moves messages
     while `work` evaluates. `n_posted`: receives of verdicts that are posted ahead. `clock`: of
     the job's times."""
 
-    def __init__(
-        self, comm: Comm, stage_ranks: Sequence[int], worker: StageWorker | None, n_bytes: int,
-        decode: Callable[[Buffer], A], courier: Courier | None = None, wire_type: WireType = WireType.F32,
-        progress: Progress = NO_PROGRESS, n_posted: int = N_POSTED, clock: JobClock = REAL_CLOCK,
-    ) -> None:  # fmt: skip
-        self.comm, self.worker, self.wire_type, self.progress = comm, worker, wire_type, progress
-        self.decode: Callable[[Buffer], A] = decode
-        self.n_stages, self.clock = len(stage_ranks), clock
-        self.remote_ranks = [rank for rank in stage_ranks if rank != 0]
+    comm: Comm
+    stage_ranks: Sequence[int]
+    worker: StageWorker | None
+    n_bytes: int
+    decode: Callable[[Buffer], A]
+    courier: Courier | None = None
+    wire_type: WireType = WireType.F32
+    progress: Progress = NO_PROGRESS
+    n_posted: int = N_POSTED
+    clock: JobClock = REAL_CLOCK
+
+    def __post_init__(self) -> None:
+        self.n_stages = len(self.stage_ranks)
+        self.remote_ranks = [rank for rank in self.stage_ranks if rank != 0]
         self.is_at_head = not self.remote_ranks
-        self.outbox, self.idle = Outbox(comm, courier), Idle()
+        self.outbox, self.idle = Outbox(self.comm, self.courier), Idle()
         self.ledger = HeadLedger()
         self.n_submitted = 0  # runs since the start
         self.n_out = 0  # runs whose verdicts have not been taken
@@ -55,7 +62,8 @@ class HeadPipeline(Generic[A]):
         self._queue: deque[Run] = deque()
         self._verdicts: deque[A] = deque()
         if self.remote_ranks:
-            self._inbox = Inbox(comm, self.remote_ranks[-1], Tag.VERDICT, n_bytes, n_posted, courier)
+            sizes = self.n_bytes, self.n_posted
+            self._inbox = Inbox(self.comm, self.remote_ranks[-1], Tag.VERDICT, *sizes, self.courier)
 
     def listen_by(self, listen: Callable[[], object]) -> None:
         """Call `listen` between the layers of the head's stage; it must poll for verdicts."""

@@ -19,9 +19,8 @@ TIMEOUT_S = 60.0
 NOTICE_S = 60  # seconds before a job's time is over at which its ranks are told
 INDEX = "\0index\0"  # stands in words for a job's index in its array: no word can contain it
 
-ENDED = frozenset({
-    "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE", "OUT_OF_MEMORY",
-})  # fmt: skip
+ENDED = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "DEADLINE"}
+ENDED |= {"OUT_OF_MEMORY"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +53,8 @@ def parse_group(text: str) -> Group:
     for part in text.split(","):
         key, equals, value = part.partition("=")
         if not equals or not value or key not in GROUP_KEYS or key in values:
-            raise UserError(f"--group {text!r}: {part!r} is not KEY=VALUE with a known key, once each; the keys are "
-                            f"{', '.join(GROUP_KEYS)}")  # fmt: skip
+            why = f"{part!r} is not KEY=VALUE with a known key, once each"
+            raise UserError(f"--group {text!r}: {why}; the keys are {', '.join(GROUP_KEYS)}")
         values[key] = value
     settings: dict[str, Any] = {key.replace("-", "_"): value for key, value in values.items()}
     for name in COUNTS:
@@ -130,11 +129,10 @@ def script_text(job: SlurmJob) -> str:
 
 def _directives(job: SlurmJob) -> Iterator[str]:
     """The whole job's directives and the first group's, then those of the other groups."""
-    for name, value in (
-        ("job-name", job.name), ("time", _checked("--time", job.time, TIME, "30, 12:00:00 or 1-12:00:00")),
-        ("account", job.account), ("qos", job.qos), ("chdir", str(job.cwd)),
-        ("output", _escaped(job.text_file)), ("error", _escaped(job.log_file)),
-    ):  # fmt: skip
+    time = _checked("--time", job.time, TIME, "30, 12:00:00 or 1-12:00:00")
+    values = {"job-name": job.name, "time": time, "account": job.account, "qos": job.qos, "chdir": str(job.cwd)}
+    values |= {"output": _escaped(job.text_file), "error": _escaped(job.log_file)}
+    for name, value in values.items():
         if value is not None:
             yield _directive(name, value)
     if job.n_array:
@@ -193,8 +191,8 @@ def _supervise(job: SlurmJob) -> str:
     if not job.restarts:
         return ""
     if len(job.groups) > 1:
-        raise UserError(f"--restarts {job.restarts}: heterogeneous groups are not started again; leave it out, or give "
-                        "one group")  # fmt: skip
+        reason = f"--restarts {job.restarts}: heterogeneous groups are not started again"
+        raise UserError(f"{reason}; leave it out, or give one group")
     return f"{shlex.quote(job.command[0])} supervise --restarts {job.restarts} "
 
 

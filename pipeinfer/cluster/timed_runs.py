@@ -51,9 +51,12 @@ N_ROWS, MAX_S = 4, 0.8  # at least N_ROWS rows count, within MAX_S: a row that w
 
 
 def time_in_turns(
-    sizes: Iterable[int], n_turns: int, measure: Callable[[int], T], is_enough: Callable[[Mapping[int, list[T]]], bool],
+    sizes: Iterable[int],
+    n_turns: int,
+    measure: Callable[[int], T],
+    is_enough: Callable[[Mapping[int, list[T]]], bool],
     whole_turns: bool = False,
-) -> dict[int, list[T]]:  # fmt: skip
+) -> dict[int, list[T]]:
     """Size -> the results of `measure`, one a turn. Turns spread a short disturbance over all sizes.
 
     `is_enough`: whether these results suffice; called before each size, or with `whole_turns` before each turn.
@@ -68,9 +71,13 @@ def time_in_turns(
 
 
 def evaluate(
-    model: StageModel, n_rows: int, position: int = 0, n_wanted: int | None = None, n_blocks: int = 0,
+    model: StageModel,
+    n_rows: int,
+    position: int = 0,
+    n_wanted: int | None = None,
+    n_blocks: int = 0,
     between: Callable[[], bool] = lambda: False,
-) -> None:  # fmt: skip
+) -> None:
     """Evaluate rows from `position` on, of which the last `n_wanted`, or all, want logits. `n_blocks` > 0: they are
     blocks of a prompt with so many rows in blocks. `between`: called between layers; must return False."""
     batch = Batch(

@@ -10,6 +10,7 @@ import pickle
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -101,6 +102,7 @@ class Outbox:
             self._pending.popleft()
 
 
+@dataclass(eq=False)
 class Inbox:
     """Receives that are posted ahead, so that the next message arrives while this one is processed (SiPipe, section
     5.3). With `n_ahead` 0, for ablation studies, a receive is posted when a message's length is known.
@@ -108,20 +110,23 @@ class Inbox:
     `courier`: holds messages back until they are due, in paced jobs. `allocate`: returns memory for so many bytes.
     """
 
-    def __init__(
-        self, comm: Comm, source: int, tag: Tag, n_bytes: int, n_ahead: int = 2, courier: Courier | None = None,
-        allocate: Callable[[int], Any] = lambda n_bytes: np.empty(n_bytes, np.uint8),
-    ) -> None:  # fmt: skip
-        self.comm, self.source, self.tag, self._n_ahead, self._allocate = comm, source, tag, n_ahead, allocate
-        self.n_bytes = n_bytes + (N_STAMP if courier else 0)
-        self.courier = courier
+    comm: Comm
+    source: int
+    tag: Tag
+    n_bytes: int
+    n_ahead: int = 2
+    courier: Courier | None = None
+    allocate: Callable[[int], Any] = lambda n_bytes: np.empty(n_bytes, np.uint8)
+
+    def __post_init__(self) -> None:
+        self.n_bytes += N_STAMP if self.courier else 0
         self._looked_s = -math.inf
         self._due_s: float | None = None  # of the oldest message, which is here
         self._held = False  # and due
         self._posted: deque[tuple[MPI.Request, Any]] = deque()
         self._resting: deque[tuple[MPI.Request, Any]] = deque()
-        for _ in range(n_ahead):
-            self._post(allocate(self.n_bytes))
+        for _ in range(self.n_ahead):
+            self._post(self.allocate(self.n_bytes))
 
     def _post(self, buffer: Any) -> None:
         self._posted.append((self.comm.Irecv([buffer, MPI.BYTE], self.source, self.tag), buffer))
@@ -131,12 +136,12 @@ class Inbox:
         if not self.holds():
             return None
         self._held, (_, buffer) = False, self._posted.popleft()
-        if not self._n_ahead:
+        if not self.n_ahead:
             return buffer
         if self._resting and self._resting[0][0].Test():
             self._post(self._resting.popleft()[1])
         else:
-            self._post(self._allocate(self.n_bytes))
+            self._post(self.allocate(self.n_bytes))
         return buffer
 
     def holds(self) -> bool:
@@ -154,7 +159,7 @@ class Inbox:
         message = next(filter(None, (self.comm.Improbe(self.source, self.tag, status) for _ in range(N_LOOKS))), None)
         if message is None:
             return False
-        buffer = self._allocate(self.n_bytes)
+        buffer = self.allocate(self.n_bytes)
         self._posted.append((message.Irecv([buffer[: status.Get_count(MPI.BYTE)], MPI.BYTE]), buffer))
         return True
 
@@ -177,7 +182,7 @@ class Inbox:
 
     def give_back(self, buffer: Any, sent: Request = NOT_SENT) -> None:
         """Reuse the buffer once the message that is being sent from it, if any, is sent."""
-        if len(self._resting) < 4 and self._n_ahead:
+        if len(self._resting) < 4 and self.n_ahead:
             self._resting.append((sent, buffer))
 
     def close(self, idle: Idle) -> None:

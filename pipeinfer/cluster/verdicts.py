@@ -29,15 +29,9 @@ from pipeinfer.core.types import FloatArray
 MAX_TOP = 20  # most likely tokens that a request may want
 LEAST = -9999.0  # the least log-probability, also of probability 0: JSON has no infinity
 N_SCORED_BYTES = 48 + 32 * MAX_TOP  # of a token with log-probabilities, at most
-VERDICT = np.dtype([
-    ("run_id", LONG),
-    ("cancelled", SHORT),
-    ("n_features", SHORT),  # of a row
-    ("slowest_us", INT),
-    ("n_rows", INT),
-    ("n_more", INT),
-])  # fmt: skip
-"""`n_more`: a draft's guesses, or the bytes of the target's log-probabilities."""
+VERDICT_COUNTS = [("n_features", SHORT), ("slowest_us", INT), ("n_rows", INT), ("n_more", INT)]
+VERDICT = np.dtype([("run_id", LONG), ("cancelled", SHORT), *VERDICT_COUNTS])
+"""`n_features`: of a row. `n_more`: a draft's guesses, or the bytes of the target's log-probabilities."""
 
 GUESS = np.dtype([("token", LONG), ("probability", "<f8")])
 

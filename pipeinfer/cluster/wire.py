@@ -120,7 +120,7 @@ class PrunedRow(NamedTuple):
     row: int  # or ALL_ROWS: the run is cancelled
 
 
-HEADER = np.dtype([
+HEADER_FIELDS = [
     ("magic", INT),
     ("kind", INT),
     ("run_id", LONG),
@@ -134,7 +134,8 @@ HEADER = np.dtype([
     ("slowest_us", INT),  # of the slowest stage so far
     ("is_out_of_band", SHORT),  # its activations are in the next message, unless it is cancelled
     ("n_features", SHORT),  # layers whose features are there
-])  # fmt: skip
+]
+HEADER = np.dtype(HEADER_FIELDS)
 NO_SPAN = (0, 0)
 OP = np.dtype([(field.name, LONG) for field in fields(KvOp)])
 op_values = attrgetter(*OP.names or ())
@@ -311,10 +312,9 @@ def encode(run: Run, kind: Kind = Kind.RUN) -> Buffer:
     open_bytes += bytes(-len(open_bytes) % INT.itemsize)  # aligns the activations
     rows = [(row.request, row.token, row.position, row.seqs[0], row.n_wanted, 0) for row in run.rows]
     counts = len(run.ops), len(rows), len(extra), len(open_bytes)
-    return joined(
-        packed(HEADER, (MAGIC, kind, run.id, 0, *counts, *(run.span or NO_SPAN), 0, 0, 0)),
-        packed(OP, list(map(op_values, run.ops))), packed(ROW, rows), packed(EXTRA, extra), open_bytes,
-    )  # fmt: skip
+    header = packed(HEADER, (MAGIC, kind, run.id, 0, *counts, *(run.span or NO_SPAN), 0, 0, 0))
+    ops = packed(OP, list(map(op_values, run.ops)))
+    return joined(header, ops, packed(ROW, rows), packed(EXTRA, extra), open_bytes)
 
 
 def encode_order(kind: Kind) -> Buffer:

@@ -14,6 +14,8 @@ PASSED_OVER = ("container", "context_management", "mcp_servers", "inference_geo"
 """Fields of Anthropic's own service."""
 
 CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+DELTAS = {"content": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking")}
+DELTAS |= {"arguments": ("input_json_delta", "partial_json")}
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "stop": "end_turn"}
 BILLING = "x-anthropic-billing-header:"
 """The first line of Claude Code's system text. It differs in each request, so that no prompt would be in the cache."""
@@ -128,14 +130,14 @@ class MessageForm(BlockForm):
 
     def _message(self, content: list[Any], reason: str | None) -> dict[str, Any]:
         stop = self.choice.stop if reason == "stop_sequence" else None
-        return {"id": self.common["id"], "type": "message", "role": "assistant", "model": self.common["model"],
-                "content": content, "stop_reason": reason, "stop_sequence": stop, "usage": self._counts()}  # fmt: skip
+        message = {"id": self.common["id"], "type": "message", "role": "assistant", "model": self.common["model"]}
+        return message | {"content": content, "stop_reason": reason, "stop_sequence": stop, "usage": self._counts()}
 
     def _counts(self) -> dict[str, int]:
         usage = self.usage()
         cached = usage["prompt_tokens_details"]["cached_tokens"]
-        return {"input_tokens": usage["prompt_tokens"] - cached, "cache_read_input_tokens": cached,
-                "cache_creation_input_tokens": 0, "output_tokens": usage["completion_tokens"]}  # fmt: skip
+        counts = {"input_tokens": usage["prompt_tokens"] - cached, "cache_read_input_tokens": cached}
+        return counts | {"cache_creation_input_tokens": 0, "output_tokens": usage["completion_tokens"]}
 
     def whole(self) -> dict[str, Any]:
         content = [_block(block, block.text) for block in self.all_blocks()]
@@ -148,8 +150,7 @@ class MessageForm(BlockForm):
         return named_event("content_block_start", {"index": block.index, "content_block": _block(block, "")})
 
     def grown(self, block: Block, text: str) -> bytes:
-        kind, name = {"content": ("text_delta", "text"), "reasoning": ("thinking_delta", "thinking"),
-                      "arguments": ("input_json_delta", "partial_json")}[block.kind]  # fmt: skip
+        kind, name = DELTAS[block.kind]
         return named_event("content_block_delta", {"index": block.index, "delta": {"type": kind, name: text}})
 
     def closed(self, block: Block) -> bytes:

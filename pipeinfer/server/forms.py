@@ -109,10 +109,8 @@ class OpenAIForm:
         parts = output.parts()
         plain = {"text": "".join(part.text for part in parts)}
         content = {"message": message_of(parts)} if self.parsed.is_chat else plain
-        return {
-            "index": output.index, **content, "logprobs": self._logprobs(output.choice), "finish_reason": output.finish,
-            "seed": output.choice.request.sampling.seed,
-        }  # fmt: skip
+        choice = {"index": output.index, **content, "logprobs": self._logprobs(output.choice)}
+        return choice | {"finish_reason": output.finish, "seed": output.choice.request.sampling.seed}
 
     def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
         if not choice.has_logprobs:
@@ -125,10 +123,8 @@ class OpenAIForm:
         n_prompt = sum(choice.n_prompt for choice in choices[:: self.parsed.n])
         n_cached = sum(choice.timings.get("cache_n", 0) for choice in choices[:: self.parsed.n])
         n_completion = sum(choice.n_tokens for choice in choices)
-        return {
-            "prompt_tokens": n_prompt, "completion_tokens": n_completion, "total_tokens": n_prompt + n_completion,
-            "prompt_tokens_details": {"cached_tokens": n_cached},
-        }  # fmt: skip
+        counts = {"prompt_tokens": n_prompt, "completion_tokens": n_completion, "total_tokens": n_prompt + n_completion}
+        return {**counts, "prompt_tokens_details": {"cached_tokens": n_cached}}
 
     @property
     def timings(self) -> dict[str, Any]:

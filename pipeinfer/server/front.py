@@ -118,8 +118,8 @@ class HttpServer:
         """Open the port. Raises UserError: what is not installed, files, the port."""
         missing = [name for name in NEEDS if find_spec(name) is None]
         if missing:
-            raise UserError(f"`pipeinfer serve` needs {', '.join(missing)}, which are not installed here; "
-                            "install them: pip install 'pipeinfer[serve]'")  # fmt: skip
+            what = f"`pipeinfer serve` needs {', '.join(missing)}, which are not installed here"
+            raise UserError(f"{what}; install them: pip install 'pipeinfer[serve]'")
         self.options = replace(options, api_keys=options.api_keys + _keys_of(options.api_key_file))
         self._is_followed = is_followed
         _check_certificate(options)
@@ -183,13 +183,11 @@ class HttpServer:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         numbers = theirs.fileno(), self._port.fileno()
         with theirs:
-            self._process = subprocess.Popen(
-                python_command(START, *numbers), stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                pass_fds=numbers, start_new_session=True,
-            )  # fmt: skip
+            command, pipe, none = python_command(START, *numbers), subprocess.PIPE, subprocess.DEVNULL
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=none, pass_fds=numbers, start_new_session=True)
         assert self._process.stdin and self._setup
-        with contextlib.suppress(OSError), self._process.stdin as pipe:
-            pickle.dump(ProcessSetup(self.options, self._setup, self._is_followed), pipe)
+        with contextlib.suppress(OSError), self._process.stdin as stdin:
+            pickle.dump(ProcessSetup(self.options, self._setup, self._is_followed), stdin)
         return self._control
 
     def _end(self, timeout_s: float) -> None:
@@ -316,6 +314,6 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.bind(address)
         listener.listen(BACKLOG)
     except OSError as error:
-        raise UserError(f"--host {host} --port {port}: {error.strerror or error}; give others, --port 0 takes a free "
-                        "one") from None  # fmt: skip
+        why = error.strerror or error
+        raise UserError(f"--host {host} --port {port}: {why}; give others, --port 0 takes a free one") from None
     return listener

@@ -104,11 +104,12 @@ class HeadClient:
         limits = (len(self.choices), self.n_most, ""), (n_client, most_of_one(self.n_most), " of this address")
         for n_open, n_most, whose in limits:
             if n_open + len(requests) > n_most:
-                raise Refusal(429, f"{n_open} texts{whose} are being written or wait, and with {len(requests)} more "
-                                   f"they were more than {n_most}; ask again later", FULL_S)  # fmt: skip
+                load = f"{n_open} texts{whose} are being written or wait"
+                more = f"with {len(requests)} more they were more than {n_most}"
+                raise Refusal(429, f"{load}, and {more}; ask again later", FULL_S)
         if self.limit and (n := max(each.n_ctx for each in requests)) > self.limit:
-            raise Refusal(503, f"the request has {n} tokens with the text to come, and since hosts were lost the job "
-                               f"holds {self.limit}; ask for less")  # fmt: skip
+            size = f"the request has {n} tokens with the text to come"
+            raise Refusal(503, f"{size}, and since hosts were lost the job holds {self.limit}; ask for less")
         answer = Answer([next(self._ids) for _ in requests], requests, client)
         for choice in answer.choices:
             self.choices[choice.id] = choice

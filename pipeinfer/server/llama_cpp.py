@@ -32,10 +32,9 @@ class CompletionForm(OpenAIForm):
 
     def part(self, output: ChoiceOutput, part: AnswerPart) -> bytes:
         choice = output.choice
-        return event({
-            "index": output.index, "content": part.text, "tokens": [], "stop": False,
-            "tokens_predicted": choice.n_tokens, "tokens_evaluated": choice.n_prompt, **self._probabilities(choice),
-        })  # fmt: skip
+        members = {"index": output.index, "content": part.text, "tokens": [], "stop": False}
+        counts = {"tokens_predicted": choice.n_tokens, "tokens_evaluated": choice.n_prompt}
+        return event({**members, **counts, **self._probabilities(choice)})
 
     def rest(self, output: ChoiceOutput) -> bytes:
         return self.part(output, AnswerPart("content", ""))
@@ -52,23 +51,25 @@ class CompletionForm(OpenAIForm):
     def _probabilities(self, choice: Choice) -> dict[str, Any]:
         if not choice.has_logprobs:
             return {}
-        return {"completion_probabilities": [
-            {"id": entry.token, **spelled(entry.token, entry.logprob, self.spell), "top_logprobs": [
-                {"id": token, **spelled(token, logprob, self.spell)} for token, logprob in entry.top]}
+        entries = [
+            {**self._likely(entry.token, entry.logprob), "top_logprobs": [self._likely(*each) for each in entry.top]}
             for entry in choice.take_entries()
-        ]}  # fmt: skip
+        ]
+        return {"completion_probabilities": entries}
+
+    def _likely(self, token: int, logprob: float) -> dict[str, Any]:
+        return {"id": token, **spelled(token, logprob, self.spell)}
 
     def _object(self, output: ChoiceOutput, content: str) -> dict[str, Any]:
         """The last object of a text."""
         choice, request = output.choice, output.choice.request
-        members = {
-            "index": output.index, "content": content, "tokens": [], "id_slot": -1, "stop": True,
-            "model": self.common["model"], "tokens_predicted": choice.n_tokens, "tokens_evaluated": choice.n_prompt,
-            "truncated": False, "stop_type": "word" if choice.stop else STOPS[choice.finish or "stop"],
-            "stopping_word": choice.stop, "tokens_cached": choice.timings.get("cache_n", 0), "timings": choice.timings,
-            **self._probabilities(choice),
-            "generation_settings": asdict(request.sampling) | {"n_predict": request.n_predict, "stop": request.stops},
-        }  # fmt: skip
+        settings = asdict(request.sampling) | {"n_predict": request.n_predict, "stop": request.stops}
+        members: dict[str, Any] = {"index": output.index, "content": content, "tokens": [], "id_slot": -1, "stop": True}
+        members |= {"model": self.common["model"], "tokens_predicted": choice.n_tokens, "truncated": False}
+        members |= {"tokens_evaluated": choice.n_prompt, "tokens_cached": choice.timings.get("cache_n", 0)}
+        stop_type = "word" if choice.stop else STOPS[choice.finish or "stop"]
+        members |= {"stop_type": stop_type, "stopping_word": choice.stop, "timings": choice.timings}
+        members |= {**self._probabilities(choice), "generation_settings": settings}
         return _named(members, self.parsed.fields) if self.parsed.fields else members
 
 
@@ -119,13 +120,11 @@ def props(setup: Setup, model: str, template: str, tokenizer: Tokenizer) -> dict
     """llama-server's properties of itself."""
     defaults = setup.defaults
     params = asdict(defaults.sampling) | {"n_predict": defaults.n_predict, "stop": list(defaults.stops)}
-    return {
-        "default_generation_settings": {"n_ctx": setup.limit, "params": params}, "total_slots": setup.parallel,
-        "model_alias": model, "model_path": setup.model.name, "modalities": {"vision": False, "audio": False},
-        "chat_template": template, "bos_token": _spelled(tokenizer, tokenizer.bos),
-        "eos_token": _spelled(tokenizer, tokenizer.eos), "build_info": setup.version,
-        "endpoints": [CHAT, COMPLETION, "/completion", INFILL],
-    }  # fmt: skip
+    properties: dict[str, Any] = {"default_generation_settings": {"n_ctx": setup.limit, "params": params}}
+    properties |= {"total_slots": setup.parallel, "model_alias": model, "model_path": setup.model.name}
+    properties |= {"modalities": {"vision": False, "audio": False}, "chat_template": template}
+    tokens = {"bos_token": _spelled(tokenizer, tokenizer.bos), "eos_token": _spelled(tokenizer, tokenizer.eos)}
+    return properties | tokens | {"build_info": setup.version, "endpoints": [CHAT, COMPLETION, "/completion", INFILL]}
 
 
 def _spelled(tokenizer: Tokenizer, token: int) -> str:

@@ -11,8 +11,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from pipeinfer.job.serve.channel import Picture
 from pipeinfer.server.choices import Choice
 
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0,
-           40.0, 80.0, 160.0, 640.0)  # fmt: skip
+SECONDS: tuple[float, ...] = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0)
+SECONDS += (2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0)
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -38,8 +38,9 @@ class Metrics:
         self._prefix_queries = count("vllm:prefix_cache_queries", "Prompt tokens.")
         self._prefix_hits = count("vllm:prefix_cache_hits", "Prompt tokens that another text had evaluated.")
         self._preempted = count("vllm:num_preemptions", "How often a text gave its cells to others.")
-        self._success = Counter("vllm:request_success", "Requests that have ended.", ["model_name", "finished_reason"],
-                                registry=self.registry)  # fmt: skip
+        of_requests, of_ranks = ["model_name", "finished_reason"], ["rank", "use"]
+        ended, shares = "Requests that have ended.", "How a rank spent its time when it was last looked at."
+        self._success = Counter("vllm:request_success", ended, of_requests, registry=self.registry)
         self._ttft = seconds("vllm:time_to_first_token_seconds", "From submission to the first token.")
         self._itl = seconds("vllm:inter_token_latency_seconds", "Between two tokens of a text.")
         self._e2e = seconds("vllm:e2e_request_latency_seconds", "From submission to the last token.")
@@ -48,8 +49,7 @@ class Metrics:
         self._n_text = tokens("vllm:request_generation_tokens", "Tokens of a text.")
         self._recoveries = count("pipeinfer:recoveries", "How often the job was lost and started again.")
         self._recovery_s = count("pipeinfer:recovery_seconds", "Seconds in which there was no job.")
-        self._share = Gauge("pipeinfer:rank_time_ratio", "How a rank spent its time when it was last looked at.",
-                            ["rank", "use"], registry=self.registry)  # fmt: skip
+        self._share = Gauge("pipeinfer:rank_time_ratio", shares, of_ranks, registry=self.registry)
 
     def _add(self, kind: Any, name: str, help: str, **options: Any) -> Any:
         """A metric; vLLM's have the model as a label."""

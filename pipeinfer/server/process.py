@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 
@@ -120,12 +121,11 @@ async def serve(process_setup: ProcessSetup, control: socket.socket, port: socke
     info, tokenizer = read_model_info(setup.model), Tokenizer(setup.model)
     options = setup.text, setup.context
     prompting = Prompting(BodyPrompts(*options, info, tokenizer, setup.limit, setup.share, lambda line: None))
-    server = Server(uvicorn.Config(
-        Api(http, setup, head, prompting, metrics).app(port.getsockname()[0]),
-        http=limited_protocol(http.n_connections, http.timeout_s),
-        ws="none", lifespan="off", log_config=None, access_log=False, server_header=False, backlog=BACKLOG,
-        ssl_keyfile=http.ssl_key_file, ssl_certfile=http.ssl_cert_file,
-    ))  # fmt: skip
+    app = Api(http, setup, head, prompting, metrics).app(port.getsockname()[0])
+    protocol = limited_protocol(http.n_connections, http.timeout_s)
+    tls: dict[str, Any] = {"ssl_keyfile": http.ssl_key_file, "ssl_certfile": http.ssl_cert_file}
+    without: dict[str, Any] = {"ws": "none", "lifespan": "off", "log_config": None, "access_log": False}
+    server = Server(uvicorn.Config(app, http=protocol, backlog=BACKLOG, server_header=False, **tls, **without))
     gc.freeze()
     gc.set_threshold(*COLLECT_AFTER)
     server.on_start = head.listen

@@ -81,10 +81,9 @@ def parse_request(body: Mapping[str, Any], url: str, defaults: Defaults, passed:
     first = read_body({**fields, prompt: prompts[0]}, defaults, False, passed)
     bodies = [first, *(replace(first, prompt=prompt_parts(each)) for each in prompts[1:])]
     schemas = schemas_to_check(first) if passed.reasons or defaults.sampling.grammar else {}
-    return ParsedRequest(
-        tuple(_choice_body(body, at) for body in bodies for at in range(n)), n, is_chat, stream, usage, timed, progress,
-        keep, tuple(filter(None, members)), passed.reasons, schemas,
-    )  # fmt: skip
+    texts = tuple(_choice_body(body, at) for body in bodies for at in range(n))
+    flags = stream, usage, timed, progress, keep
+    return ParsedRequest(texts, n, is_chat, *flags, tuple(filter(None, members)), passed.reasons, schemas)
 
 
 def _usage(fields: dict[str, Any], stream: bool, passed: PassedOver) -> bool:

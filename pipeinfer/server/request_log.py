@@ -16,8 +16,8 @@ import numpy.typing as npt
 from pipeinfer.server.choices import Answer, Choice
 from pipeinfer.text import json_text, number
 
-NAMES = ("prompt_n", "cache_n", "predicted_n", "ttft_s", "predicted_per_second", "draft_n", "draft_n_accepted",
-         "contested_n", "queued_s", "preempted_n")  # fmt: skip
+NAMES: tuple[str, ...] = ("prompt_n", "cache_n", "predicted_n", "ttft_s", "predicted_per_second")
+NAMES += ("draft_n", "draft_n_accepted", "contested_n", "queued_s", "preempted_n")
 """The logged timings."""
 
 MAX_NAMED, MAX_NAMED_AT_ONCE, MAX_REPEATS = 1000, 8, 3
@@ -82,9 +82,9 @@ def _figures(choice: Choice) -> str:
     if not t:
         return f"{choice.n_evaluated} of {choice.n_prompt} prompt tokens, {choice.n_tokens} tokens, "
     guessed = f", guessed ahead {t['draft_n_accepted']} of {t['contested_n']}" if t["draft_n"] else ""
-    return (f"{t['prompt_n'] + t['cache_n']} prompt tokens, {t['cache_n']} from the cache, first after "
-            f"{_number(t['ttft_s'])} s, {choice.n_tokens} tokens, {_number(t['predicted_per_second'])} tokens/s"
-            f"{guessed}, ")  # fmt: skip
+    n_prompt, speed = t["prompt_n"] + t["cache_n"], _number(t["predicted_per_second"])
+    prompt = f"{n_prompt} prompt tokens, {t['cache_n']} from the cache, first after {_number(t['ttft_s'])} s"
+    return f"{prompt}, {choice.n_tokens} tokens, {speed} tokens/s{guessed}, "
 
 
 def _number(value: float | None) -> str:

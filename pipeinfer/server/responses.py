@@ -9,8 +9,8 @@ from pipeinfer.server.forms import DONE, Block, BlockForm, named_event, renamed
 
 RESPONSES = "/v1/responses"
 NAMES = {"max_output_tokens": "max_tokens"}
-PASSED_OVER = ("include", "truncation", "prompt", "background", "conversation", "max_tool_calls", "text", "reasoning",
-               "store", "input", "instructions", "stream_options")  # fmt: skip
+PASSED_OVER: tuple[str, ...] = ("include", "truncation", "prompt", "background", "conversation", "max_tool_calls")
+PASSED_OVER += ("store", "text", "reasoning", "input", "instructions", "stream_options")
 STORED = ("previous_response_id", "conversation", "prompt")  # fields that need a stored answer
 STORED_ITEMS = ("item_reference",)  # types of such items
 LOGPROBS = "message.output_text.logprobs"
@@ -25,8 +25,8 @@ def chat_of(body: Mapping[str, Any], passed: PassedOver) -> dict[str, Any]:
         refuse("background is true, and no answer is kept here; leave it out, or give stream true")
     include = body.get("include")
     if isinstance(include, list) and LOGPROBS in include:
-        refuse(f"include has {LOGPROBS}, and answers of this API have no log-probabilities here; ask "
-               "/v1/chat/completions for them")  # fmt: skip
+        reason = f"include has {LOGPROBS}, and answers of this API have no log-probabilities here"
+        refuse(f"{reason}; ask /v1/chat/completions for them")
     fields = renamed({name: value for name, value in body.items() if name not in PASSED_OVER}, NAMES)
     value = body.get("input")
     items = [{"role": "user", "content": value}] if isinstance(value, str) else value
@@ -110,19 +110,16 @@ class ResponseForm(BlockForm):
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         functions = body.tools.functions if body.tools else ()
         tools = [{"type": "function", "strict": False, **each["function"]} for each in functions]
-        return {
-            "id": self.common["id"], "object": "response", "created_at": self.common["created"], "status": status,
-            "model": self.common["model"], "output": output, "error": None, "incomplete_details": cut,
-            "instructions": None, "metadata": {}, "parallel_tool_calls": not body.tools or body.tools.parallel,
-            "tool_choice": body.tools.choice if body.tools else "auto", "tools": tools,
-            "temperature": body.sampling.temp, "top_p": body.sampling.top_p, "max_output_tokens": None,
-            "text": {"format": {"type": "text"}}, "store": False, "truncation": "disabled",
-            "usage": {
-                "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
-                "input_tokens_details": usage["prompt_tokens_details"], "total_tokens": usage["total_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
-            },
-        }  # fmt: skip
+        response: dict[str, Any] = {"id": self.common["id"], "object": "response", "created_at": self.common["created"]}
+        response |= {"status": status, "model": self.common["model"], "output": output, "error": None}
+        response |= {"incomplete_details": cut, "instructions": None, "metadata": {}, "tools": tools}
+        response |= {"parallel_tool_calls": not body.tools or body.tools.parallel}
+        response |= {"tool_choice": body.tools.choice if body.tools else "auto", "max_output_tokens": None}
+        response |= {"temperature": body.sampling.temp, "top_p": body.sampling.top_p, "store": False}
+        response |= {"text": {"format": {"type": "text"}}, "truncation": "disabled"}
+        counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
+        counts |= {"input_tokens_details": usage["prompt_tokens_details"], "total_tokens": usage["total_tokens"]}
+        return response | {"usage": counts | {"output_tokens_details": {"reasoning_tokens": 0}}}
 
     @property
     def _status(self) -> str:
@@ -180,8 +177,8 @@ def _part(block: Block, text: str) -> dict[str, Any]:
 def _item(block: Block, status: str) -> dict[str, Any]:
     common = {"id": f"{IDS[block.kind]}_{block.id}", "status": status}
     if block.kind == "arguments":
-        return {**common, "type": "function_call", "call_id": f"call_{block.id[:9]}", "name": block.name,
-                "arguments": block.text}  # fmt: skip
+        call = {"call_id": f"call_{block.id[:9]}", "name": block.name, "arguments": block.text}
+        return {**common, "type": "function_call", **call}
     content = [_part(block, block.text)] if status == "completed" else []
     if block.kind == "reasoning":
         return {**common, "type": "reasoning", "summary": [], "content": content}

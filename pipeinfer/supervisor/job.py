@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import IO
+from typing import IO, Any
 
 from pipeinfer.cluster.watch.protocol import write_line
 from pipeinfer.job.process.supervised import VARIABLE, Attempt, end_attempts
@@ -155,11 +155,12 @@ class Job:
         self.attempt, self._is_over = attempt, False
         self.loss: Loss | None = None
         prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
-        self._process = subprocess.Popen(
-            words, stdin=subprocess.PIPE if stdin else subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, env={**environ, VARIABLE: attempt.text()}, start_new_session=True,
-            preexec_fn=prctl and (lambda: prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM)),
-        )  # fmt: skip
+        die = prctl and (lambda: prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM))
+        more: dict[str, Any] = {"env": {**environ, VARIABLE: attempt.text()}, "preexec_fn": die}
+        source, pipe, errors = subprocess.PIPE if stdin else subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
+        self._process: subprocess.Popen[bytes] = subprocess.Popen(
+            words, stdin=source, stdout=pipe, stderr=errors, start_new_session=True, **more
+        )
         if stdin and self._process.stdin:
             stdin.feed(self._process.stdin)
         self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)

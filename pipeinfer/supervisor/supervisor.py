@@ -90,8 +90,8 @@ class Supervisor:
         if self._output.error:
             return report_lost_output(self._output.error)
         if stdin and stdin.error:
-            complain(f"standard input cannot be kept in {tempfile.gettempdir()}: {stdin.error}; set TMPDIR to a folder "
-                     "with more room")  # fmt: skip
+            why = f"standard input cannot be kept in {tempfile.gettempdir()}: {stdin.error}"
+            complain(f"{why}; set TMPDIR to a folder with more room")
             return 2
         is_cut = loss or code not in IN_ORDER or not self._is_begun  # a launcher that starts no rank may end with 0
         return 128 + self._stopped_by if self._stopped_by and is_cut else code
@@ -137,9 +137,8 @@ class Supervisor:
             while times and times[0] < now_s - WINDOW_S:
                 times.popleft()
         if len(self._starts_s) >= self.restarts:
-            times_text = count_text(self.restarts, "time")
-            raise UserError(f"{loss.why}; the job was started again {times_text} within {WINDOW_S:g} s (--restarts), "
-                            "and is not any more")  # fmt: skip
+            times_text = f"{count_text(self.restarts, 'time')} within {WINDOW_S:g} s (--restarts)"
+            raise UserError(f"{loss.why}; the job was started again {times_text}, and is not any more")
         self._starts_s.append(now_s)
         self._n_fruitless = 0 if self._links.has_progress else self._n_fruitless + 1
         host = self.launcher.host_of(loss.rank, loss.host) if loss.rank >= 0 else ""
@@ -168,10 +167,9 @@ class Supervisor:
         with tempfile.TemporaryDirectory(prefix="pipeinfer-") as folder, contextlib.ExitStack() as running:
             for number, host in enumerate({each.name for each in self.launcher.hosts} - self.lost.keys()):
                 words = self.launcher.trial(host, Path(folder) / str(number))
-                processes[host] = running.enter_context(subprocess.Popen(
-                    words, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                    env=dict(self.environ),
-                ))  # fmt: skip
+                none, environ = subprocess.DEVNULL, dict(self.environ)
+                process = subprocess.Popen(words, stdin=none, stdout=none, stderr=none, env=environ)
+                processes[host] = running.enter_context(process)
             deadline = time.monotonic() + PROBE_S
             for host, process in processes.items():
                 try:

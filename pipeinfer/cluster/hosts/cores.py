@@ -90,10 +90,8 @@ PROC, CGROUPS = Path("/proc"), Path("/sys/fs/cgroup")
 UNLIMITED = sys.maxsize
 V1_UNLIMITED = 1 << 60  # limits of version 1 control groups from here on are none
 
-GPU_VARIABLES = (
-    "CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "GGML_VK_VISIBLE_DEVICES",
-    "ONEAPI_DEVICE_SELECTOR",
-)  # fmt: skip
+GPU_VARIABLES: tuple[str, ...] = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+GPU_VARIABLES += ("GGML_VK_VISIBLE_DEVICES", "ONEAPI_DEVICE_SELECTOR")
 """Variables of GPU vendors that say which GPUs a process sees."""
 
 PROCESSOR = ("model name", "CPU implementer", "CPU part", "cpu")
@@ -158,10 +156,8 @@ class Host:
 
 def this_host(name: str) -> Host:
     cores = frozenset(os.sched_getaffinity(0))
-    return Host(
-        name, cores, max(1, int(min(len(cores), _quota()))), free_memory(), clock_name(), processor_name(),
-        gpus_given(os.environ),
-    )  # fmt: skip
+    n_cores = max(1, int(min(len(cores), _quota())))
+    return Host(name, cores, n_cores, free_memory(), clock_name(), processor_name(), gpus_given(os.environ))
 
 
 def gpus_given(environ: Mapping[str, str]) -> str:
@@ -189,10 +185,10 @@ def processor_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 def free_memory(proc: Path = PROC, root: Path = CGROUPS) -> FreeMemory:
     """This process's free memory; unlimited if the system does not say."""
-    sizes = _numbers(proc / "meminfo")
+    sizes = proc_numbers(proc / "meminfo")
     host = 1024 * (sizes["MemAvailable"] + sizes.get("SwapFree", 0)) if "MemAvailable" in sizes else UNLIMITED
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    used = 1024 * _numbers(proc / "self" / "status").get("VmSize", 0)
+    used = 1024 * proc_numbers(proc / "self" / "status").get("VmSize", 0)
     process = UNLIMITED if limit == resource.RLIM_INFINITY else max(0, limit - used)
     return FreeMemory(min([host, *(_memory_left(*group) for group in _control_groups(proc, root))]), process)
 
@@ -283,7 +279,7 @@ def _rivals(hosts: Sequence[Host], computing: Set[int], host: Host) -> list[int]
 # -- the system's values
 
 
-def _numbers(path: Path) -> dict[str, int]:
+def proc_numbers(path: Path) -> dict[str, int]:
     """Parses lines such as `MemAvailable:  123 kB` or `inactive_file 123`; empty if there is no file."""
     try:
         lines = [line.replace(":", " ").split() for line in path.read_text().splitlines()]
@@ -308,7 +304,7 @@ def _memory_left(controllers: str, folder: Path) -> int:
     kind = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
     with contextlib.suppress(KeyError, OSError, ValueError):  # no limit here: the file is missing, or has "max"
         limit, used = (int((folder / name).read_text()) for name in kind[controllers])
-        cached = _numbers(folder / "memory.stat")
+        cached = proc_numbers(folder / "memory.stat")
         if limit < V1_UNLIMITED:
             return max(0, limit - used + cached.get("active_file", 0) + cached.get("inactive_file", 0))
     return UNLIMITED

@@ -186,8 +186,8 @@ def read_launcher(words: Sequence[str], environ: Mapping[str, str] = os.environ)
         raise UserError(f"give the launcher and the command, as in mpirun -np 3 pipeinfer {'|'.join(COMMANDS)} …")
     launcher = Launcher(tuple(words[:first]), tuple(words[first:]), read_hosts(words[:first], environ))
     if launcher.is_chat and "--json" in launcher.command:
-        raise UserError("--json of a chat has other figures after each start, so it cannot be supervised; leave --json "
-                        "out, or supervise serve")  # fmt: skip
+        reason = "--json of a chat has other figures after each start, so it cannot be supervised"
+        raise UserError(f"{reason}; leave --json out, or supervise serve")
     return launcher
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeinfer.cluster.hosts.cores import UNLIMITED, Host
+from pipeinfer.cluster.hosts.cores import PROC, UNLIMITED, Host, proc_numbers
 from pipeinfer.errors import UserError
 from pipeinfer.text import size_text
 
@@ -41,10 +41,9 @@ class Memory:
 
     def __add__(self, other: "Memory") -> "Memory":
         """Both in one process."""
-        return Memory(
-            self.weights + other.weights, self.mapped + other.mapped, self.kv + other.kv, self.buffers + other.buffers,
-            max(self.loading, other.loading), max(self.runtime, other.runtime),
-        )  # fmt: skip
+        sums = (getattr(self, name) + getattr(other, name) for name in ("weights", "mapped", "kv", "buffers"))
+        most = {"loading": max(self.loading, other.loading), "runtime": max(self.runtime, other.runtime)}
+        return Memory(*sums, **most)
 
     @property
     def total(self) -> int:
@@ -58,13 +57,10 @@ class Memory:
 
     def __str__(self) -> str:
         """`3.1 GB, weights 2.0 GB, KV 1.0 GB`: what is needed."""
-        parts = {
-            "weights": self.weights, "KV": self.kv, "buffers": self.buffers, "runtime": self.runtime,
-            "weights while loading": self.loading if self.loading > self.kv + self.buffers else 0,
-        }  # fmt: skip
-        return ", ".join(
-            [size_text(self.needed), *(f"{name} {size_text(size)}" for name, size in parts.items() if size)]
-        )
+        parts = {"weights": self.weights, "KV": self.kv, "buffers": self.buffers, "runtime": self.runtime}
+        parts["weights while loading"] = self.loading if self.loading > self.kv + self.buffers else 0
+        sizes = [f"{name} {size_text(size)}" for name, size in parts.items() if size]
+        return ", ".join([size_text(self.needed), *sizes])
 
 
 class Pool(NamedTuple):
@@ -245,7 +241,4 @@ def count_open_files() -> int:
 
 
 def _status_bytes(name: str) -> int:
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:")), 0)
-    return 0
+    return 1024 * proc_numbers(PROC / "self" / "status").get(name, 0)

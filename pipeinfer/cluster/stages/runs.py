@@ -123,6 +123,9 @@ class TokenHistory:
 N_BUFFERS = 2  # runs that are sampled at a time, at most. A stage that is further ahead waits for the oldest of them
 
 
+AnswerRow = Callable[[int, FloatArray], None]
+
+
 class Samplers:
     """`next_is_here`: whether the stage could begin another run now. Else it samples by itself, and threads would gain
     nothing."""
@@ -137,10 +140,7 @@ class Samplers:
         """Whether the threads sample the next run: verdicts keep the order of the runs."""
         return bool(self._open) or self.next_is_here()
 
-    def submit(
-        self, logits: FloatArray, rows: Sequence[int], answer: Callable[[int, FloatArray], None],
-        finish: Callable[[], Any],
-    ) -> None:  # fmt: skip
+    def submit(self, logits: FloatArray, rows: Sequence[int], answer: AnswerRow, finish: Callable[[], Any]) -> None:
         """Threads call `answer(row, its logits)` for these rows of logits (n_rows, n_vocab); `ready` then returns what
         `finish` returns. The logits may be changed once this returns."""
         busy = [work for work, _ in self._open if not _are_done(work)]

@@ -5,7 +5,7 @@ Knows ranks and messages; the evaluation itself is in `stage`.
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pipeinfer.cluster.idle import NO_PROGRESS, Idle, Progress
 from pipeinfer.cluster.stages.pace import REAL_CLOCK, Courier, JobClock
@@ -159,27 +159,36 @@ class RunInbox:
             inbox.close(idle)
 
 
+@dataclass(eq=False)
 class StageLoop:
-    """Receive runs, evaluate them and send them on, until the shutdown, which is sent on too."""
+    """Receive runs, evaluate them and send them on, until the shutdown, which is sent on too.
 
-    def __init__(
-        self, comm: Comm, pipe: Pipe, worker: StageWorker | None, report: Callable[[Outbox, StageLedger], None],
-        since_s: float | None = None, flow: Flow | None = None, progress: Progress = NO_PROGRESS,
-    ) -> None:  # fmt: skip
-        """`worker`: None if its model did not load; then the rank waits for the shutdown. `report`: called on the order
-        to report, with the messages and the ledger since the last report. `since_s`: when the first wait began; None:
-        now. `flow`: this rank's, for the watch. `progress`: moves messages during evaluation."""
-        self.pipe, self.worker, self.report, self.progress = pipe, worker, report, progress
-        self.flow = flow or Flow()
+    worker    None if its model did not load; then the rank waits for the shutdown
+    report    called on the order to report, with the messages and the ledger since the last report
+    since_s   when the first wait began; None: now
+    flow      this rank's, for the watch
+    progress  moves messages during evaluation
+    """
+
+    comm: Comm
+    pipe: Pipe
+    worker: StageWorker | None
+    report: Callable[[Outbox, StageLedger], None]
+    since_s: float | None = None
+    flow: Flow = field(default_factory=Flow)
+    progress: Progress = NO_PROGRESS
+
+    def __post_init__(self) -> None:
+        comm, pipe = self.comm, self.pipe
         self.flow.source, self.flow.dest = pipe.previous, -1 if pipe.following is None else pipe.following
-        self._inbox = RunInbox(comm, pipe, worker)
+        self._inbox = RunInbox(comm, pipe, self.worker)
         self._outbox, self._idle, self._ledger = Outbox(comm, pipe.courier), Idle(), StageLedger()
         self._under_way: deque[tuple[PendingRun, float]] = deque()
         self._samplers: Samplers | None = None
         if pipe.n_samplers and pipe.is_last:
             self._samplers = Samplers(pipe.n_samplers, lambda: bool(self._under_way) or self._inbox.holds())
         self._prunings = RemotePrunings(comm, pipe.courier, self._answer)
-        self._wait_s = pipe.clock() if since_s is None else since_s
+        self._wait_s = pipe.clock() if self.since_s is None else self.since_s
 
     def run(self) -> None:
         while True:

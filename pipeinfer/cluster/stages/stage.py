@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -35,19 +35,25 @@ class StageStats:
 NO_LOGITS = np.empty((0, 0), np.float32)
 
 
+@dataclass(eq=False)
 class StageWorker:
     """One stage. `n_layers`: of the model, for the statistics. `constrain`: makes a Constraint of a request's grammar;
     None, as for drafts: grammars are ignored. `leaves_as`: the type of activations that stay on the model's device;
     None: they go to the host."""
 
-    UNIT = "run"  # a transaction's name in timelines
+    UNIT: ClassVar = "run"  # a transaction's name in timelines
+    NO_ANSWER: ClassVar[Any] = NO_TOKEN
 
-    def __init__(
-        self, model: StageModel, clock: Callable[[], float], is_first: bool, tracer: Tracer = NO_TRACE,
-        n_layers: int = 0, constrain: Callable[[str], Constraint] | None = None, leaves_as: WireType | None = None,
-    ) -> None:  # fmt: skip
-        self.model, self.clock, self.is_first, self.tracer = model, clock, is_first, tracer
-        self.n_layers, self.constrain, self.leaves_as = n_layers, constrain, leaves_as
+    model: StageModel
+    clock: Callable[[], float]
+    is_first: bool
+    tracer: Tracer = field(default_factory=lambda: NO_TRACE)
+    n_layers: int = 0
+    constrain: Callable[[str], Constraint] | None = None
+    leaves_as: WireType | None = None
+
+    def __post_init__(self) -> None:
+        model = self.model
         self._async_stage = model if isinstance(model, AsyncStage) else None  # isinstance of a Protocol is slow
         self._feature_stage = model if isinstance(model, FeatureStage) and model.n_features else None
         self._n_stop_checks = 0  # of the last run
@@ -93,7 +99,7 @@ class StageWorker:
         transaction, questions, logits = pending.transaction, pending.questions, NO_LOGITS
         if not transaction.cancelled:
             logits = self._result(pending)
-        answers: list[Any] = [] if transaction.cancelled else [self._no_answer] * transaction.n_rows
+        answers: list[Any] = [] if transaction.cancelled else [self.NO_ANSWER] * transaction.n_rows
 
         def answer(index: int, row_logits: FloatArray) -> None:
             answers[questions[index].row] = self._answer(row_logits, questions[index])
@@ -240,8 +246,6 @@ class StageWorker:
         n_output = position - self._opened[row.request].n_prompt
         return self._constraints[row.request].after(self._history.last(row.seq, position, n_output))
 
-    _no_answer: Any = NO_TOKEN
-
     def _answer(self, logits: FloatArray, question: Question) -> Any:
         """One row's part of the verdict: the target's token at the position after it."""
         params = question.params
@@ -268,17 +272,15 @@ def _spread(values: FloatArray | DeviceRows, rows: Sequence[int], n_rows: int) -
     return spread
 
 
+@dataclass(eq=False, kw_only=True)
 class DraftWorker(StageWorker):
     """A stage of a draft on other ranks: its verdicts have as many guesses for a row as are wanted. `couple`: see
     `guess_next`."""
 
-    UNIT = "question"
+    UNIT: ClassVar = "question"
+    NO_ANSWER: ClassVar[Any] = ()
 
-    def __init__(self, *args: Any, couple: bool, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self.couple = couple
-
-    _no_answer: Any = ()
+    couple: bool
 
     def _answer(self, logits: FloatArray, question: Question) -> list[Guess]:
         wanted = question.n_wanted

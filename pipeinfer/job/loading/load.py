@@ -9,6 +9,7 @@ from pipeinfer.cluster.stages.serve import N_POSTED, N_UNDER_WAY, Pipe, StageLoo
 from pipeinfer.cluster.stages.stage import DraftWorker, StageWorker
 from pipeinfer.cluster.transport import Outbox, progress_between
 from pipeinfer.cluster.verdicts import verdict_bytes
+from pipeinfer.cluster.watch.protocol import Flow
 from pipeinfer.core.interfaces import HeadModel, LoadedModel
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.settings import MAX_RUN, MAX_WIDTH
@@ -71,7 +72,7 @@ def run_stage(context: Context, plan: JobPlan) -> int:
     is_direct = plan.hop_is_out_of_band(previous, context.rank)
     pipe = Pipe(previous, following, *sent, *n_ahead, is_direct, len(plan.layers_read), context.clock)
     progress = progress_between(context.link.comm, plan.hosts)
-    flow = None if plan.pace else context.flow  # paced messages are held back, and no way is cut
+    flow = Flow() if plan.pace else context.flow  # paced messages are held back, and no way is cut
     StageLoop(context.link.comm, pipe, worker, report, ready_s, flow, progress).run()
     for model in models:
         model.close()
