@@ -19,10 +19,8 @@ from tests.support.jobs import environment, launcher
     ],
 )
 def test_all_ranks_have_the_value_or_the_error(failing: str, by_rank_0: list[str], by_all: list[str]) -> None:
-    done = subprocess.run(
-        [*launcher(3), sys.executable, "-m", "tests.support.agreed", failing],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment(), timeout=120,
-    )  # fmt: skip
+    words, none = [*launcher(3), sys.executable, "-m", "tests.support.agreed", failing], subprocess.DEVNULL
+    done = subprocess.run(words, stdin=none, capture_output=True, text=True, env=environment(), timeout=120)
     assert done.stdout.splitlines() == [str(each) for each in zip(by_rank_0, by_all, strict=True)]
     said = [f"pipeinfer: {by_all[0].removeprefix('raised: ')}"] if failing else []
     assert (done.returncode, done.stderr.splitlines()) == (2 if failing else 0, said)

@@ -47,10 +47,9 @@ def can_mount() -> bool:
 def test_threads_use_the_nodes_that_libggml_gives_them(strategy: str, tmp_path: Path) -> None:
     script = 'mount --bind "$0" /sys/devices/system/node && exec "$@"'
     words = [*COMMAND, *RUN, "--numa", strategy, "-t", "2", "--numerics", "fast"]
-    job = subprocess.Popen(
-        ["unshare", "-m", "sh", "-c", script, str(tree(tmp_path)), *words], stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(), cwd=ROOT,
-    )  # fmt: skip
+    unshared = ["unshare", "-m", "sh", "-c", script, str(tree(tmp_path)), *words]
+    none, pipe = subprocess.DEVNULL, subprocess.PIPE
+    job = subprocess.Popen(unshared, stdin=none, stdout=pipe, stderr=pipe, text=True, env=environment(), cwd=ROOT)
     assert job.stdout and job.stdout.read(1)
     until(lambda: any(len(own) == 1 for own in affinities(job.pid)))
     job.terminate()

@@ -217,9 +217,8 @@ def test_a_message_that_does_not_come_is_told_from_counts_alone() -> None:
 
 
 def test_limits_are_what_kernels_take() -> None:
-    assert Limits().keepalive == {
-        "TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 6000,
-    }  # fmt: skip
+    times = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 6000}
+    assert Limits().keepalive == times
     for asked_s in (LEAST_S, 4.4, 6, 17, 600, MOST_S):
         found = Limits.of(asked_s).keepalive
         assert found["TCP_USER_TIMEOUT"] == 1000 * asked_s

@@ -57,8 +57,8 @@ def shortened(body: dict[str, Any]) -> dict[str, Any]:
     """The same with a short answer where a long one is asked for."""
     lengths = ("max_tokens", "max_completion_tokens", "n_predict", "max_output_tokens", "max_new_tokens")
     n = 100 if body.get("tool_choice") not in (None, "auto", "none") else N_TOKENS  # until a call has begun
-    return body | {name: n for name in lengths if isinstance(body.get(name), int) and body[name] > n} | (
-        {"max_tokens": n} if n > N_TOKENS and not {*lengths} & {*body} else {})  # fmt: skip
+    shorter = {name: n for name in lengths if isinstance(body.get(name), int) and body[name] > n}
+    return body | shorter | ({"max_tokens": n} if n > N_TOKENS and not {*lengths} & {*body} else {})
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda each: f"{each.client}: {each.what}")

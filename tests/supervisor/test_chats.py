@@ -16,10 +16,8 @@ TYPED = ["def f(x):\n", "/regen\n", "class \\\nA:\n", "/clear\n", "import os\n",
 @pytest.fixture(scope="module")
 def text() -> str:
     """Of a chat that nothing happens to."""
-    done = subprocess.run(
-        [*COMMAND, *WORDS], input="".join(TYPED), capture_output=True, text=True,
-        env=environment(), timeout=180,
-    )  # fmt: skip
+    words, typed = [*COMMAND, *WORDS], "".join(TYPED)
+    done = subprocess.run(words, input=typed, capture_output=True, text=True, env=environment(), timeout=180)
     assert done.returncode == 0 and len(done.stdout) > 500, done.stderr
     return done.stdout
 

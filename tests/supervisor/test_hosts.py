@@ -13,8 +13,8 @@ from pipeinfer.supervisor.supervisor import Supervisor
 from tests.support.jobs import COMMAND, finish
 from tests.support.namespaces import Hosts, hosts, missing
 
-TEXT = ["run", "-p", "def read_lines(path):\n", "-n", "300", "-c", "400", "--ignore-eos", "-t", "1", "--temp", "0.8",
-        "--seed", "3"]  # fmt: skip
+SETTINGS = "-n 300 -c 400 --ignore-eos -t 1 --temp 0.8 --seed 3"
+TEXT = ["run", "-p", "def read_lines(path):\n", *SETTINGS.split()]
 
 
 @pytest.fixture

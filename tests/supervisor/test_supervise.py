@@ -14,8 +14,8 @@ from pipeinfer.models.demo import DRAFT, TARGET
 from tests.support.jobs import COMMAND, environment, finish, until
 from tests.support.supervised import COMMAND_FILE, Supervised
 
-TEXT = ["run", "-p", "def read_lines(path):\n", "-n", "300", "-c", "400", "--ignore-eos", "-t", "1", "--temp", "0.8",
-        "--seed", "3"]  # fmt: skip
+SETTINGS = "-n 300 -c 400 --ignore-eos -t 1 --temp 0.8 --seed 3"
+TEXT = ["run", "-p", "def read_lines(path):\n", *SETTINGS.split()]
 
 
 @pytest.fixture(scope="module")
