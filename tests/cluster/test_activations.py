@@ -162,8 +162,8 @@ def test_most_tokens_are_those_of_f32(stages: list[LlamaStage], draft: LlamaStag
 
 # --- jobs -------------------------------------------------------------------------------------------------------------
 
-ASKED = ["-p", PROMPT, "-n", "24", "--temp", "0", "-t", "1", "--ignore-eos", "--policy", "iterative", "-md", "none",
-         "-m", str(TARGET), "--numerics", "fast", "-s", "1"]  # fmt: skip
+SETTINGS = "-n 24 --temp 0 -t 1 --ignore-eos --policy iterative -md none --numerics fast -s 1"
+ASKED = ["-p", PROMPT, "-m", str(TARGET), *SETTINGS.split()]
 
 
 def test_a_job_sends_half_the_bytes_of_activations(tmp_path: Path) -> None:

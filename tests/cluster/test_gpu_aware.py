@@ -83,9 +83,13 @@ def test_a_gpu_that_mpi_cannot_read_is_refused_and_one_that_is_not_there_is_left
 
 
 @pytest.mark.parametrize(
-    "options", [MIXED.changed(gpu_aware=OFF), MIXED.changed(gpu_aware=ON, pace=Pace.parse("pipespec")),
-                options_of(model=TARGET, gpu_aware=ON)],
-)  # fmt: skip
+    "options",
+    [
+        MIXED.changed(gpu_aware=OFF),
+        MIXED.changed(gpu_aware=ON, pace=Pace.parse("pipespec")),
+        options_of(model=TARGET, gpu_aware=ON),
+    ],
+)
 def test_who_has_no_use_for_it_is_not_asked(options: RunOptions) -> None:
     def never() -> bool:
         raise AssertionError

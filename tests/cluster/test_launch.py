@@ -92,10 +92,8 @@ def test_files_in_the_current_folder_are_not_imported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("n_ranks", [1, 2])
 def test_without_an_mpi_library_one_line_says_so(n_ranks: int) -> None:
-    done = subprocess.run(
-        [*launcher(n_ranks), *COMMAND, "run", "-p", "x", "-n", "1"], capture_output=True, text=True, timeout=60,
-        env=environment() | {"MPI4PY_LIBMPI": "/no/libmpi.so"},
-    )  # fmt: skip
+    words, environ = [*COMMAND, "run", "-p", "x", "-n", "1"], environment() | {"MPI4PY_LIBMPI": "/no/libmpi.so"}
+    done = subprocess.run([*launcher(n_ranks), *words], capture_output=True, text=True, timeout=60, env=environ)
     assert done.returncode == 2 and not done.stdout
     (line,) = done.stderr.splitlines()
     assert line.startswith("pipeinfer: no MPI library can be used (cannot load MPI library); install one")
@@ -104,10 +102,8 @@ def test_without_an_mpi_library_one_line_says_so(n_ranks: int) -> None:
 @pytest.mark.parametrize("words", [["plan"], ["run", "-p", "x", "-n", "1"]])
 def test_a_llama_cpp_that_cannot_be_loaded_is_one_line(tmp_path: Path, words: list[str]) -> None:
     (tmp_path / "libllama.so").write_text("no library")
-    done = subprocess.run(
-        [*COMMAND, *words], capture_output=True, text=True, timeout=60,
-        env=environment() | {"LLAMA_CPP_LIB_PATH": str(tmp_path)},
-    )  # fmt: skip
+    environ = environment() | {"LLAMA_CPP_LIB_PATH": str(tmp_path)}
+    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=60, env=environ)
     assert done.returncode == 2 and not done.stdout
     (line,) = done.stderr.splitlines()
     assert line.startswith("pipeinfer: llama.cpp cannot be loaded (Failed to load shared library")

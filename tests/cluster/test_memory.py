@@ -146,9 +146,13 @@ def test_a_larger_draft_is_cut_to_what_its_hosts_hold() -> None:
 
 @pytest.mark.parametrize(
     ("value", "words"),
-    [("10000000000", "2147482624"), ("4294967000", "2147482624"), ("2147482624", "of memory left"),
-     ("900000000", "it would fit with -c ")],
-)  # fmt: skip
+    [
+        ("10000000000", "2147482624"),
+        ("4294967000", "2147482624"),
+        ("2147482624", "of memory left"),
+        ("900000000", "it would fit with -c "),
+    ],
+)
 @pytest.mark.parametrize("n_ranks", [1, 2])
 def test_a_context_that_cannot_be_is_refused(value: str, words: str, n_ranks: int) -> None:
     done = finish(n_ranks, ["run", "-p", "x", "-n", "2", "-c", value])

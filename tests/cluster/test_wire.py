@@ -39,11 +39,9 @@ from pipeinfer.core.types import POSITION_END
 ids = st.integers(0, 2**31 - 1)
 ops = st.builds(KvOp, st.sampled_from(OpKind), ids, ids, ids, ids | st.just(POSITION_END))
 rows = st.builds(Row, ids, ids, ids, st.lists(ids, min_size=1, max_size=5).map(tuple), st.integers(0, 255))
-params = st.builds(
-    SamplingParams,
-    st.integers(0, 2**32 - 1), st.floats(0, 5), st.integers(-1, 10**6), st.floats(0, 1), st.floats(0, 1),
-    st.integers(0, 4096), st.floats(0.5, 2), st.floats(-2, 2), st.floats(-2, 2), *2 * [st.text(max_size=9)],
-)  # fmt: skip
+choices = (st.integers(0, 2**32 - 1), st.floats(0, 5), st.integers(-1, 10**6), st.floats(0, 1), st.floats(0, 1))
+penalties = (st.integers(0, 4096), st.floats(0.5, 2), st.floats(-2, 2), st.floats(-2, 2))
+params = st.builds(SamplingParams, *choices, *penalties, *2 * [st.text(max_size=9)])
 runs = st.builds(
     Run,
     ids,
@@ -128,8 +126,8 @@ scores = st.builds(
 def test_log_probabilities_survive_and_cost_nobody_else_a_byte(tokens: list[int]) -> None:
     message = encode_verdict(Verdict(3, tuple(tokens), False, 1e-6))
     n_scored = sum(isinstance(token, ScoredToken) for token in tokens)
-    assert len(message) <= verdict_bytes(len(tokens), n_scored=n_scored) and (n_scored or len(message) == verdict_bytes(
-        len(tokens)))  # fmt: skip
+    assert len(message) <= verdict_bytes(len(tokens), n_scored=n_scored)
+    assert n_scored or len(message) == verdict_bytes(len(tokens))
     found = decode_verdict(np.concatenate([message, np.zeros(8, np.uint8)])).tokens
     assert list(found) == tokens and [vars(token) for token in found if isinstance(token, ScoredToken)] == [
         vars(token) for token in tokens if isinstance(token, ScoredToken)

@@ -65,8 +65,8 @@ def test_a_loop_of_messages_with_tools(claude: Any) -> None:
     tools = [{"name": "list_files", "description": "x", "input_schema": SCHEMA}]
     messages = list(USER)
     for _ in range(3):
-        query: Any = {"model": "any", "max_tokens": 200, "messages": messages, "tools": tools,
-                      "tool_choice": {"type": "any", "disable_parallel_tool_use": True}}  # fmt: skip
+        query: Any = {"model": "any", "max_tokens": 200, "messages": messages, "tools": tools}
+        query["tool_choice"] = {"type": "any", "disable_parallel_tool_use": True}
         reply = claude.messages.create(**query)
         (block,) = reply.content
         assert reply.stop_reason == "tool_use" and block.name == "list_files" and set(block.input) == {"hidden"}
@@ -74,8 +74,8 @@ def test_a_loop_of_messages_with_tools(claude: Any) -> None:
             streamed = stream.get_final_message()
         assert streamed.content[0].input == block.input and streamed.stop_reason == "tool_use"
         result = {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "a.txt"}]}
-        messages += [{"role": "assistant", "content": [each.model_dump() for each in reply.content]},
-                     {"role": "user", "content": [result]}]  # fmt: skip
+        messages.append({"role": "assistant", "content": [each.model_dump() for each in reply.content]})
+        messages.append({"role": "user", "content": [result]})
 
 
 def test_reasoning_is_a_block_and_an_item(claude: Any, client: Any) -> None:
@@ -116,8 +116,8 @@ def test_a_loop_of_responses_with_tools(client: Any) -> None:
     tools: Any = [{"type": "function", "name": "list_files", "parameters": SCHEMA, "strict": True}]
     items: list[Any] = list(USER)
     for _ in range(3):
-        query: Any = {"model": "any", "input": items, "tools": tools, "tool_choice": "required",
-                      "parallel_tool_calls": False, "max_output_tokens": 200}  # fmt: skip
+        query: Any = {"model": "any", "input": items, "tools": tools, "tool_choice": "required"}
+        query |= {"parallel_tool_calls": False, "max_output_tokens": 200}
         (call,) = client.responses.create(**query).output
         assert call.type == "function_call" and set(json.loads(call.arguments)) == {"hidden"}
         with client.responses.stream(**query) as stream:
@@ -217,10 +217,8 @@ def test_pages_of_an_origin_that_is_named_may_ask(served: Served) -> None:
 
 
 def test_a_text_with_a_hole_is_asked_as_the_vocabulary_marks_it() -> None:
-    tokenizer: Any = SimpleNamespace(
-        fill_in={"pre": 1, "suf": 2, "mid": 3, "sep": 4}, adds_bos=True, bos=0,
-        encode=lambda text, add_special: list(text.encode()),
-    )  # fmt: skip
+    tokenizer: Any = SimpleNamespace(fill_in={"pre": 1, "suf": 2, "mid": 3, "sep": 4}, adds_bos=True, bos=0)
+    tokenizer.encode = lambda text, add_special: list(text.encode())
     values = {"input_prefix": "a", "prompt": "b", "input_suffix": "c", "n_predict": 4}
     assert infill_of(values, tokenizer, PassedOver()) == {"n_predict": 4, "prompt": [0, 1, 97, 98, 2, 99, 3]}
     extra = [{"filename": "f", "text": "t"}]

@@ -266,11 +266,11 @@ def test_what_a_stop_string_cuts_off_has_no_entries(client: openai.OpenAI, strea
     assert free.logprobs and free.logprobs.text_offset and free.logprobs.tokens
     stop = free.text[9:14]
     at = free.text.index(stop)
-    expected = [token for token, offset in zip(free.logprobs.tokens, free.logprobs.text_offset, strict=True) if (
-        offset < at)]  # fmt: skip
+    pairs = zip(free.logprobs.tokens, free.logprobs.text_offset, strict=True)
+    expected = [token for token, offset in pairs if offset < at]
     reply: list[str] = []
-    pieces = client.completions.create(stop=stop, stream=True, **fields) if streamed else [
-        client.completions.create(stop=stop, **fields)]  # fmt: skip
+    answer = client.completions.create(stop=stop, stream=streamed, **fields)
+    pieces: Any = answer if streamed else [answer]
     text = ""
     for piece in pieces:
         text += piece.choices[0].text
@@ -294,8 +294,9 @@ def test_a_chat_s_tokens_have_log_probabilities(client: openai.OpenAI) -> None:
     bare = client.chat.completions.create(logprobs=True, **fields).choices[0].logprobs
     assert bare and bare.content and [each.logprob for each in bare.content] == [each.logprob for each in reported]
     assert not any(each.top_logprobs for each in bare.content)
-    for wrong, why in (({"logprobs": 1}, "give true or false"), ({"top_logprobs": 2}, "without logprobs"),
-                        ({"logprobs": True, "top_logprobs": 21}, "from 0 to 20")):  # fmt: skip
+    too_many = {"logprobs": True, "top_logprobs": 21}
+    reasons = ("give true or false", "without logprobs", "from 0 to 20")
+    for wrong, why in zip(({"logprobs": 1}, {"top_logprobs": 2}, too_many), reasons, strict=True):
         with pytest.raises(openai.BadRequestError, match=why):
             client.chat.completions.create(**fields, extra_body=wrong)
 

@@ -20,8 +20,8 @@ TEMPLATE = (
 )
 """Where it says <think>, a model may think before it calls, and this one would not come to an end."""
 
-CALCULATE = {"type": "object", "properties": {"left": {"type": "integer", "maximum": 99},
-             "operator": {"enum": ["+", "-"]}}, "required": ["left", "operator"]}  # fmt: skip
+OPERANDS = {"left": {"type": "integer", "maximum": 99}, "operator": {"enum": ["+", "-"]}}
+CALCULATE = {"type": "object", "properties": OPERANDS, "required": ["left", "operator"]}
 LIST = {"type": "object", "properties": {"hidden": {"type": "boolean"}}, "required": ["hidden"]}
 TOOLS: list[Any] = [
     {"type": "function", "function": {"name": name, "description": "x", "parameters": schema, "strict": True}}
@@ -88,8 +88,8 @@ def test_a_loop_of_required_calls_streamed_or_not(client: openai.OpenAI) -> None
         check(*calls[0])
         function = {"name": calls[0][0], "arguments": calls[0][1]}
         call = {"id": f"abcdefg{step:02}", "type": "function", "function": function}
-        messages = [*messages, {"role": "assistant", "content": None, "tool_calls": [call]},
-                    {"role": "tool", "tool_call_id": call["id"], "content": "2"}]  # fmt: skip
+        answer = {"role": "tool", "tool_call_id": call["id"], "content": "2"}
+        messages = [*messages, {"role": "assistant", "content": None, "tool_calls": [call]}, answer]
 
 
 def test_a_function_may_be_named_and_several_calls_be_made(client: openai.OpenAI) -> None:
@@ -131,13 +131,10 @@ def test_the_template_is_steered_and_reasoning_split_off(served: Served) -> None
     assert thought["reasoning_content"] and thought["content"] == ""
     retained = ask(reasoning_effort="high", reasoning_format="none")["choices"][0]["message"]
     assert retained["content"].strip() == thought["reasoning_content"].strip() and "reasoning_content" not in retained
-    deltas = [
-        json.loads(line.removeprefix("data: "))["choices"][0]["delta"]
-        for line in served.http.post("/v1/chat/completions", json={
-            "messages": [USER], "max_tokens": 12, "seed": 3, "reasoning_effort": "high", "stream": True,
-        }).text.split("\n\n")
-        if line.startswith("data: {")
-    ]  # fmt: skip
+    query = {"messages": [USER], "max_tokens": 12, "seed": 3, "reasoning_effort": "high", "stream": True}
+    lines = served.http.post("/v1/chat/completions", json=query).text.split("\n\n")
+    objects = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    deltas = [each["choices"][0]["delta"] for each in objects]
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == thought["reasoning_content"]
 
 
@@ -154,17 +151,24 @@ def test_the_template_is_steered_and_reasoning_split_off(served: Served) -> None
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "sub"}}}, "name one of the tools"),
         ({"tools": TOOLS, "tool_choice": "required", "grammar": 'root ::= "a"'}, "both say what the text must be"),
         ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "leave one of them out"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}],
-          "tool_choice": "required"}, "the tools' JSON schema cannot be used"),
+        (
+            {
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "x"}}}],
+                "tool_choice": "required",
+            },
+            "the tools' JSON schema cannot be used",
+        ),
         ({"chat_template_kwargs": {"tools": []}}, "without add_generation_prompt, messages, tools"),
         ({"reasoning_effort": "enough"}, "it is one of none, minimal"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls is 1; give true or false"),
-        ({"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-         "messages[1].tool_calls[0].function.arguments is"),
+        (
+            {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            "messages[1].tool_calls[0].function.arguments is",
+        ),
         ({"messages": [USER, {"role": "user", "content": "x", "tool_calls": [1]}]}, "an assistant's message may have"),
         ({"prompt": "a", "tools": TOOLS}, "tools are for chats"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_with_tools_is_said(served: Served, fields: dict[str, Any], why: str) -> None:
     url, more = ("/v1/completions", {}) if "prompt" in fields else ("/v1/chat/completions", {"messages": [USER]})
     answer = served.http.post(url, json=more | fields)
