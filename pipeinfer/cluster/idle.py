@@ -41,6 +41,12 @@ class Idle:
     longest_s: float = 1e-3
     _last_s: float = 0.0
 
+    def pause_s(self, waited_s: float, last_s: float) -> float:
+        """How long to sleep after `waited_s` of a wait, when the one before took `last_s`; 0: poll at once."""
+        if waited_s < (self.spin_when_busy_s if last_s < self.spin_when_busy_s else self.spin_s):
+            return 0.0
+        return max(min(self.share * waited_s, abs(waited_s - last_s) / 2, self.longest_s), self.shortest_s)
+
     def until(self, ready: Callable[[], T | None]) -> T:
         """Poll `ready` until it returns something other than None; an exception of it ends the wait."""
         result = self.within(ready, math.inf)
@@ -50,14 +56,11 @@ class Idle:
     def within(self, ready: Callable[[], T | None], timeout_s: float) -> T | None:
         """The same with a time limit, after which it returns None."""
         start_s, waited_s = time.perf_counter(), 0.0
-        spin_s = self.spin_when_busy_s if self._last_s < self.spin_when_busy_s else self.spin_s
         while (result := ready()) is None and waited_s < timeout_s:
-            if waited_s < spin_s:
-                os.sched_yield()
-            else:
-                pause_s = min(self.share * waited_s, abs(waited_s - self._last_s) / 2, self.longest_s)
-                pause_s = max(pause_s, self.shortest_s)
+            if pause_s := self.pause_s(waited_s, self._last_s):
                 time.sleep(min(pause_s, timeout_s - waited_s))
+            else:
+                os.sched_yield()
             waited_s = time.perf_counter() - start_s
         self._last_s = waited_s
         return result

@@ -85,6 +85,7 @@ class SimStage:
     current: _Flight | None = None
     start_s: float = 0.0
     idle_since_s: float = 0.0
+    last_wait_s: float = 0.0
     n_rows_before: int = 0
     layers_s: float = 0.0  # when the layers of the current run begin
     slower: float = 1.0  # slowdown of the current run by other ranks of the host
@@ -104,6 +105,7 @@ class SimWaiter:
 
     def __init__(self, clock: VirtualClock) -> None:
         self.clock = clock
+        self._last_s = 0.0  # the last wait
 
     def wait(self, pipelines: "Sequence[SimPipeline]", timeout_s: float | None = None) -> None:
         """Raises RuntimeError if nothing is in flight: the engine would wait for ever."""
@@ -112,7 +114,8 @@ class SimWaiter:
         if until_s == NEVER:
             raise RuntimeError("the engine waits, but nothing is in flight")
         if until_s > now_s:
-            until_s += target.late_s(until_s - now_s)
+            until_s += target.late_s(until_s - now_s, self._last_s)
+            self._last_s = until_s - now_s
             target.ledger.waits.append((now_s, until_s))
             self.clock.now = until_s
 
@@ -209,12 +212,9 @@ class SimPipeline:
     def n_busy(self) -> int:
         return int(self.drafting) + sum(stage.current is not None for stage in self.stages)
 
-    def late_s(self, waited_s: float) -> float:
-        """The mean delay of a rank that sleeps between polls: half a sleep."""
-        idle = self._idle
-        if idle is None or waited_s < idle.spin_s:
-            return 0.0
-        return 0.5 * min(max(idle.share * waited_s, idle.shortest_s), idle.longest_s)
+    def late_s(self, waited_s: float, last_s: float) -> float:
+        """The mean delay of a rank that sleeps between polls: half a sleep. `last_s`: the wait before."""
+        return 0.5 * self._idle.pause_s(waited_s, last_s) if self._idle else 0.0
 
     # -- events
 
@@ -238,13 +238,14 @@ class SimPipeline:
                 stage.queue.append(flight)
                 stage.receives = False
                 if stage.current is None and stage.held is None:
-                    self._start(index, stage, when_s + self.late_s(when_s - stage.idle_since_s))
+                    self._start(index, stage, when_s)
             elif stage.current is flight and version == stage.version:
                 self._finish(index, stage, flight, when_s)
 
     def _start(self, index: int, stage: SimStage, now_s: float) -> None:
         flight = stage.current = stage.queue.popleft()
-        stage.start_s = now_s
+        now_s += self.late_s(now_s - stage.idle_since_s, stage.last_wait_s)
+        stage.start_s, stage.last_wait_s = now_s, now_s - stage.idle_since_s
         stage.version += 1
         if flight.cancelled or flight.cancel_s <= now_s:
             flight.cancelled = True
