@@ -121,7 +121,8 @@ def batch(n_ranks: int, folder: Path, words: list[str]) -> dict[Any, dict[str, A
     """By index or custom_id."""
     source, output = folder / "in.jsonl", folder / f"{n_ranks}.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    done = finish(n_ranks, ["batch", str(source), "-o", str(output), "-t", "1", "-n", str(N_PREDICT), *words])
+    words = ["-t", "1", "-n", str(N_PREDICT), "--no-repack", *words]  # plain_llama's layout
+    done = finish(n_ranks, ["batch", str(source), "-o", str(output), *words])
     assert done.returncode == 0, done.stderr
     results = [json.loads(line) for line in output.read_text().splitlines()]
     for result in results:
