@@ -33,10 +33,37 @@ from tests.support.jobs import COMMAND, environment, finish, run_json
 from tests.support.planned import lay_out, options_of
 
 ODD = (
-    "nan", "inf", "-inf", "NaN", "-1", "0", "", " ", "\t", "1e400", "-1e400", "1e308", "9" * 30, "-" + "9" * 30, "1_0",
-    "0x10", "1,", ",", "1,,2", "nan,1", "\u0661", "\u2603", "caf\u00e9", "\udcff", "--", "-x", "-", "1e-400", "+1",
+    "nan",
+    "inf",
+    "-inf",
+    "NaN",
+    "-1",
+    "0",
+    "",
+    " ",
+    "\t",
+    "1e400",
+    "-1e400",
+    "1e308",
+    "9" * 30,
+    "-" + "9" * 30,
+    "1_0",
+    "0x10",
+    "1,",
+    ",",
+    "1,,2",
+    "nan,1",
+    "\u0661",
+    "\u2603",
+    "caf\u00e9",
+    "\udcff",
+    "--",
+    "-x",
+    "-",
+    "1e-400",
+    "+1",
     "1.5",
-)  # fmt: skip
+)
 PLAIN = {Whole: "1", Number: "0.5", Listed: "1", File: "some.file", TextType: "text"}
 
 
@@ -127,9 +154,20 @@ def extremes(name: str, which: str, *policies: str) -> list[str]:
         if param.name in foreign:
             continue
         if not isinstance(param.type, (Whole, Number)) or param.name in (
-            "predict", "prompt_tokens", "repetitions", "ctx_size", "nodes", "gbit", "acceptances", "requests", "rate",
-            "parallel", "concurrency", "max_delay_s", "draft_rank",
-        ):  # fmt: skip
+            "predict",
+            "prompt_tokens",
+            "repetitions",
+            "ctx_size",
+            "nodes",
+            "gbit",
+            "acceptances",
+            "requests",
+            "rate",
+            "parallel",
+            "concurrency",
+            "max_delay_s",
+            "draft_rank",
+        ):
             continue
         limit = param.type.min if which == "min" else param.type.max
         if which == "min" and isinstance(param.type, Number) and param.type.min_open:
@@ -420,9 +458,14 @@ def test_the_version_names_llama_cpps(n_ranks: int) -> None:
 
 @pytest.mark.parametrize(
     ("words", "expected"),
-    [("pipeinfer ru", "plain,run"), ("pipeinfer run --numerics ", "plain,fast"), ("pipeinfer run -m ", "file,"),
-     ("pipeinfer run --slice-cache ", "dir,"), ("pipeinfer bench --policy it", "plain,iterative")],
-)  # fmt: skip
+    [
+        ("pipeinfer ru", "plain,run"),
+        ("pipeinfer run --numerics ", "plain,fast"),
+        ("pipeinfer run -m ", "file,"),
+        ("pipeinfer run --slice-cache ", "dir,"),
+        ("pipeinfer bench --policy it", "plain,iterative"),
+    ],
+)
 def test_shell_completion(words: str, expected: str) -> None:
     asked = {"_PIPEINFER_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
     done = subprocess.run(
@@ -443,11 +486,15 @@ def test_the_completion_script_is_printed() -> None:
 @pytest.mark.parametrize(
     ("named", "given", "meant"),
     [
-        (None, {}, "auto"), (None, {"accept_cutoff": 0.1}, "pipeinfer"), (None, {"width": 2}, "pipeinfer"),
-        (None, {"n_draft": 2}, "auto"), (None, {"width": 2, "n_draft": 2}, "auto"), ("flowspec", {}, "flowspec"),
+        (None, {}, "auto"),
+        (None, {"accept_cutoff": 0.1}, "pipeinfer"),
+        (None, {"width": 2}, "pipeinfer"),
+        (None, {"n_draft": 2}, "auto"),
+        (None, {"width": 2, "n_draft": 2}, "auto"),
+        ("flowspec", {}, "flowspec"),
         ("pipedec", {"width": 2}, "pipedec"),
     ],
-)  # fmt: skip
+)
 def test_an_option_of_pipeinfer_means_it(named: str | None, given: dict[str, int], meant: str) -> None:
     assert select_policy(named, True, given) == meant
     assert select_policy(None, False, given) == "iterative"

@@ -34,9 +34,29 @@ from tests.support.jobs import finish, run_json
 from tests.support.toy import ToyPipeline, ToyWaiter
 
 F32, BF16 = WireType.F32, WireType.BF16
-EDGES = [0x0000_0000, 0x8000_0000, 0x0000_0001, 0x0000_8000, 0x0000_8001, 0x0001_8000, 0x007F_FFFF, 0x0080_0000,
-         0x3F80_8000, 0x3F81_8000, 0x3F80_7FFF, 0x7F7F_7FFF, 0x7F7F_8000, 0x7F7F_FFFF, 0x7F80_0000, 0xFF80_0000,
-         0x7F80_0001, 0xFF80_0001, 0x7FC0_0000, 0x7FFF_FFFF, 0xFFFF_FFFF]  # fmt: skip
+EDGES = [
+    0x0000_0000,
+    0x8000_0000,
+    0x0000_0001,
+    0x0000_8000,
+    0x0000_8001,
+    0x0001_8000,
+    0x007F_FFFF,
+    0x0080_0000,
+    0x3F80_8000,
+    0x3F81_8000,
+    0x3F80_7FFF,
+    0x7F7F_7FFF,
+    0x7F7F_8000,
+    0x7F7F_FFFF,
+    0x7F80_0000,
+    0xFF80_0000,
+    0x7F80_0001,
+    0xFF80_0001,
+    0x7FC0_0000,
+    0x7FFF_FFFF,
+    0xFFFF_FFFF,
+]
 """Zeros, denormals, ties, the largest numbers, infinities and all kinds of NaN."""
 
 

@@ -71,10 +71,18 @@ def random_case(rng: random.Random) -> tuple[list[list[int]], list[list[int]], S
     limits = tuple(rng.randint(2, 3 * n_layers) for _ in hosts)
     gpus = tuple(rng.choice(["", f"GPU of {host}", "other GPU"]) for host in hosts) if rng.random() < 0.5 else ()
     free |= {name: rng.randint(1, 4 * n_layers) for name in gpus if name}
-    return costs, needs, StageRoom(
-        lambda stage, first, last: sum(needs[stage][first:last]), hosts, free, limits,
-        lambda stage, first, last: (1 + stage % 2) * (last - first), gpus,
-    )  # fmt: skip
+    return (
+        costs,
+        needs,
+        StageRoom(
+            lambda stage, first, last: sum(needs[stage][first:last]),
+            hosts,
+            free,
+            limits,
+            lambda stage, first, last: (1 + stage % 2) * (last - first),
+            gpus,
+        ),
+    )
 
 
 def fits(needs: list[list[int]], counts: Sequence[int], room: StageRoom) -> bool:
@@ -153,20 +161,33 @@ def test_a_plan_describes_its_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("split", "n_layers", "expected"),
-    [([4, 4], 8, [4, 4]), ([0.25, 0.75], 8, [2, 6]), ([0.1, 0.4, 0.5], 10, [1, 4, 5]), ([1.0], 8, [8]), ([1], 1, [1]),
-     ([0.001, 0.998, 0.001], 3, [1, 1, 1])],
-)  # fmt: skip
+    [
+        ([4, 4], 8, [4, 4]),
+        ([0.25, 0.75], 8, [2, 6]),
+        ([0.1, 0.4, 0.5], 10, [1, 4, 5]),
+        ([1.0], 8, [8]),
+        ([1], 1, [1]),
+        ([0.001, 0.998, 0.001], 3, [1, 1, 1]),
+    ],
+)
 def test_split(split: list[float], n_layers: int, expected: list[int]) -> None:
     assert split_layers(split, n_layers, len(split)) == expected
 
 
 @pytest.mark.parametrize(
     ("text", "n_layers", "n_stages", "words"),
-    [("4,4,4", 12, 2, "3 parts, and the number of stages is 2"), ("4,4", 9, 2, "adds up to 8"),
-     ("0.5,0.6", 9, 2, "add up to 1"),
-     ("0,9", 9, 2, "above 0"), ("-1,10", 9, 2, "above 0"), ("nan,1", 9, 2, "above 0"), ("a,b", 9, 2, "list of numbers"),
-     ("", 9, 2, "list of numbers"), ("0.5,0.5/0.5", 9, 2, "draft")],
-)  # fmt: skip
+    [
+        ("4,4,4", 12, 2, "3 parts, and the number of stages is 2"),
+        ("4,4", 9, 2, "adds up to 8"),
+        ("0.5,0.6", 9, 2, "add up to 1"),
+        ("0,9", 9, 2, "above 0"),
+        ("-1,10", 9, 2, "above 0"),
+        ("nan,1", 9, 2, "above 0"),
+        ("a,b", 9, 2, "list of numbers"),
+        ("", 9, 2, "list of numbers"),
+        ("0.5,0.5/0.5", 9, 2, "draft"),
+    ],
+)
 def test_wrong_splits_are_refused(text: str, n_layers: int, n_stages: int, words: str) -> None:
     with pytest.raises(UserError, match=words):
         split_layers(parse_split(text), n_layers, n_stages)
@@ -184,12 +205,17 @@ def test_larger_drafts_are_cut_by_size_too() -> None:
     plan = assign(8, drafts, sizes([10] * 12), draft_split=[1, 3])
     assert plan.draft_split == (1, 3)
     assert [[(own.rank, own.first, own.last) for own in stages] for stages in plan.drafts] == [
-        [(0, 0, 4)], [(1, 0, 6)], [(2, 0, 4), (3, 4, 8), (4, 8, 9)],
-    ]  # fmt: skip
+        [(0, 0, 4)],
+        [(1, 0, 6)],
+        [(2, 0, 4), (3, 4, 8), (4, 8, 9)],
+    ]
     assert [(stage.rank, stage.first, stage.last) for stage in plan.stages] == [(5, 0, 4), (6, 4, 8), (7, 8, 12)]
     assert [plan.describe(rank) for rank in (0, 1, 3, 5)] == [
-        "draft 1", "draft 2", "draft 3 stage 1, layers 4-7", "stage 0, layers 0-3",
-    ]  # fmt: skip
+        "draft 1",
+        "draft 2",
+        "draft 3 stage 1, layers 4-7",
+        "stage 0, layers 0-3",
+    ]
     assert plan.computing == frozenset(range(8))
     assert [plan.neighbours(rank) for rank in (2, 3, 4)] == [(0, 3), (2, 4), (3, None)]
     assert [plan.neighbours(rank) for rank in (5, 6, 7)] == [(0, 6), (5, 7), (6, None)]
@@ -210,14 +236,16 @@ def test_a_draft_is_cut_so_that_it_fits_into_what_memory_the_drafts_before_leave
 
 @pytest.mark.parametrize(
     ("n_ranks", "n_drafts", "draft_split", "words"),
-    [(4, 1, [2], "--draft-split 2 cuts larger drafts, and there is none"),
-     (4, 0, [2], "--draft-split 2 cuts larger drafts, and there is none"),
-     (9, 2, [2, 3], "--draft-split 2,3 has 2 parts for 1 larger draft; give one number for each"),
-     (9, 3, [2], "--draft-split 2 has 1 part for 2 larger drafts; give one number for each"),
-     (3, 2, [2], "2 drafts on 3 ranks and the target need 4 ranks, here are 3; start more, or give a smaller"),
-     (1, 2, [2], "2 drafts on 3 ranks and the target need 4 ranks, here is 1; start more"),
-     (9, 2, [7], "--draft-split 7: 7 ranks for draft 2, which has 6 layers; give at most 6")],
-)  # fmt: skip
+    [
+        (4, 1, [2], "--draft-split 2 cuts larger drafts, and there is none"),
+        (4, 0, [2], "--draft-split 2 cuts larger drafts, and there is none"),
+        (9, 2, [2, 3], "--draft-split 2,3 has 2 parts for 1 larger draft; give one number for each"),
+        (9, 3, [2], "--draft-split 2 has 1 part for 2 larger drafts; give one number for each"),
+        (3, 2, [2], "2 drafts on 3 ranks and the target need 4 ranks, here are 3; start more, or give a smaller"),
+        (1, 2, [2], "2 drafts on 3 ranks and the target need 4 ranks, here is 1; start more"),
+        (9, 2, [7], "--draft-split 7: 7 ranks for draft 2, which has 6 layers; give at most 6"),
+    ],
+)
 def test_drafts_that_cannot_be_cut_so(n_ranks: int, n_drafts: int, draft_split: list[int], words: str) -> None:
     with pytest.raises(UserError, match=words):
         assign(n_ranks, [sizes([1] * 6)] * n_drafts, sizes([1] * 12), draft_split=draft_split)
@@ -279,9 +307,11 @@ def test_timed_ranks_are_split_as_well_as_any_split_there_is() -> None:
         speeds = [LayerSpeed(rng.uniform(1, 8) * 1e-4, rng.choice(known)) for _ in range(n_stages)]
         hosts = tuple(rng.choice("abc") for _ in range(n_stages))
         room = StageRoom(
-            summed(layers), hosts,
-            {host: rng.uniform(0.4, 1.2) * sum(layers) for host in hosts}, (sum(layers),) * n_stages,
-        )  # fmt: skip
+            summed(layers),
+            hosts,
+            {host: rng.uniform(0.4, 1.2) * sum(layers) for host in hosts},
+            (sum(layers),) * n_stages,
+        )
         costs = [speed.seconds(layers, model.output_bytes) for speed in speeds]
         plan = assign(n_stages + 1, [sizes([1])], model, None, always(room), (), [None, *speeds])
         found = [stage.last - stage.first for stage in plan.stages]

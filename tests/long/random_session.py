@@ -49,9 +49,14 @@ def random_case(number: int) -> Case:
     some_tokens = [rng.randrange(3, N_VOCAB) for _ in range(some(rng, 1, 7, n_prompt))]
     prompt = (some_tokens * n_prompt)[:n_prompt]
     return Case(
-        tuple(prompt), n_predict, some(rng, 1, 2, 3, 8, 31, MOST_SEQUENCES), random_policy(rng), random_sampling(rng),
-        rng.random() < 0.85, rng.randint(1, n_predict) if rng.random() < 0.1 else None,
-    )  # fmt: skip
+        tuple(prompt),
+        n_predict,
+        some(rng, 1, 2, 3, 8, 31, MOST_SEQUENCES),
+        random_policy(rng),
+        random_sampling(rng),
+        rng.random() < 0.85,
+        rng.randint(1, n_predict) if rng.random() < 0.1 else None,
+    )
 
 
 def main() -> None:
@@ -69,15 +74,24 @@ def main() -> None:
             own.configure(settings_of(case, own.plan.looks_up))
             found = generate(
                 own,
-                replace(request, prompt=case.prompt, n_predict=case.n_predict, n_ctx=N_CTX, sampling=case.sampling,
-                        end_tokens=frozenset(), policy=case.policy),
+                replace(
+                    request,
+                    prompt=case.prompt,
+                    n_predict=case.n_predict,
+                    n_ctx=N_CTX,
+                    sampling=case.sampling,
+                    end_tokens=frozenset(),
+                    policy=case.policy,
+                ),
                 Stopping(AuditedEngine.newest, case.stop_after),
-            )  # fmt: skip
+            )
             line = {
-                "case": number, "tokens": found.request.tokens[len(case.prompt) :],
-                "leaks": AuditedEngine.newest.leaks(), "n_cancelled": found.metrics.n_cancelled,
+                "case": number,
+                "tokens": found.request.tokens[len(case.prompt) :],
+                "leaks": AuditedEngine.newest.leaks(),
+                "n_cancelled": found.metrics.n_cancelled,
                 "ranks": {rank: [each["rss_bytes"], each["open_files"]] for rank, each in found.figures.items()},
-            }  # fmt: skip
+            }
             print(json.dumps(line), flush=True)
         own.configure(own.plan.engine)
         return generate(own, request, *hear, **more)

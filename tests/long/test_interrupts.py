@@ -119,10 +119,16 @@ def perform(trial: Trial, folder: Path) -> tuple[list[str], str]:
     """(what is wrong, what was struck and said)."""
     mark = uuid.uuid4().hex
     job = subprocess.Popen(
-        [*launcher(trial.n_ranks), *COMMAND, *trial.arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True, errors="replace", env=surroundings() | {"INTERRUPTS_MARK": mark}, cwd=folder,
+        [*launcher(trial.n_ranks), *COMMAND, *trial.arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        env=surroundings() | {"INTERRUPTS_MARK": mark},
+        cwd=folder,
         start_new_session=True,
-    )  # fmt: skip
+    )
     try:
         out, errors = job.communicate(timeout=trial.moment_s)
         return ([] if job.returncode == 0 else ["failed by itself"]), f"ended before: {out}\n{errors}"

@@ -44,9 +44,13 @@ def test_random_settings_on_devices() -> None:
 def check(n_ranks: int, options: list[str], delays: str, plain: PlainLlama) -> None:
     command = [*launcher(n_ranks), sys.executable, "-m", "tests.long.random_session", "run", "-p", "x", "-n", "1"]
     done = subprocess.run(
-        [*command, "-c", str(N_CTX), "-t", "1", *options], capture_output=True, text=True, stdin=subprocess.DEVNULL,
-        env=environment() | {"SESSION_CASES": str(N_CASES), "SESSION_DELAYS": delays}, timeout=1800,
-    )  # fmt: skip
+        [*command, "-c", str(N_CTX), "-t", "1", *options],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        env=environment() | {"SESSION_CASES": str(N_CASES), "SESSION_DELAYS": delays},
+        timeout=1800,
+    )
     assert done.returncode == 0, done.stderr
     records = [json.loads(line) for line in done.stdout.splitlines() if line.startswith('{"case"')]
     assert [record["case"] for record in records] == list(range(N_CASES)), done.stderr

@@ -76,9 +76,11 @@ def test_streams_survive(seed: int) -> None:
         for _ in range(N_ROUNDS):
             struck.append(round_of(rng, served, texts))
             kib.append(size(served.job.process.pid)[0])
-        print(f"{sum(text.count(' to ') for text in struck)} strikes, "
-              f"{served.errors.count('the job starts again')} restarts, the supervisor's KiB: {kib[:: N_ROUNDS // 5]}",
-              flush=True)  # fmt: skip
+        print(
+            f"{sum(text.count(' to ') for text in struck)} strikes, "
+            f"{served.errors.count('the job starts again')} restarts, the supervisor's KiB: {kib[:: N_ROUNDS // 5]}",
+            flush=True,
+        )
         assert kib[-1] <= kib[N_ROUNDS // 5] + GROWTH_KIB
         served.http = httpx.Client(base_url=served.http.base_url)
 
@@ -145,10 +147,17 @@ def test_batches_survive_cut_links(tmp_path: Path, seed: int) -> None:
 def batch_of(folder: Path, rng: random.Random) -> list[str]:
     """Words of a command that answers it; the file for results comes last."""
     lines = [
-        json.dumps({"prompt": f"def f{n}(", "ignore_eos": True, "max_tokens": rng.randint(20, 150), "seed": n,
-                    "temperature": 0.7})
+        json.dumps(
+            {
+                "prompt": f"def f{n}(",
+                "ignore_eos": True,
+                "max_tokens": rng.randint(20, 150),
+                "seed": n,
+                "temperature": 0.7,
+            }
+        )
         for n in range(12)
-    ]  # fmt: skip
+    ]
     (folder / "in").write_text("\n".join(lines))
     return ["batch", str(folder / "in"), "--parallel", "4", "-t", "1", "--rank-timeout", "3", "-o"]
 

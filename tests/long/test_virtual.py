@@ -69,9 +69,12 @@ def _simulate(rng: random.Random, file: ProfileFile) -> tuple[AuditedEngine, str
     drafter = SimDrafter(profile, [choices], pipelines) if profile.drafts else None
     engine = AuditedEngine(
         Level(target, pool, n_chunk=some(rng, 16, 128), n_rows=some(rng, 3, 32), cancel=rng.random() < 0.85),
-        drafter, SimWaiter(clock), clock,
-        drafts=drafts, run_cost=run_cost(profile, n_cells) if rng.random() < 0.8 else None,
-    )  # fmt: skip
+        drafter,
+        SimWaiter(clock),
+        clock,
+        drafts=drafts,
+        run_cost=run_cost(profile, n_cells) if rng.random() < 0.8 else None,
+    )
     if drafter:
         drafter.timeout_s = engine.timeout_s
     engine.add(Request(0, choices.prompt, n_predict, SamplingParams(temp=0.0), n_ctx), policy)
@@ -90,9 +93,13 @@ def _random_profile(rng: random.Random, file: ProfileFile, has_draft: bool) -> P
 
 
 def _random_level(
-    rng: random.Random, profile: Profile, number: int, choices: SyntheticChoices, clock: VirtualClock,
+    rng: random.Random,
+    profile: Profile,
+    number: int,
+    choices: SyntheticChoices,
+    clock: VirtualClock,
     pool: SequencePool,
-) -> SimDraftLevel:  # fmt: skip
+) -> SimDraftLevel:
     """A larger draft on its own rank, that is right more or less often than the smaller ones."""
     alone = replace(profile, stages=(profile.drafts[number],), drafts=(), head_is_first=False)
     by_rank = ranks_for(some(rng, 0.1, 0.8, 1.0))

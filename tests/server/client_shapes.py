@@ -32,13 +32,28 @@ USED = ("usage.prompt_tokens", "usage.completion_tokens", "usage.total_tokens")
 CHATTED = (*SAID, "choices.0.message.role", "choices.0.message.content", *USED)
 COMPLETED = (*SAID, "choices.0.text", *USED)
 MESSAGED = (
-    "id", "type", "role", "model", "content", "stop_reason", "stop_sequence",
-    "usage.input_tokens", "usage.output_tokens",
-)  # fmt: skip
+    "id",
+    "type",
+    "role",
+    "model",
+    "content",
+    "stop_reason",
+    "stop_sequence",
+    "usage.input_tokens",
+    "usage.output_tokens",
+)
 RESPONDED = (
-    "id", "object", "status", "model", "output", "usage.input_tokens", "usage.input_tokens_details.cached_tokens",
-    "usage.output_tokens", "usage.output_tokens_details.reasoning_tokens", "usage.total_tokens",
-)  # fmt: skip
+    "id",
+    "object",
+    "status",
+    "model",
+    "output",
+    "usage.input_tokens",
+    "usage.input_tokens_details.cached_tokens",
+    "usage.output_tokens",
+    "usage.output_tokens_details.reasoning_tokens",
+    "usage.total_tokens",
+)
 
 
 def schema(*names: str, optional: tuple[str, ...] = (), **more: Any) -> dict[str, Any]:
@@ -943,10 +958,16 @@ CONTINUE = (
 # -- Open WebUI
 
 OPEN_WEBUI_METADATA = {
-    "user_id": "u1", "chat_id": "c1", "message_id": "m1", "session_id": "s1", "tool_ids": None, "files": None,
+    "user_id": "u1",
+    "chat_id": "c1",
+    "message_id": "m1",
+    "session_id": "s1",
+    "tool_ids": None,
+    "files": None,
     "features": {"web_search": False, "image_generation": False, "code_interpreter": False},
-    "variables": {"{{USER_NAME}}": "Me"}, "function_calling": "native",
-}  # fmt: skip
+    "variables": {"{{USER_NAME}}": "Me"},
+    "function_calling": "native",
+}
 OPEN_WEBUI_PAYLOAD = "backend/open_webui/utils/payload.py"
 OPEN_WEBUI_TASKS = "backend/open_webui/routers/tasks.py"
 

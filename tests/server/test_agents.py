@@ -16,18 +16,29 @@ from tests.support.serving import Served, lines_of
 CHATS = "/v1/chat/completions"
 SYSTEM = "You are a coding agent. " + Path(__file__).read_text()[:1700]
 TOOLS = [
-    {"type": "function", "function": {"name": name, "description": f"{name} a file", "parameters": {
-        "type": "object", "properties": {"path": {"type": "string", "maxLength": 8}, "line": {"type": "integer"}},
-        "required": ["path"]}}}
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"{name} a file",
+            "parameters": {
+                "type": "object",
+                "properties": {"path": {"type": "string", "maxLength": 8}, "line": {"type": "integer"}},
+                "required": ["path"],
+            },
+        },
+    }
     for name in ("read", "write", "edit", "list", "glob", "grep", "run", "todo", "fetch", "search", "cell", "task")
-]  # fmt: skip
+]
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "list", "arguments": '{"path": "src"}'}}
 TURNS: list[list[dict[str, Any]]] = [
     [{"role": "system", "content": SYSTEM}, {"role": "user", "content": "Which file reads the options?"}],
-    [{"role": "assistant", "content": None, "tool_calls": [CALL]},
-     {"role": "tool", "tool_call_id": "abcdefghi", "content": "options.py\nmain.py"}],
+    [
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "abcdefghi", "content": "options.py\nmain.py"},
+    ],
     [{"role": "assistant", "content": "options.py."}, {"role": "user", "content": "Read it."}],
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +54,16 @@ def words(folder: Path) -> list[str]:
 
 def body(n_turns: int, **more: Any) -> dict[str, Any]:
     messages = [message for turn in TURNS[:n_turns] for message in turn]
-    return {"messages": messages, "tools": TOOLS, "tool_choice": "required", "parallel_tool_calls": False,
-            "max_tokens": 60, "seed": 3, "temperature": 0.6, **more}  # fmt: skip
+    return {
+        "messages": messages,
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 60,
+        "seed": 3,
+        "temperature": 0.6,
+        **more,
+    }
 
 
 def pieces(served: Served, fields: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -206,8 +206,10 @@ def test_several_texts_and_named_fields_of_llama_server(served: Served) -> None:
 def test_a_bias_may_be_of_a_text(served: Served, tokenizer: Tokenizer) -> None:
     (token,) = tokenizer.encode("the", False)
     query = {"prompt": "a", "max_tokens": 4, "temperature": 0}
-    texts = [post(served, COMPLETIONS, **query, logit_bias=bias)["choices"][0]["text"]
-             for bias in ([[token, 100]], [["the", 100]], {"the": 100}, {str(token): 100})]  # fmt: skip
+    texts = [
+        post(served, COMPLETIONS, **query, logit_bias=bias)["choices"][0]["text"]
+        for bias in ([[token, 100]], [["the", 100]], {"the": 100}, {str(token): 100})
+    ]
     assert set(texts) == {" the the the the"}
     assert "the" not in post(served, COMPLETIONS, **query, logit_bias=[["the", False]])["choices"][0]["text"]
 
@@ -256,8 +258,13 @@ def test_what_no_grammar_holds_an_answer_to_is_said_and_checked(served: Served) 
             },
         },
     }
-    query = {"messages": [USER], "tools": [tool], "tool_choice": "required", "max_tokens": 200,
-             "parallel_tool_calls": False}  # fmt: skip
+    query = {
+        "messages": [USER],
+        "tools": [tool],
+        "tool_choice": "required",
+        "max_tokens": 200,
+        "parallel_tool_calls": False,
+    }
     called = served.http.post(CHATS, json=query)
     assert called.headers["x-pipeinfer-passed-over"] == "tools.f"
     assert "the arguments of f do not fit the schema: $.a: [1, 1]" in called.json()["warnings"][0]
@@ -297,8 +304,11 @@ def test_a_cut_answer_is_not_compared_and_names_break_no_line(served: Served) ->
 
 
 def test_strict_refuses_what_else_is_passed_over() -> None:
-    for more, name in (({"frobnicate": 1}, "frobnicate"), ({"id_slot": 2}, "id_slot"),
-                       ({"json_schema": {"uniqueItems": True}}, "json_schema")):  # fmt: skip
+    for more, name in (
+        ({"frobnicate": 1}, "frobnicate"),
+        ({"id_slot": 2}, "id_slot"),
+        ({"json_schema": {"uniqueItems": True}}, "json_schema"),
+    ):
         assert [*parsed_of(COMPLETION, prompt="a", **more).passed_over] == [name]
         with pytest.raises(UserError, match=name.replace("json_schema", "uniqueItems")):
             parsed_of(COMPLETION, True, prompt="a", **more)
@@ -311,12 +321,18 @@ def test_strict_refuses_what_else_is_passed_over() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "thinks"),
     [
-        ("think", True, True), ("think", False, False), ("enable_thinking", False, False), ("thinking", True, True),
-        ("thinking", {"type": "disabled"}, False), ("thinking", {"type": "adaptive"}, True),
-        ("reasoning", {"enabled": False}, False), ("reasoning", {"effort": "none"}, False),
-        ("reasoning", {"effort": "high"}, True), ("think", "low", True),
+        ("think", True, True),
+        ("think", False, False),
+        ("enable_thinking", False, False),
+        ("thinking", True, True),
+        ("thinking", {"type": "disabled"}, False),
+        ("thinking", {"type": "adaptive"}, True),
+        ("reasoning", {"enabled": False}, False),
+        ("reasoning", {"effort": "none"}, False),
+        ("reasoning", {"effort": "high"}, True),
+        ("think", "low", True),
     ],
-)  # fmt: skip
+)
 def test_whether_a_model_reasons_has_many_names(field: str, value: Any, thinks: bool) -> None:
     (body,) = parsed_of(CHAT, messages=[USER], **{field: value}).bodies
     assert body.variables["enable_thinking"] is thinks and body.variables["thinking"] is thinks
@@ -326,9 +342,15 @@ def test_whether_a_model_reasons_has_many_names(field: str, value: Any, thinks: 
 
 def test_constraints_of_other_servers_are_understood() -> None:
     schema = {"type": "object"}
-    same = [parsed_of(COMPLETION, prompt="a", **more).bodies[0].sampling.grammar for more in (
-        {"json_schema": schema}, {"guided_json": schema}, {"guided_json": json.dumps(schema)},
-        {"structured_outputs": {"json": schema}})]  # fmt: skip
+    same = [
+        parsed_of(COMPLETION, prompt="a", **more).bodies[0].sampling.grammar
+        for more in (
+            {"json_schema": schema},
+            {"guided_json": schema},
+            {"guided_json": json.dumps(schema)},
+            {"structured_outputs": {"json": schema}},
+        )
+    ]
     assert len(set(same)) == 1
     choice = parsed_of(COMPLETION, prompt="a", guided_choice=['a "b"', "c"]).bodies[0].sampling.grammar
     assert choice == 'root ::= "a \\"b\\"" | "c"'
@@ -342,7 +364,8 @@ def test_samplers_that_a_list_does_not_name_are_off() -> None:
     assert (sampling.top_k, sampling.top_p, sampling.min_p, sampling.temp) == (40, 0.9, 0.0, 1.0)
     assert "infill" in query.passed_over["samplers"]
     assert parsed_of(COMPLETION, prompt="a", samplers="kpi", top_k=40, top_p=0.9).bodies[0].sampling == replace(
-        sampling, top_k=40)  # fmt: skip
+        sampling, top_k=40
+    )
     every = ["penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature"]
     plain = parsed_of(COMPLETION, prompt="a", samplers=every)
     assert plain.bodies[0].sampling == SamplingParams() and not plain.passed_over
@@ -356,27 +379,34 @@ def test_lengths_that_agree_are_one() -> None:
 
 def test_messages_that_others_sent() -> None:
     conversation = [
-        USER, {"role": "assistant", "content": None, "reasoning": "Hm", "provider_data": 1},
+        USER,
+        {"role": "assistant", "content": None, "reasoning": "Hm", "provider_data": 1},
         {"role": "assistant", "content": "x", "function_call": {"name": "f", "arguments": "{}"}},
         {"role": "function", "name": "f", "content": [{"type": "text", "text": "r"}, {"type": "image_url"}]},
-    ]  # fmt: skip
+    ]
     query = parsed_of(CHAT, messages=conversation)
     _, thought, called, result = query.bodies[0].messages
     assert thought.more == {"reasoning_content": "Hm"} and called.more["tool_calls"][0]["function"]["name"] == "f"
-    assert result.role == "tool" and result.content == (
-        "r\n[an image is left out here: this model reads text only]")  # fmt: skip
+    assert result.role == "tool" and result.content == ("r\n[an image is left out here: this model reads text only]")
     assert {*query.passed_over} == {"messages.provider_data", "messages.image_url"}
 
 
 def test_hosted_tools_and_what_they_left_are_passed_over() -> None:
     passed = PassedOver()
     values = {
-        "input": [{"role": "user", "content": "a"}, {"type": "web_search_call", "id": "1"},
-                  {"type": "custom_tool_call", "name": "apply", "call_id": "2", "input": "x"},
-                  {"type": "custom_tool_call_output", "call_id": "2", "output": [{"type": "input_image"}]}],
-        "tools": [{"type": "local_shell"}, {"type": "namespace", "name": "n"}, {"type": "custom", "name": "apply"},
-                  {"type": "function", "name": "f", "parameters": {}}],
-    }  # fmt: skip
+        "input": [
+            {"role": "user", "content": "a"},
+            {"type": "web_search_call", "id": "1"},
+            {"type": "custom_tool_call", "name": "apply", "call_id": "2", "input": "x"},
+            {"type": "custom_tool_call_output", "call_id": "2", "output": [{"type": "input_image"}]},
+        ],
+        "tools": [
+            {"type": "local_shell"},
+            {"type": "namespace", "name": "n"},
+            {"type": "custom", "name": "apply"},
+            {"type": "function", "name": "f", "parameters": {}},
+        ],
+    }
     query = parse_request(responses.chat_of(values, passed), CHAT, DEFAULTS, passed)
     (body,) = query.bodies
     assert body.tools and [*body.tools.schemas] == ["f"]

@@ -44,10 +44,29 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     if not shutil.which("openssl"):
         pytest.skip("there is no openssl to make a certificate with")
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", key, "-out", certificate],
-        check=True, capture_output=True,
-    )  # fmt: skip
+        [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-days",
+            "2",
+            "-subj",
+            "/CN=localhost",
+            "-addext",
+            "subjectAltName=IP:127.0.0.1",
+            "-keyout",
+            key,
+            "-out",
+            certificate,
+        ],
+        check=True,
+        capture_output=True,
+    )
     return key, certificate
 
 
@@ -151,8 +170,10 @@ def test_nonsense_is_a_400_that_says_why(guarded: Served, content: bytes, why: s
 
 def test_a_body_of_two_lengths_is_refused_and_ends_the_connection(guarded: Served) -> None:
     body = json.dumps(SMALL).encode()
-    head = (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer one\r\n"
-            b"content-length: %d\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n")  # fmt: skip
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer one\r\n"
+        b"content-length: %d\r\ntransfer-encoding: chunked\r\n\r\n%x\r\n%b\r\n0\r\n\r\n"
+    )
     with connect(guarded) as link:
         link.sendall(head % (len(body), len(body), body) + b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
         response = b"".join(iter(lambda: link.recv(4096), b""))
@@ -350,8 +371,11 @@ def test_one_request_is_as_many_texts_as_it_asks_for() -> None:
         {"prompt": [[1, 2], [3]], "n": 2, "seed": 2**32 - 1, "best_of": 2}, "/v1/completions", defaults, PassedOver()
     )
     assert [(body.prompt, body.sampling.seed) for body in query.bodies] == [
-        ((1, 2), 2**32 - 1), ((1, 2), 0), ((3,), 2**32 - 1), ((3,), 0),
-    ]  # fmt: skip
+        ((1, 2), 2**32 - 1),
+        ((1, 2), 0),
+        ((3,), 2**32 - 1),
+        ((3,), 0),
+    ]
     assert len(query.prompts) == 2 and not query.keep and not query.stream
     chat = parse_request(
         {"messages": [{"role": "user", "content": "a"}]}, "/v1/chat/completions", defaults, PassedOver()
