@@ -95,7 +95,7 @@ SHORT, INT, LONG = np.dtype("<u2"), np.dtype("<i4"), np.dtype("<i8")
 MAGIC = 0x50495046  # detects a stray message early
 ALL_ROWS = -1
 N_PRUNED_ROWS = 128  # of a message of prunings, at most
-N_OPEN_BYTES = 160  # of a new request, without its texts, at most
+N_OPEN_BYTES = 320  # of a new request, without its texts, at most
 
 
 class Kind(IntEnum):

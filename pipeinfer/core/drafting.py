@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pipeinfer.core.runs import Guess
-from pipeinfer.core.sampling import SamplingParams, adjust, largest, perturbed
+from pipeinfer.core.sampling import SamplingParams, adjust, largest, likeliest_left, perturbed
 from pipeinfer.core.types import Allowed, FloatArray
 
 
@@ -50,9 +50,10 @@ def guess_next(
 
 
 def _guesses(logits: FloatArray, params: SamplingParams, position: int, width: int, couple: bool) -> list[Guess]:
-    if params.temp > 0 and couple:
+    if couple and not params.is_greedy:
         return coupled(logits, width, params, position)
-    return likeliest(logits, width)
+    guesses = likeliest(likeliest_left(logits, params, position), width)
+    return [guess for guess in guesses if guess.probability > 0] if params.may_cut_best else guesses
 
 
 def to_the_end(interrupted: Callable[[], bool]) -> Callable[[], bool]:

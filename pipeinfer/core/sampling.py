@@ -1,20 +1,27 @@
 """Choose a token from logits: the same choice for the same (logits, seed, position), wherever and whenever asked.
 
 Knows no tree and no model. A choice reads every logit about once: usually only tokens that can be chosen are sorted, or
-get noise. Noise is a function of seed, position and token id alone, from a counter-based generator (Philox 4x64-10,
-Salmon et al. 2011): a token's number does not depend on other tokens, on earlier numbers, on the batch, or on the rank.
+get noise.
 """
 
-import math
-import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
+from pipeinfer.core.biases import MAX_TOKEN_ID, read_biases
+from pipeinfer.core.noise import coin, gumbel, gumbel_bound, random_words
+from pipeinfer.core.samplers import (
+    MOST_XTC,
+    dynamic_temperature,
+    read_breakers,
+    repetition_penalties,
+    typical,
+    within_sigmas,
+    without_top,
+)
 from pipeinfer.core.settings import setting
 from pipeinfer.core.types import Allowed
 
@@ -33,21 +40,16 @@ SAMPLE_EVERY = 64  # logits, of which one is sampled to find the least of such a
 N_EXACT = 512  # candidates whose noise is computed without bounding it first
 MIN_TEMP = 1e-30  # lower temperatures are greedy: they would overflow as divisors
 BELOW_BEST = 8.0  # of many candidates, those further below the best are left out: each is less than e^-8 as likely
-MAX_BIASES = 2048  # of one request, limited by the messages between ranks
-BIAS = re.compile(r"([0-9]{1,10})([+-](?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?|-inf(?:inity)?)")
-MAX_TOKEN_ID, MAX_BIAS = 2**31 - 1, 1e9
-
 TEMPERATURE = ("--temp", "--temperature")
-
-IDS_A_JUMP = 700  # so many consecutive numbers take as long as a jump to one number
-WORDS_A_BLOCK = 4  # the generator's counter counts blocks
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """llama.cpp's meanings and defaults. `temp` <= 0 is greedy; `top_k` <= 0, `top_p` >= 1, `min_p` <= 0 switch off.
+    """llama.cpp's meanings and defaults. `top_k` <= 0, `top_p` >= 1, `min_p` <= 0 switch off.
 
-    The penalties use the last `repeat_last_n` tokens of prompt and output. `logit_bias`: as `bias_text` writes them.
+    The penalties use the last `repeat_last_n` tokens of prompt and output. `dry_sequence_breakers`: a JSON list of
+    texts; empty: llama.cpp's. `dry_breakers`: the same as tokens, as `breakers_text` writes them; rank 0 makes them.
+    `logit_bias`: as `bias_text` writes them.
     `grammar`: what the output must match, in llama.cpp's form (GBNF) or as a JSON schema; empty: anything.
     `n_logprobs`: the number of likeliest tokens whose log-probabilities are wanted, with that of the chosen one; below
     0: none."""
@@ -66,6 +68,20 @@ class SamplingParams:
     )
     frequency_penalty: float = setting(0.0, "--frequency-penalty", help="0: off.", least=-1000, most=1000)
     presence_penalty: float = setting(0.0, "--presence-penalty", help="0: off.", least=-1000, most=1000)
+    top_n_sigma: float = setting(
+        -1.0, "--top-nsigma", "--top-n-sigma", aliases=("nsigma",), help="Below or 0: off.", least=-1, most=1000
+    )
+    typical_p: float = setting(1.0, "--typical", "--typical-p", aliases=("typ_p", "typical"), help="1: off.", most=1)
+    xtc_probability: float = setting(0.0, "--xtc-probability", help="Of leaving out the likeliest; 0: off.", most=1)
+    xtc_threshold: float = setting(0.1, "--xtc-threshold", help="Least probability left out; above 0.5: off.", most=1)
+    dynatemp_range: float = setting(0.0, "--dynatemp-range", help="The temperature varies by it; 0: off.", most=1000)
+    dynatemp_exponent: float = setting(1.0, "--dynatemp-exp", help="Of the normalised entropy.", most=1000)
+    dry_multiplier: float = setting(0.0, "--dry-multiplier", help="Of penalties for repetitions; 0: off.", most=1000)
+    dry_base: float = setting(1.75, "--dry-base", help="Growth of the penalty by token; below 1: off.", most=1000)
+    dry_allowed_length: int = setting(2, "--dry-allowed-length", help="Tokens repeated freely.", most=4096)
+    dry_penalty_last_n: int = setting(-1, "--dry-penalty-last-n", help="Tokens searched; 0: off, -1: all.", least=-1)
+    dry_sequence_breakers: str = ""
+    dry_breakers: str = ""
     logit_bias: str = ""
     grammar: str = ""
     n_logprobs: int = -1
@@ -80,10 +96,35 @@ class SamplingParams:
         return self if self.seed >= 0 else replace(self, seed=secrets.randbits(32))
 
     @property
-    def looks_back(self) -> int:
+    def is_greedy(self) -> bool:
+        return self.temp <= 0.0 and self.dynatemp_range <= 0.0
+
+    @property
+    def may_cut_best(self) -> bool:
+        """Whether the most likely token may be no candidate."""
+        return self.typical_p < 1.0 or self.has_xtc
+
+    @property
+    def has_xtc(self) -> bool:
+        return self.xtc_probability > 0.0 and self.xtc_threshold <= MOST_XTC
+
+    @property
+    def penalised(self) -> int:
         """How many of the newest tokens the penalties use."""
         off = self.repeat_penalty == 1.0 and self.frequency_penalty == 0.0 and self.presence_penalty == 0.0
         return 0 if off else self.repeat_last_n
+
+    @property
+    def searched(self) -> int:
+        """In how many of the newest tokens DRY looks for repetitions."""
+        if self.dry_multiplier == 0.0 or self.dry_base < 1.0:
+            return 0
+        return self.dry_penalty_last_n if self.dry_penalty_last_n >= 0 else MAX_TOKEN_ID
+
+    @property
+    def looks_back(self) -> int:
+        """How many of the newest tokens are used."""
+        return max(self.penalised, self.searched)
 
 
 def choose(
@@ -101,35 +142,52 @@ def choose(
 
 
 def _pick(logits: Logits, params: SamplingParams, position: int) -> int:
-    if params.temp <= 0.0 or (params.logit_bias and np.isneginf(logits.max())):
+    if params.logit_bias and np.isneginf(logits.max()):
         return int(np.argmax(logits))
+    if params.is_greedy:
+        return int(np.argmax(likeliest_left(logits, params, position)))
     ids, scores = perturbed(logits, params, position)
     return int(ids[np.argmax(scores)])
 
 
+def likeliest_left(logits: Logits, params: SamplingParams, position: int) -> Logits:
+    """Logits (n_vocab,), of which those that are no candidates are -inf where the best may be one of them."""
+    if not params.may_cut_best:
+        return logits
+    left = np.full_like(logits, -np.inf)
+    ids, values = remaining(logits, params, position)
+    left[ids] = values
+    return left
+
+
 def adjust(logits: Logits, params: SamplingParams, history: Sequence[int]) -> None:
-    """Apply biases, then penalties for tokens of `history`, at most `params.looks_back`, to logits (n_vocab,), in
-    place; llama.cpp's order."""
+    """Apply biases, then penalties for tokens of `history`, at most `params.looks_back`, and for those that would go on
+    with a repetition, to logits (n_vocab,), in place; llama.cpp's order."""
     if params.logit_bias:
         ids, biases = read_biases(params.logit_bias)
         n = int(np.searchsorted(ids, len(logits)))  # tokens beyond the vocabulary are ignored
         logits[ids[:n]] += biases[:n]
-    if not history or not params.looks_back:
-        return
-    ids, counts = np.unique(np.asarray(history), return_counts=True)
-    seen = logits[ids]
-    seen = np.where(seen > 0, seen / params.repeat_penalty, seen * params.repeat_penalty)
-    logits[ids] = seen - counts * params.frequency_penalty - params.presence_penalty
+    if history and params.penalised:
+        ids, counts = np.unique(np.asarray(history[-params.penalised :]), return_counts=True)
+        seen = logits[ids]
+        seen = np.where(seen > 0, seen / params.repeat_penalty, seen * params.repeat_penalty)
+        logits[ids] = seen - counts * params.frequency_penalty - params.presence_penalty
+    if history and params.searched:
+        how = params.dry_multiplier, params.dry_base, params.dry_allowed_length, read_breakers(params.dry_breakers)
+        ids, penalties = repetition_penalties(history[-params.searched :], *how)
+        logits[ids] -= penalties
 
 
 def perturbed(logits: Logits, params: SamplingParams, position: int) -> tuple[Ids, npt.NDArray[np.float64]]:
-    """Candidates and their scores, the highest of which is the sample (Gumbel-max); `params.temp` is above 0. Of many
+    """Candidates and their scores, the highest of which is the sample (Gumbel-max); `params` is not greedy. Of many
     candidates only those near the best."""
-    ids = candidates(logits, params)
-    values = logits if len(ids) == len(logits) else logits[ids]
+    ids, values = remaining(logits, params, position)
+    temp = params.temp
+    if params.dynatemp_range > 0.0:
+        temp = max(MIN_TEMP, dynamic_temperature(values, temp, params.dynatemp_range, params.dynatemp_exponent))
     if len(ids) > N_EXACT:
-        return contenders(ids, values, params, position)
-    return ids, scores(values, random_words(params.seed, position, ids), params.temp)
+        return contenders(ids, values, params.seed, position, temp)
+    return ids, scores(values, random_words(params.seed, position, ids), temp)
 
 
 def scores(values: Logits, words: npt.NDArray[np.uint64], temp: float) -> npt.NDArray[np.float64]:
@@ -137,29 +195,41 @@ def scores(values: Logits, words: npt.NDArray[np.uint64], temp: float) -> npt.ND
     return values.astype(np.float64) / temp + gumbel(words)
 
 
-def contenders(ids: Ids, values: Logits, params: SamplingParams, position: int) -> tuple[Ids, npt.NDArray[np.float64]]:
+def contenders(ids: Ids, values: Logits, seed: int, position: int, temp: float) -> tuple[Ids, npt.NDArray[np.float64]]:
     """The candidates within `BELOW_BEST` of the best, and some others, with their scores."""
     reached, parts = -np.inf, []
     for start in range(0, len(ids), CHUNK):
         part = slice(start, start + CHUNK)
-        words = random_words(params.seed, position, ids[part])
-        bounds = values[part] * np.float32(1.0 / params.temp) + gumbel_bound(words)
+        words = random_words(seed, position, ids[part])
+        bounds = values[part] * np.float32(1.0 / temp) + gumbel_bound(words)
         hopeful = slice(best := int(np.argmax(bounds)), best + 1)
-        reached = max(reached, float(scores(values[part][hopeful], words[hopeful], params.temp)[0]))
+        reached = max(reached, float(scores(values[part][hopeful], words[hopeful], temp)[0]))
         near = np.flatnonzero(bounds >= np.float32(reached - BELOW_BEST))
-        parts.append((ids[part][near], scores(values[part][near], words[near], params.temp)))
+        parts.append((ids[part][near], scores(values[part][near], words[near], temp)))
     return np.concatenate([ids for ids, _ in parts]), np.concatenate([score for _, score in parts])
 
 
 # -- candidates
 
 
-def candidates(logits: Logits, params: SamplingParams) -> Ids:
-    """Token ids left by top-k, then top-p, then min-p (llama.cpp's order), ascending; ties go to the smaller id."""
-    if 0 < params.top_k < len(logits):
-        ids = largest(logits, params.top_k)
-        return ids[likely(logits[ids], params)]
-    return likely(logits, params)
+def candidates(logits: Logits, params: SamplingParams, position: int = 0) -> Ids:
+    """Token ids left by top-n-sigma, top-k, typical-p, top-p, min-p, then XTC (llama.cpp's order), ascending; ties go
+    to the smaller id."""
+    ids, values = remaining(logits, params, position)
+    return ids[~np.isneginf(values)] if params.top_n_sigma > 0.0 else ids
+
+
+def remaining(logits: Logits, params: SamplingParams, position: int) -> tuple[Ids, Logits]:
+    """The candidates and their logits. As in llama.cpp, where they count for dynamic temperature, top-n-sigma leaves
+    tokens out by logits of -inf."""
+    if params.top_n_sigma > 0.0:
+        logits = within_sigmas(logits, params.top_n_sigma)
+    ids, values = None, logits
+    for is_on, cut in CUTS:
+        if is_on(params, len(values)):
+            kept = cut(values, params, position)
+            ids, values = kept if ids is None else ids[kept], values[kept]
+    return np.arange(len(logits)) if ids is None else ids, values
 
 
 def largest(logits: Logits, n: int) -> Ids:
@@ -196,6 +266,23 @@ def likely(values: Logits, params: SamplingParams) -> Ids:
     if params.top_p >= 1.0:
         return likely_ids
     return likely_ids[nucleus(values[likely_ids], top, params.top_p * total_weight(values, top))]
+
+
+Cut = Callable[[Logits, SamplingParams, int], Ids]
+CUTS: tuple[tuple[Callable[[SamplingParams, int], bool], Cut], ...] = (
+    (lambda params, n: 0 < params.top_k < n, lambda values, params, _: largest(values, params.top_k)),
+    (lambda params, _: params.typical_p < 1.0, lambda values, params, _: typical(values, params.typical_p)),
+    (lambda params, _: params.top_p < 1.0 or params.min_p > 0.0, lambda values, params, _: likely(values, params)),
+    (
+        lambda params, n: params.has_xtc and n > 1,
+        lambda values, params, position: (
+            without_top(values, params.xtc_threshold)
+            if coin(params.seed, position) < params.xtc_probability
+            else np.arange(len(values))
+        ),
+    ),
+)
+"""What leaves tokens out, in llama.cpp's order: (whether it is on for so many tokens; the indices that it keeps)."""
 
 
 def _weights(values: Logits, top: np.float32) -> Logits:
@@ -236,72 +323,3 @@ def _n_until(weights: Logits, target: float) -> int:
     block = int(np.searchsorted(reached[:-1], target))
     inside = reached[block] - sums[block] + np.cumsum(weights[block * BLOCK :][:BLOCK], dtype=np.float64)
     return block * BLOCK + int(np.searchsorted(inside, target)) + 1
-
-
-# -- biases: a text such as `15+1.5 22-inf`
-
-
-def read_bias(text: str) -> tuple[int, float]:
-    """(token id, bias) of llama.cpp's TOKEN_ID(+/-)BIAS. Raises ValueError with the expected form."""
-    match = BIAS.fullmatch(text)
-    if not match or int(match[1]) > MAX_TOKEN_ID or not is_bias(float(match[2])):
-        raise ValueError(f"is no TOKEN_ID(+/-)BIAS, such as 15043+1.5, 22-3 or 22-inf, of up to {MAX_BIAS:.0e}")
-    return int(match[1]), float(match[2])
-
-
-def is_bias(value: float) -> bool:
-    return value == -math.inf or abs(value) <= MAX_BIAS
-
-
-def bias_text(pairs: Iterable[tuple[int, float]]) -> str:
-    """The canonical text of biases; those of one token add up. Raises ValueError for too many tokens."""
-    sums: dict[int, float] = {}
-    for token, bias in pairs:
-        sums[token] = sums.get(token, 0.0) + bias
-        if len(sums) > MAX_BIASES:
-            raise ValueError(f"names more than {MAX_BIASES} tokens; {MAX_BIASES} are possible")
-    return " ".join(f"{token}{float(np.float32(bias)):+.9g}" for token, bias in sorted(sums.items()))
-
-
-@lru_cache(maxsize=256)
-def read_biases(text: str) -> tuple[Ids, Logits]:
-    """(token ids, ascending; biases)."""
-    pairs = [read_bias(each) for each in text.split()]
-    return np.array([token for token, _ in pairs], np.intp), np.array([bias for _, bias in pairs], np.float32)
-
-
-# -- noise
-
-
-def random_words(seed: int, position: int, ids: npt.NDArray[np.intp]) -> npt.NDArray[np.uint64]:
-    """64 random bits for each of the token ids (n,), at least one, which must ascend."""
-    block = int(ids[0]) // WORDS_A_BLOCK
-    generator = np.random.Philox(key=seed, counter=[block, 0, 0, position])
-    n_between = int(ids[-1]) + 1 - block * WORDS_A_BLOCK
-    if n_between < IDS_A_JUMP * len(ids):
-        drawn = np.asarray(generator.random_raw(n_between))
-        return drawn if n_between == len(ids) else drawn[ids - block * WORDS_A_BLOCK]
-    words = np.empty(len(ids), np.uint64)
-    drawn, block = generator.random_raw(WORDS_A_BLOCK), block + 1  # the next block
-    for index, token in enumerate(ids.tolist()):
-        target, offset = divmod(token, WORDS_A_BLOCK)
-        if target >= block:
-            generator.advance(target - block)
-            drawn, block = generator.random_raw(WORDS_A_BLOCK), target + 1
-        words[index] = drawn[offset]
-    return words
-
-
-def gumbel(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Standard Gumbel noise (n,) from 64 random bits each."""
-    # 53 bits, in the open interval (0, 1): the largest would be rounded up to 1, and its logarithm be 0
-    uniform = ((words >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
-    return -np.log(-np.log(np.minimum(uniform, 1.0 - 2.0**-53)))
-
-
-def gumbel_bound(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
-    """An upper bound of `gumbel` (n,), up to rounding; infinite for the largest bits. With u the uniform number,
-    -log(-log(u)) <= -log(1 - u): one logarithm of 32 bits instead of two of 53."""
-    high_halves = words.astype("<u8", copy=False).view("<u4")[1::2]
-    with np.errstate(divide="ignore"):
-        return np.float32(32 * np.log(2)) - np.log((~high_halves).astype(np.float32))

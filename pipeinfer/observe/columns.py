@@ -33,6 +33,7 @@ _KINDS: dict[type, Kind] = {int: "integer", float: "number", str: "text"}
 _SAMPLED = {
     "seed": "of sampling; of `simulate`, of the choices",
     "temp": "temperature; 0 is greedy",
+    "dry_sequence_breakers": "`--dry-sequence-breaker`, a JSON list; empty: those by default",
     "logit_bias": "`--logit-bias`, by token",
     "grammar": "16 digits that two different grammars do not share; empty: none",
 }
@@ -41,7 +42,7 @@ _SAMPLED = {
 SAMPLED = tuple(
     _key(each.name, _KINDS[type(each.default)], _SAMPLED.get(each.name) or f"`{each.metadata[SETTING].flag}`")
     for each in fields(SamplingParams)
-    if each.name != "n_logprobs"
+    if each.name not in ("n_logprobs", "dry_breakers")
 )
 """Everything that decides which tokens are chosen."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +17,7 @@ from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.core.runs import KvOp, OpKind
+from pipeinfer.core.samplers import breakers_text
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.types import FloatArray
@@ -138,6 +139,29 @@ def run_case(seed: int, n_predict: int = 40) -> int:
 def test_any_tree_split_order_and_cancellation_gives_the_targets_text(block: int) -> None:
     n_trees = sum(run_case(seed) for seed in range(block * 100, block * 100 + 100))
     assert n_trees > 1000
+
+
+@pytest.mark.parametrize("temp", [0.0, 0.9])
+@pytest.mark.parametrize("n_stages", [1, 2, 3])
+def test_samplers_that_look_back_or_toss_a_coin_give_one_text(n_stages: int, temp: float) -> None:
+    """DRY, XTC and typical-p, alike under every policy and split, whatever is guessed."""
+    repeats = breakers_text([(3,), (5, 7)])
+    dry = SamplingParams(4, temp, top_k=0, min_p=0.0, dry_multiplier=2.0, dry_allowed_length=1, dry_breakers=repeats)
+    params = replace(dry, xtc_probability=0.5, xtc_threshold=0.02, typical_p=0.9, top_n_sigma=3.0, dynatemp_range=0.3)
+    reference, prompt = Reference(N_LAYERS), [1, 2, 1, 2, 3, 1, 2]
+    expected = reference.generate(prompt, 60, params)
+    plain = replace(params, dry_multiplier=0.0), replace(params, xtc_probability=0.0), replace(params, typical_p=1.0)
+    assert all(reference.generate(prompt, 60, without) != expected for without in plain), "one of them has no effect"
+    for policy in (Auto(), Iterative(), PipeInfer()):
+        rng = random.Random(n_stages)
+        pipeline, pool = toy_pipeline(rng, n_stages, 200, False), SequencePool(16, 200)
+        model = NoisyStage(0, N_LAYERS, 0.3, n_cells=200)
+        drafter = ModelDrafter(model, SequencePool(16, 200), 16)
+        engine = Engine(Level(pipeline, pool, n_chunk=16, n_rows=32), drafter, ToyWaiter(rng), lambda: 0.0)
+        request = Request(0, prompt, 60, params, 100)
+        engine.add(request, policy)
+        engine.complete()
+        assert request.tokens == [*prompt, *expected], policy
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -8,19 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipeinfer.core.sampling import (
-    MAX_BIASES,
-    SamplingParams,
-    bias_text,
-    candidates,
-    choose,
-    gumbel,
-    gumbel_bound,
-    largest,
-    perturbed,
-    random_words,
-    read_bias,
-)
+from pipeinfer.core.biases import MAX_BIASES, bias_text, read_bias
+from pipeinfer.core.noise import gumbel, gumbel_bound, random_words
+from pipeinfer.core.sampling import SamplingParams, candidates, choose, largest, perturbed
 
 
 def logits_of(probabilities: list[float]) -> np.ndarray:

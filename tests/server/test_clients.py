@@ -29,7 +29,6 @@ N_TOKENS = 8
 
 REFUSED = {
     ("Claude Code", "the search of the web as a request of its own"): "name one of the tools",
-    ("SillyTavern", "a text with probabilities, bans and a range of temperatures"): "dynatemp_range is 0.5",
     ("lm-eval", "how likely two texts are, by their tokens"): "echo is true",
 }
 """What would be another text, or no answer at all, without what is asked for."""

@@ -10,7 +10,8 @@ import click
 from pipeinfer.cli.options.llama_cpp import ignored_variables, is_from_environment, variable_of
 from pipeinfer.cli.options.setting_options import requests_guesses, select_policy, take, take_policies
 from pipeinfer.cluster.hosts.launch import rank_from_environment
-from pipeinfer.core.sampling import SamplingParams, bias_text
+from pipeinfer.core.biases import bias_text
+from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import JobModels, RunOptions, choose_drafts, unescape
@@ -19,6 +20,7 @@ from pipeinfer.job.options.text_sections import ChatOptions, GrammarOptions
 from pipeinfer.models.demo import default_models
 from pipeinfer.models.hub import parse_name
 from pipeinfer.models.text.answers import check_stops
+from pipeinfer.models.text.breakers import OPTION, breakers_json
 from pipeinfer.policies import Auto
 
 Values = dict[str, Any]  # a command's keyword arguments, by the names of its parameters
@@ -32,7 +34,11 @@ def run_options(values: Values, is_chat: bool = False) -> RunOptions:
     check_stops("--stop", stops)
     return job_options(
         values,
-        sampling=replace(take(SamplingParams, values), logit_bias=take_biases(values)),
+        sampling=replace(
+            take(SamplingParams, values),
+            logit_bias=take_biases(values),
+            dry_sequence_breakers=take_breakers(values, escape),
+        ),
         prompt=_unescaped(values.pop("prompt", None), escape, "--prompt"),
         chat=take_chat(values, is_chat, escape),
         stops=stops,
@@ -90,6 +96,12 @@ def take_biases(values: Values) -> str:
         return bias_text(values.pop("biases"))
     except ValueError as error:
         raise click.UsageError(f"--logit-bias {error}") from None
+
+
+def take_breakers(values: Values, escape: bool = True) -> str:
+    """DRY's sequence breakers. Raises UserError for wrong ones."""
+    texts = tuple(_unescaped(text, escape, OPTION) or "" for text in values.pop("dry_breakers"))
+    return breakers_json([] if texts == ("none",) else texts, OPTION) if texts else ""
 
 
 def take_grammar(values: Values) -> GrammarOptions:

@@ -107,7 +107,7 @@ class StageWorker:
         samplers = samplers if samplers and samplers.take_next else None
         for_samplers = []
         for index, question in enumerate(questions):
-            if samplers and (question.params.temp > 0.0 or question.allowed or question.params.n_logprobs >= 0):
+            if samplers and (not question.params.is_greedy or question.allowed or question.params.n_logprobs >= 0):
                 for_samplers.append(index)
             else:
                 answer(index, logits[index])

@@ -20,7 +20,7 @@ from pipeinfer.job.planning.prepare import open_job, start_prepared
 from pipeinfer.job.process.streams import complain
 from pipeinfer.job.requests.body_prompts import ChatFormat, open_format
 from pipeinfer.job.requests.journal import model_id, open_journal
-from pipeinfer.job.requests.request import DEFAULT_CTX, GenerationRequest, end_tokens, read_prompt
+from pipeinfer.job.requests.request import DEFAULT_CTX, GenerationRequest, end_tokens, read_prompt, settled
 from pipeinfer.job.session.result import ExperimentSettings, experiment_columns, generation_result
 from pipeinfer.job.session.session import Generation, open_session
 from pipeinfer.models.text.grammar import TOO_MUCH
@@ -60,7 +60,9 @@ def _prepare(options: RunOptions, hosts: Sequence[Host]) -> "tuple[JobPlan, Chat
     first = read_prompt(text) if text.prompt is not None or text.file is not None else None
     n_ctx = context.ctx_size or min(info.n_ctx_train, DEFAULT_CTX)
     ends, n_predict = end_tokens(context.ignore_eos, tokenizer), context.predict if context.predict >= 0 else n_ctx
-    request = GenerationRequest((), n_predict, n_ctx, sampling.settled, ends, format.stops, markers=True, keep=True)
+    request = GenerationRequest(
+        (), n_predict, n_ctx, settled(sampling, tokenizer), ends, format.stops, markers=True, keep=True
+    )
     request = replace(request, policy=options.speculation.policy)
     plan = deploy(options, hosts, info, n_ctx, n_ctx)
     noted = replace(request, sampling=replace(request.sampling, seed=sampling.seed))
@@ -215,7 +217,7 @@ class Chat:
             complain("/regen: there is no answer to take back")
             return
         self.sampling = replace(self.sampling, seed=(self.sampling.seed + 1) % 2**32)
-        if self.sampling.temp <= 0 and not turn:
+        if self.sampling.is_greedy and not turn:
             complain("/regen: without --temp above 0 the answer is the same")
         self._answer(message, turn)
 

@@ -117,6 +117,18 @@ class Biases:
     biases: tuple[tuple[int, float], ...] = setting((), "--logit-bias", "-l", type=LOGIT_BIAS, repeated=True)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Breakers:
+    """What ends a repetition.
+
+    dry_breakers: A repetition that --dry-multiplier penalises does not reach over this text; may be given several
+        times, in place of a new line, : " and *. none: no text does.
+    """
+
+    heading = "Sampling"
+    dry_breakers: tuple[str, ...] = setting((), "--dry-sequence-breaker", type=TextType(blank=True), repeated=True)
+
+
 # -- how much
 
 

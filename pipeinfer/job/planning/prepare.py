@@ -28,6 +28,7 @@ from pipeinfer.job.requests.request import (
     fit_context,
     grammar_of,
     read_prompt,
+    settled,
 )
 from pipeinfer.models.gguf.model_info import ModelInfo, part_paths, read_model_info
 from pipeinfer.models.llama.ggml import has_gpu, load_library
@@ -188,7 +189,7 @@ def make_request(
     """`n_most`: tokens of the longest prompt that shares its context. Raises UserError when that does not fit."""
     context, text = options.context, options.text
     n_ctx, n_predict = fit_context(context.ctx_size, context.predict, info, max(n_most, len(prompt)))
-    sampling, ends = options.sampling.settled, end_tokens(context.ignore_eos, tokenizer)
+    sampling, ends = settled(options.sampling, tokenizer), end_tokens(context.ignore_eos, tokenizer)
     request = GenerationRequest(tuple(prompt), n_predict, n_ctx, sampling, ends, text.stops)
     return replace(request, markers=text.chat is not None, policy=options.speculation.policy)
 

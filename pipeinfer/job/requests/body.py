@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
 from pipeinfer.cluster.verdicts import MAX_TOP
-from pipeinfer.core.sampling import SamplingParams, bias_text, is_bias
+from pipeinfer.core.biases import bias_text, is_bias
+from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
 from pipeinfer.job.options.limits import INT32_MAX
 from pipeinfer.job.requests.chat_fields import continues, read_messages, read_tools, read_variables, splits_reasoning
@@ -28,6 +29,7 @@ from pipeinfer.job.requests.fields import (
     without_null,
 )
 from pipeinfer.models.text.answers import check_stops
+from pipeinfer.models.text.breakers import FIELD, breakers_json
 from pipeinfer.models.text.chat_template import ChatMessage
 from pipeinfer.models.text.grammar_text import ANY_TOKENS
 from pipeinfer.models.text.json_schema import relaxations, schema_grammar
@@ -224,6 +226,8 @@ def _sampling(fields: Mapping[str, Any], passed: PassedOver) -> tuple[dict[str, 
                 refuse(f"{written} is {shown(value)}, and {params[name]:.10g} by another name; give one of them")
     if "logit_bias" in fields:
         params["logit_bias"], text_biases = _biases(fields["logit_bias"])
+    if FIELD in fields:
+        params[FIELD] = _breakers(fields[FIELD])
     if "grammar" in fields:
         params["grammar"] = ""
     forms = [name for name in FORMS if fields.get(name, "") != ""]  # an empty grammar is none
@@ -232,6 +236,15 @@ def _sampling(fields: Mapping[str, Any], passed: PassedOver) -> tuple[dict[str, 
     if forms:
         params["grammar"] = _grammar(forms[0], fields[forms[0]], passed)
     return params, text_biases
+
+
+def _breakers(value: Any) -> str:
+    """DRY's sequence breakers: texts, some clients write them as JSON."""
+    try:
+        texts = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        texts = None
+    return breakers_json(texts, FIELD) if is_list_of(str, texts) else refuse(f"{FIELD} is {shown(value)}; give texts")
 
 
 def _n_logprobs(fields: Mapping[str, Any], is_chat: bool) -> int:

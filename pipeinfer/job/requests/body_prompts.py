@@ -8,14 +8,15 @@ from functools import cached_property, reduce
 from itertools import islice, pairwise
 from typing import Any
 
+from pipeinfer.core.biases import bias_text, read_biases
 from pipeinfer.core.blocks import Span, common, spans_of, spans_to_continue
-from pipeinfer.core.sampling import SamplingParams, bias_text, read_biases
+from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_CTX
 from pipeinfer.job.options.text_sections import ChatOptions, ContextOptions, TextOptions
 from pipeinfer.job.process.streams import complain
 from pipeinfer.job.requests.body import Body
-from pipeinfer.job.requests.request import GenerationRequest, check_constraints, end_tokens, read_text
+from pipeinfer.job.requests.request import GenerationRequest, check_constraints, end_tokens, read_text, settled
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.text.answer_forms import THOUGHTS
 from pipeinfer.models.text.answers import as_json, opened_thought, unclosed_thought
@@ -258,7 +259,9 @@ class BodyPrompts:
             raise UserError(f"stop_token_ids has {max(body.stop_tokens)}; the vocabulary has {self.tokenizer.n_vocab}")
         n_ctx, spans = len(prompt) + max(1, n_predict), spans_of_turns([*earlier, prompt]) if earlier else None
         ends |= {*body.stop_tokens}
-        request = GenerationRequest(tuple(prompt), n_predict, n_ctx, sampling.settled, ends, stops, bool(body.messages))
+        request = GenerationRequest(
+            tuple(prompt), n_predict, n_ctx, settled(sampling, self.tokenizer), ends, stops, bool(body.messages)
+        )
         return replace(request, spans=spans, priority=body.priority, thought=thought)
 
     def _chat(self, body: Body, rendered: Rendered | UserError) -> tuple[list[int], str]:

@@ -103,17 +103,9 @@ WITHOUT_EFFECT: tuple[str, ...] = (
 )
 WITHOUT_EFFECT += ("cache_prompt", "stream_options", "prompt_cache_retention", "verbosity")
 # of samplers that are off
-WITHOUT_EFFECT += ("mirostat_tau", "mirostat_eta", "dynatemp_exponent", "xtc_threshold", "dry_base")
-WITHOUT_EFFECT += ("dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers")
-OFF_AT_1 = ("typical_p", "typ_p", "tfs_z", "tfs")
-OFF_AT_0: tuple[str, ...] = (
-    "mirostat",
-    "mirostat_mode",
-    "dynatemp_range",
-    "dry_multiplier",
-    "xtc_probability",
-    "top_a",
-)
+WITHOUT_EFFECT += ("mirostat_tau", "mirostat_eta")
+OFF_AT_1 = ("tfs_z", "tfs")
+OFF_AT_0: tuple[str, ...] = ("mirostat", "mirostat_mode", "top_a")
 OFF_AT_0 += ("epsilon_cutoff", "eta_cutoff", "min_keep", "min_tokens")
 NOT_SERVED = ("stream", "echo", "post_sampling_probs", "use_beam_search", "include_stop_str_in_output")
 ONLY: Mapping[str, tuple[Any, ...]] = {
@@ -124,7 +116,6 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "top_n_sigma": (-1, 0),
     "skip_special_tokens": (True,),
 }
 """Fields that are refused with other values, which would change the text."""
@@ -141,7 +132,8 @@ IN_EFFECT: Mapping[str, tuple[Any, ...]] = {
 """Fields that are passed over with other values."""
 
 ALIASES = {alias: name for name, _, setting in settings_of(SamplingParams) for alias in setting.aliases}
-OTHERS = ("stop", "ignore_eos", "logit_bias", "logprobs", "top_logprobs", "n_probs", "priority", "parse_special")
+OTHERS: tuple[str, ...] = ("stop", "ignore_eos", "logit_bias", "logprobs", "top_logprobs", "n_probs", "priority")
+OTHERS += ("parse_special", "dry_sequence_breakers")
 SETTINGS = (name for name, _, _ in settings_of(SamplingParams))
 FIELDS = {*SETTINGS, *ALIASES, *LENGTHS, *PROMPTS, *WITHOUT_EFFECT, *FORMS, *ONLY, *IN_EFFECT, *CHAT_FIELDS}
 FIELDS |= {*TEMPLATE_FIELDS, *OTHERS, "add_special_tokens", "stop_token_ids"}
@@ -175,17 +167,20 @@ STOPS = ("stop_sequences", "stopping_strings")
 THINKS = ("enable_thinking", "think", "thinking", "reasoning")
 SAMPLERS: Mapping[str, Mapping[str, float]] = {
     "penalties": {"repeat_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0},
+    "dry": {"dry_multiplier": 0.0},
+    "top_n_sigma": {"top_n_sigma": -1.0},
     "top_k": {"top_k": 0},
+    "typ_p": {"typical_p": 1.0},
     "top_p": {"top_p": 1.0},
     "min_p": {"min_p": 0.0},
-    "temperature": {"temp": 1.0},
+    "xtc": {"xtc_probability": 0.0},
+    "temperature": {"temp": 1.0, "dynatemp_range": 0.0},
 }
 """llama.cpp's samplers, and the settings that switch each off."""
 
-ALSO = {"repeat_penalty": "repetition_penalty", "temp": "temperature"}  # other names of those settings
 LETTERS = {"e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p", "m": "min_p"}
 LETTERS |= {"x": "xtc", "t": "temperature", "a": "adaptive_p", "i": "infill"}
-OFF = ("dry", "top_n_sigma", "typ_p", "typical_p", "xtc", "adaptive_p", "dynatemp")
+OFF = ("adaptive_p", "dynatemp")
 """Samplers that are off unless their own fields say otherwise."""
 
 
@@ -275,10 +270,11 @@ def _switch_off(fields: dict[str, Any], passed: PassedOver) -> None:
     if not is_list_of(str, samplers):
         passed.add("samplers", f"samplers is {shown(samplers)}; give a list of names")
         return
+    samplers = ["typ_p" if each == "typical_p" else each for each in samplers]
     if unknown := [each for each in samplers if each not in SAMPLERS and each not in OFF]:
         passed.add("samplers", f"samplers has {shown(unknown[0])}, and there is no such sampler; leave it out")
     for name, off in SAMPLERS.items():
         if name not in samplers:
+            for alias in [alias for alias, setting in ALIASES.items() if setting in off]:
+                fields.pop(alias, None)
             fields.update(off)
-            for setting in off:
-                fields.pop(ALSO.get(setting, ""), None)

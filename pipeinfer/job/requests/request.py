@@ -2,18 +2,20 @@
 
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from pipeinfer.core.biases import read_biases
 from pipeinfer.core.blocks import Span
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Request
-from pipeinfer.core.sampling import SamplingParams, read_biases
+from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_CTX, STDIN
 from pipeinfer.job.options.text_sections import GrammarOptions, PromptOptions
 from pipeinfer.job.process.streams import complain, read_limited
 from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.text.breakers import breaker_tokens
 from pipeinfer.models.text.grammar import check_grammar
 from pipeinfer.models.text.grammar_text import ANY_TOKENS
 from pipeinfer.models.text.json_schema import as_schema, mismatch, read_schema, relaxations, schema_grammar
@@ -47,6 +49,13 @@ class GenerationRequest:
         """The state of this request in an engine."""
         ends, how = self.end_tokens, (self.spans, self.keep, self.priority, self.begun)
         return Request(id, self.prompt, self.n_predict, self.sampling, self.n_ctx, ends, *how)
+
+
+def settled(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
+    """With a seed, and DRY's breakers as tokens. Raises UserError for breakers of too many tokens."""
+    if sampling.searched:
+        sampling = replace(sampling, dry_breakers=breaker_tokens(tokenizer, sampling.dry_sequence_breakers))
+    return sampling.settled
 
 
 def end_tokens(ignore_eos: bool, tokenizer: Tokenizer) -> frozenset[int]:

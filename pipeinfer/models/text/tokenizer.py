@@ -190,6 +190,11 @@ class Tokenizer:
     def pieces(self) -> list[Piece]:
         return [(self.text_of(token), bool(self.attributes_of(token) & ATTR_BYTE)) for token in range(self.n_vocab)]
 
+    @cached_property
+    def spelled(self) -> list[bytes]:
+        """What each token of the vocabulary adds to a text; control tokens their names."""
+        return [self.decode_piece(token, special=True) for token in range(self.n_vocab)]
+
     def kind(self) -> int:
         """The type of tokenizer: SPM, BPE, WPM, …, as libllama counts them."""
         return int(self._lib.llama_vocab_type(self._vocab))

@@ -1,0 +1,141 @@
+"""llama.cpp's samplers beside top-k, top-p and min-p: DRY, top-n-sigma, typical-p, XTC and dynamic temperature, each a
+function of one row. Knows no order of them, and no model."""
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+from numpy.lib.stride_tricks import sliding_window_view
+
+Ids = npt.NDArray[np.intp]
+Logits = npt.NDArray[np.float32]
+Breakers = Mapping[int, tuple[tuple[int, ...], ...]]
+"""Sequences of tokens that end a repetition, by their first tokens: what follows those."""
+
+MOST_XTC = 0.5  # at most one token is likelier, and it stays: larger thresholds switch XTC off
+FIRST_WIDTH, WIDER, NO_TOKEN = 8, 4, -1  # tokens compared at first; how many times as many after that
+LOG_MAX = 88.7228391  # of the largest float32: llama.cpp's limit of a DRY penalty
+
+
+def probabilities(values: Logits) -> npt.NDArray[np.float64]:
+    """The softmax of logits (n,)."""
+    weights = np.exp(values.astype(np.float64) - float(values.max()))
+    return weights / weights.sum()
+
+
+def within_sigmas(logits: Logits, n_sigmas: float) -> Logits:
+    """Logits (n_vocab,) of which those further below the largest than `n_sigmas` standard deviations are -inf; a
+    copy."""
+    finite = logits[~np.isneginf(logits)]
+    if not len(finite):
+        return logits
+    least = finite.max() - np.float32(n_sigmas) * finite.std(dtype=np.float64)
+    return np.where(logits < least, np.float32(-np.inf), logits)
+
+
+def typical(values: Logits, p: float) -> Ids:
+    """Indices, ascending, of the fewest logits whose surprise is nearest to the entropy and whose probabilities add up
+    to more than `p` (Meister et al. 2022)."""
+    weights = probabilities(values)
+    with np.errstate(divide="ignore"):
+        surprise = -np.log(weights)
+    order = np.argsort(np.abs(surprise - _entropy(weights)), kind="stable")
+    n_kept = int(np.searchsorted(np.cumsum(weights[order]), p, side="right")) + 1
+    return np.sort(order[:n_kept])
+
+
+def _entropy(weights: npt.NDArray[np.float64]) -> float:
+    positive = weights[weights > 0.0]
+    return -float(positive @ np.log(positive))
+
+
+def without_top(values: Logits, threshold: float) -> Ids:
+    """Indices, ascending, without all but the least likely of those at least as likely as `threshold` (XTC); of equal
+    ones that with the largest index stays."""
+    top = np.flatnonzero(probabilities(values) >= threshold)
+    if len(top) < 2:
+        return np.arange(len(values))
+    return np.delete(np.arange(len(values)), top[np.argsort(-values[top], kind="stable")[:-1]])
+
+
+def dynamic_temperature(values: Logits, temp: float, spread: float, exponent: float) -> float:
+    """From `temp` - `spread` where the choice is sure to `temp` + `spread` where all candidates are alike."""
+    if len(values) < 2:
+        return temp
+    least = max(0.0, temp - spread)
+    share = _entropy(probabilities(values)) / float(np.log(len(values)))
+    return least + (temp + spread - least) * float(max(share, 0.0) ** exponent)
+
+
+# -- DRY: Don't Repeat Yourself
+
+
+def repetition_penalties(
+    history: Sequence[int], multiplier: float, base: float, allowed_length: int, breakers: Breakers
+) -> tuple[Ids, Logits]:
+    """(tokens that would go on with what the end of `history` repeats, what is taken from the logit of each).
+    Repetitions do not reach over a breaker."""
+    n_most = _since_breaker(history, breakers)
+    if len(history) <= allowed_length or n_most < allowed_length:
+        return np.empty(0, np.intp), np.empty(0, np.float32)
+    max_exponent = int(LOG_MAX / np.log(base)) if base > 1.000001 else 0
+    n_counted = n_most if max_exponent == 0 and base > 1.0 else min(n_most, allowed_length + max_exponent)
+    newest = np.asarray(history)[::-1]
+    starts = np.arange(1, len(newest))
+    if allowed_length:
+        starts = starts[newest[1:] == newest[0]]
+    lengths = _matches(newest, starts, n_counted)
+    tokens, which = np.unique(newest[starts - 1][lengths >= allowed_length], return_inverse=True)
+    longest = np.zeros(len(tokens), np.intp)
+    np.maximum.at(longest, which, lengths[lengths >= allowed_length])
+    exponents = longest - allowed_length
+    if max_exponent:
+        exponents = np.minimum(exponents, max_exponent)
+    is_breaker = np.array([() in breakers.get(token, ()) for token in tokens.tolist()], bool)
+    penalties = multiplier * np.float64(base) ** exponents
+    return tokens[~is_breaker], penalties[~is_breaker].astype(np.float32)
+
+
+def _matches(newest: npt.NDArray[np.integer], starts: Ids, n_most: int) -> Ids:
+    """How many tokens from each of the `starts` on, above 0, are those from 0 on; at most `n_most`."""
+    lengths, open_ones, at, width = np.zeros(len(starts), np.intp), np.arange(len(starts)), 0, FIRST_WIDTH
+    padded = np.append(newest, np.full(n_most, NO_TOKEN, newest.dtype))
+    while at < n_most and len(open_ones):
+        width = min(width, n_most - at)
+        differ = sliding_window_view(padded, width)[starts[open_ones] + at] != newest[at : at + width]
+        ends = differ.any(axis=1)
+        lengths[open_ones] += np.where(ends, differ.argmax(axis=1), width)
+        open_ones, at, width = open_ones[~ends], at + width, WIDER * width
+    return lengths
+
+
+def _since_breaker(history: Sequence[int], breakers: Breakers) -> int:
+    """The number of tokens behind the last breaker; all without one."""
+    for n_behind, token in enumerate(reversed(history) if breakers else ()):
+        if token not in breakers:
+            continue
+        following = history[len(history) - n_behind :]
+        fitting = [len(tail) for tail in breakers[token] if tuple(following[: len(tail)]) == tail]
+        if fitting:
+            return n_behind - max(fitting)
+    return len(history)
+
+
+def breakers_text(sequences: Collection[Sequence[int]]) -> str:
+    """Sequences of tokens as `read_breakers` reads them: the differences of single tokens, which may be thousands,
+    then the others."""
+    single = sorted({tokens[0] for tokens in sequences if len(tokens) == 1})
+    steps = np.diff(single, prepend=0).tolist()
+    longer = sorted({tuple(tokens) for tokens in sequences if len(tokens) > 1})
+    return " ".join([",".join(map(str, steps)), *(",".join(map(str, each)) for each in longer)])
+
+
+@lru_cache(maxsize=64)
+def read_breakers(text: str) -> Breakers:
+    """The sequences of `breakers_text`; none of an empty text."""
+    steps, *longer = [list(map(int, filter(None, part.split(",")))) for part in text.split(" ")]
+    found: dict[int, tuple[tuple[int, ...], ...]] = dict.fromkeys(np.cumsum(steps, dtype=int).tolist(), ((),))
+    for head, *tail in longer:
+        found[head] = (*found.get(head, ()), tuple(tail))
+    return found
