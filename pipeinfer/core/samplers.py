@@ -135,7 +135,7 @@ def breakers_text(sequences: Collection[Sequence[int]]) -> str:
 def read_breakers(text: str) -> Breakers:
     """The sequences of `breakers_text`; none of an empty text."""
     steps, *longer = [list(map(int, filter(None, part.split(",")))) for part in text.split(" ")]
-    found: dict[int, tuple[tuple[int, ...], ...]] = dict.fromkeys(np.cumsum(steps, dtype=int).tolist(), ((),))
+    tails: dict[int, tuple[tuple[int, ...], ...]] = dict.fromkeys(np.cumsum(steps, dtype=int).tolist(), ((),))
     for head, *tail in longer:
-        found[head] = (*found.get(head, ()), tuple(tail))
-    return found
+        tails[head] = (*tails.get(head, ()), tuple(tail))
+    return tails

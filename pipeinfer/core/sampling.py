@@ -154,10 +154,10 @@ def likeliest_left(logits: Logits, params: SamplingParams, position: int) -> Log
     """Logits (n_vocab,), of which those that are no candidates are -inf where the best may be one of them."""
     if not params.may_cut_best:
         return logits
-    left = np.full_like(logits, -np.inf)
+    masked = np.full_like(logits, -np.inf)
     ids, values = remaining(logits, params, position)
-    left[ids] = values
-    return left
+    masked[ids] = values
+    return masked
 
 
 def adjust(logits: Logits, params: SamplingParams, history: Sequence[int]) -> None:
@@ -227,8 +227,8 @@ def remaining(logits: Logits, params: SamplingParams, position: int) -> tuple[Id
     ids, values = None, logits
     for is_on, cut in CUTS:
         if is_on(params, len(values)):
-            kept = cut(values, params, position)
-            ids, values = kept if ids is None else ids[kept], values[kept]
+            indices = cut(values, params, position)
+            ids, values = indices if ids is None else ids[indices], values[indices]
     return np.arange(len(logits)) if ids is None else ids, values
 
 
