@@ -1,10 +1,12 @@
-"""Python child processes: their command line, and the side of a child that answers within limits. Knows no model and no
-MPI."""
+"""Programs that are installed beside this Python, Python child processes: their command line, and the side of a child
+that answers within limits. Knows no model and no MPI."""
 
+import subprocess
 import sys
 from pathlib import Path
 
 ROOT = str(Path(__file__).parents[1])
+VERSION_TIMEOUT_S = 20.0
 
 
 def python_command(code: str, *arguments: object) -> list[str]:
@@ -16,6 +18,22 @@ def python_command(code: str, *arguments: object) -> list[str]:
     if ROOT not in paths:  # `python -m pipeinfer` in the source tree
         paths.insert(0, ROOT)
     return [sys.executable, "-c", f"import sys; sys.path[:] = {paths!r}\n{code}", *map(str, arguments)]
+
+
+def is_open_mpi(mpirun: str = "") -> bool:
+    """Whether an mpirun, ours by default, is Open MPI's."""
+    words, nothing = [mpirun or own_program("mpirun"), "--version"], subprocess.DEVNULL
+    try:
+        done = subprocess.run(words, stdin=nothing, capture_output=True, timeout=VERSION_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return b"open mpi" in done.stdout.lower().replace(b"-", b" ")
+
+
+def own_program(name: str) -> str:
+    """A program that is installed beside this Python, by a path that is the same on a job's nodes; else its name."""
+    path = Path(sys.executable).with_name(name)
+    return str(path) if path.exists() else name
 
 
 def answer_within(module: str, cpu_s: str, n_bytes: str) -> None:

@@ -7,13 +7,14 @@ from typing import Any
 
 import click
 
+from pipeinfer.child import is_open_mpi, own_program
 from pipeinfer.cli.options.llama_cpp import Command
 from pipeinfer.cluster.slurm import GROUP_KEYS, INDEX, NOTICE_S, Group, SlurmJob, groups_of, script_text
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import AUTO_LAYERS, NO_DRAFT, STDIN
 from pipeinfer.job.options.values import Folder, TextType, Whole
 from pipeinfer.job.process.streams import complain
-from pipeinfer.job.submit import FOLDER, PART, in_folder, is_open_mpi, next_folder, own_program, submit
+from pipeinfer.job.submit import FOLDER, PART, in_folder, next_folder, submit
 from pipeinfer.models.gguf.model_info import OWN_HEAD
 
 COMMANDS = ("run", "bench", "batch", "serve", "measure", "plan")  # what runs on several ranks

@@ -1,7 +1,6 @@
 """`pipeinfer submit`: make a job's folder and script, queue it, and follow its output. Starts no MPI."""
 
 import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -21,7 +20,6 @@ SILENT_S = 600.0
 """How long Slurm may give no answer about a job that is followed: its controller may be busy, or be restarted."""
 
 MOST_FOLDERS = 10_000
-VERSION_TIMEOUT_S = 20.0
 
 
 def submit(job: SlurmJob, wait: bool, source: Path | None = None) -> int:
@@ -148,19 +146,3 @@ class _Tail:
     def close(self) -> None:
         if self._file:
             self._file.close()
-
-
-def is_open_mpi(mpirun: str = "") -> bool:
-    """Whether an mpirun, ours by default, is Open MPI's."""
-    words, nothing = [mpirun or own_program("mpirun"), "--version"], subprocess.DEVNULL
-    try:
-        done = subprocess.run(words, stdin=nothing, capture_output=True, timeout=VERSION_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return b"open mpi" in done.stdout.lower().replace(b"-", b" ")
-
-
-def own_program(name: str) -> str:
-    """A program that is installed beside this Python, by a path that is the same on a job's nodes; else its name."""
-    path = Path(sys.executable).with_name(name)
-    return str(path) if path.exists() else name

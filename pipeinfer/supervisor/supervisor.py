@@ -13,13 +13,13 @@ from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
 
+from pipeinfer.child import is_open_mpi
 from pipeinfer.cluster.hosts.launcher import Launcher
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.signals import on_signals
 from pipeinfer.job.process.stop import ONE_PRESS_S
 from pipeinfer.job.process.streams import RawTerminal, complain, report_lost_output
 from pipeinfer.job.process.supervised import VARIABLE, Attempt
-from pipeinfer.job.submit import is_open_mpi
 from pipeinfer.supervisor.job import Job, KeptInput, KeptOutput, Loss
 from pipeinfer.supervisor.links import Links
 from pipeinfer.text import count_text

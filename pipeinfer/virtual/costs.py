@@ -1,9 +1,11 @@
 """Costs of a cluster's stages, links, drafts and head, in seconds and bytes. Opens no file and no model."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pipeinfer.cluster.timed_runs import CONTEXT_ROWS, ROWS, affordable_context, slowest_stage
 from pipeinfer.cluster.wire import WireType
-from pipeinfer.core.run_cost import interpolate
+from pipeinfer.core.run_cost import RunCost, interpolate
 
 MANY_ROWS = 32
 
@@ -160,3 +162,28 @@ class Profile:
     def drafts_elsewhere(self) -> bool:
         """Whether the smallest draft is on another rank than the head."""
         return self.head_is_first and bool(self.drafts)
+
+
+def run_cost(profile: Profile, n_cells: int, chunk: tuple[int, float] | None = None) -> RunCost:
+    """The run cost of the slowest stage, as a session times it at its start."""
+    rows = row_costs(profile)
+    context_s = max(_context_s(stage, rows, n_cells) for stage in profile.stages)
+    n_sharing = profile.n_ranks if profile.slowdown else 1
+    return RunCost(rows, chunk=chunk, context_s=context_s, n_sharing=n_sharing)
+
+
+def _context_s(stage: ModelCost, rows: Mapping[int, float], n_cells: int) -> float:
+    n_context = affordable_context(rows, n_cells - CONTEXT_ROWS)
+    if not n_context:
+        return 0.0
+    longer_s = stage.seconds(CONTEXT_ROWS, n_context) - stage.seconds(CONTEXT_ROWS, 0)
+    return longer_s / (CONTEXT_ROWS * n_context)
+
+
+def row_costs(profile: Profile) -> dict[int, float]:
+    """Rows of a run -> seconds in the slowest stage, for the sizes that sessions time."""
+    return slowest_stage([stage_rows(stage) for stage in profile.stages])
+
+
+def stage_rows(stage: ModelCost) -> dict[int, float]:
+    return {n_rows: stage.seconds(n_rows, 0, reshapes=n_rows > 1) for n_rows in ROWS}

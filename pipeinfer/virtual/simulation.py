@@ -3,21 +3,20 @@ arrivals, and the results. Opens no file and no model."""
 
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 
-from pipeinfer.cluster.timed_runs import CONTEXT_ROWS, ROWS, affordable_context, largest_question, slowest_stage
+from pipeinfer.cluster.timed_runs import largest_question
 from pipeinfer.core.blocks import BLOCK
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import Drafter
 from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Emission, Request
-from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.errors import UserError
@@ -26,7 +25,7 @@ from pipeinfer.observe.figures import Result, load_figures, make_result
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.observe.trace import Tracer, TraceSpan, Track, stage_time
 from pipeinfer.virtual.choices import Choices, SyntheticChoices, n_predicted
-from pipeinfer.virtual.costs import ModelCost, Profile
+from pipeinfer.virtual.costs import Profile, run_cost, stage_rows
 from pipeinfer.virtual.drafts import SimDrafter, SimDraftLevel
 from pipeinfer.virtual.pipeline import SimPipeline, SimStage, SimWaiter, VirtualClock
 
@@ -157,31 +156,6 @@ def _draft_level(
     return SimDraftLevel(
         pipeline, [choices], SequencePool(n_seq, n_cells), largest_question(stage_rows(cost)) if number else n_rows
     )
-
-
-def run_cost(profile: Profile, n_cells: int, chunk: tuple[int, float] | None = None) -> RunCost:
-    """The run cost of the slowest stage, as a session times it at its start."""
-    rows = row_costs(profile)
-    context_s = max(_context_s(stage, rows, n_cells) for stage in profile.stages)
-    n_sharing = profile.n_ranks if profile.slowdown else 1
-    return RunCost(rows, chunk=chunk, context_s=context_s, n_sharing=n_sharing)
-
-
-def _context_s(stage: ModelCost, rows: Mapping[int, float], n_cells: int) -> float:
-    n_context = affordable_context(rows, n_cells - CONTEXT_ROWS)
-    if not n_context:
-        return 0.0
-    longer_s = stage.seconds(CONTEXT_ROWS, n_context) - stage.seconds(CONTEXT_ROWS, 0)
-    return longer_s / (CONTEXT_ROWS * n_context)
-
-
-def row_costs(profile: Profile) -> dict[int, float]:
-    """Rows of a run -> seconds in the slowest stage, for the sizes that sessions time."""
-    return slowest_stage([stage_rows(stage) for stage in profile.stages])
-
-
-def stage_rows(stage: ModelCost) -> dict[int, float]:
-    return {n_rows: stage.seconds(n_rows, 0, reshapes=n_rows > 1) for n_rows in ROWS}
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,9 +25,9 @@ from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.observe.trace import stage_time
 from pipeinfer.policies import Iterative, PipeInfer
 from pipeinfer.virtual.choices import SyntheticChoices
-from pipeinfer.virtual.costs import HeadCost, LinkCost, ModelCost, Profile, Work
+from pipeinfer.virtual.costs import HeadCost, LinkCost, ModelCost, Profile, Work, row_costs
 from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
-from pipeinfer.virtual.simulation import row_costs, simulate
+from pipeinfer.virtual.simulation import simulate
 from tests.core.test_engine import QuickStage, plain_toy, random_policy, toy_engine, toy_pipeline
 from tests.core.test_levels import draft_levels
 from tests.support.audit import audit_engine, emitted

@@ -19,10 +19,9 @@ from pipeinfer.core.sequences import SequencePool
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import POLICIES
 from pipeinfer.virtual.choices import SyntheticChoices
-from pipeinfer.virtual.costs import HeadCost, LinkCost, ModelCost, Profile, Work
+from pipeinfer.virtual.costs import HeadCost, LinkCost, ModelCost, Profile, Work, run_cost
 from pipeinfer.virtual.drafts import SimDrafter, SimDraftLevel
 from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
-from pipeinfer.virtual.simulation import run_cost
 from tests.support.audit import audit_engine
 
 N_CASES = 60

@@ -11,10 +11,11 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from pipeinfer.child import is_open_mpi, own_program
 from pipeinfer.cli.submit import submit_command
 from pipeinfer.cluster.slurm import Group, JobState, parse_group
 from pipeinfer.errors import UserError
-from pipeinfer.job.submit import follow, is_open_mpi, own_program, split_lines
+from pipeinfer.job.submit import follow, split_lines
 from pipeinfer.observe.table import RESULTS
 from tests.support.jobs import COMMAND, ROOT, finish, launcher, until
 from tests.support.slurm import Slurm, slurm

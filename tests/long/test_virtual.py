@@ -18,11 +18,10 @@ from pipeinfer.core.run_cost import interpolate
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.virtual.choices import SyntheticChoices, ranks_for
-from pipeinfer.virtual.costs import LinkCost, Profile
+from pipeinfer.virtual.costs import LinkCost, Profile, run_cost
 from pipeinfer.virtual.drafts import SimDrafter, SimDraftLevel
 from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
 from pipeinfer.virtual.profile import ProfileFile, load_profile
-from pipeinfer.virtual.simulation import run_cost
 from tests.long.auditing import AuditedEngine, Memory, random_policy, some
 
 pytestmark = pytest.mark.long

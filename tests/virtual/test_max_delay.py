@@ -26,9 +26,8 @@ from pipeinfer.models.demo import TARGET
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import Iterative
 from pipeinfer.virtual.choices import SyntheticChoices
-from pipeinfer.virtual.costs import HeadCost, LinkCost, ModelCost, Profile, Work
+from pipeinfer.virtual.costs import HeadCost, LinkCost, ModelCost, Profile, Work, row_costs
 from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
-from pipeinfer.virtual.simulation import row_costs
 from tests.support.jobs import finish
 from tests.support.planned import options_of
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pipeinfer.child import is_open_mpi, own_program
 from pipeinfer.errors import UserError
-from pipeinfer.job.submit import is_open_mpi, own_program
 from pipeinfer.virtual.nodes import HOST, MAX_SLOTS, UNKNOWN_CORES, Node, described_host, read_hosts
 
 LAUNCHERS = ("mpich", "openmpi", "srun")

@@ -20,8 +20,7 @@ from pipeinfer.models.llama.ggml import describe_build
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaHead, LlamaStage
 from pipeinfer.models.torch.params import CPU, TorchParams, load_torch, torch_version
-from pipeinfer.virtual import simulation
-from pipeinfer.virtual.simulation import stage_rows
+from pipeinfer.virtual import costs
 
 if TYPE_CHECKING:  # imports MPI
     from pipeinfer.job.launch import Context
@@ -82,7 +81,7 @@ def time_stage(context: "Context", plan: JobPlan, model: LoadedModel) -> RunCost
     index = plan.assignment.stage_of(context.rank)
     assert index is not None, f"rank {context.rank} has a model and no stage"
     if plan.pace:
-        return RunCosts(stage_rows(plan.pace.stages[index]))
+        return RunCosts(costs.stage_rows(plan.pace.stages[index]))
     part = f"{plan.model.fingerprint} {plan.assignment.stages[index].layers} {plan.numerics.name}"
     key = experiment_key(part, plan.ranks[context.rank].target, plan.hosts, plan.threads, context.rank)
     rows, chunk = recall_rows(model, time.monotonic, user_cache(), f"row times: {key}"), None
@@ -100,7 +99,7 @@ def time_stage(context: "Context", plan: JobPlan, model: LoadedModel) -> RunCost
 def time_draft(context: "Context", plan: JobPlan, model: LoadedModel, number: int) -> RunCosts:
     """Costs of this rank's layers of a draft: rows alone."""
     if plan.pace:
-        return RunCosts(stage_rows(plan.pace.drafts[number]))
+        return RunCosts(costs.stage_rows(plan.pace.drafts[number]))
     layers, types = plan.parts(context.rank)[number].layers, " ".join(plan.numerics.draft_cache)
     part = f"{plan.drafts[number].fingerprint} {layers} of a draft, {types}"
     key = experiment_key(part, plan.ranks[context.rank].draft, plan.hosts, plan.threads, context.rank)
@@ -112,7 +111,7 @@ def run_cost(stages: Collection[RunCosts], plan: JobPlan) -> RunCost | None:
     it is that of `simulate`. Where delays are limited it includes chunks."""
     if pace := plan.pace:
         chunk_s = max(stage.seconds(BLOCK, 0) for stage in pace.stages)
-        return simulation.run_cost(pace, plan.capacity.n_cells, (BLOCK, chunk_s) if plan.limits_delay else None)
+        return costs.run_cost(pace, plan.capacity.n_cells, (BLOCK, chunk_s) if plan.limits_delay else None)
     rows = slowest_stage([stage.rows for stage in stages])
     chunk = max(filter(None, (stage.chunk for stage in stages)), default=None)  # all have as many rows
     context_s = max((stage.context_s for stage in stages), default=0.0)
