@@ -70,7 +70,7 @@ def settings_of(kind: type[Any]) -> Sequence[tuple[str, Any, Setting]]:
     docs = [getdoc(base) or "" for base in reversed(kind.__mro__)]
     helps = {name: " ".join(text.split()) for doc in docs for name, text in HELP.findall(doc)}
     return tuple(
-        (name, default, setting if setting.help else replace(setting, help=helps[name]))
+        (name, default, setting if setting.help else replace(setting, help=helps.get(name, "")))
         for name, default, setting in settings
     )
 

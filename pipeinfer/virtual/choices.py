@@ -158,7 +158,7 @@ class SyntheticChoices:
     def _list(self, confidence: float, right: int, rank: int, width: int, factor: float) -> list[Guess]:
         """`width` guesses, `right` at its rank; the others are its neighbours. `factor`: of their probabilities."""
         missed = 1 - confidence
-        shares = [confidence, *(missed * decay for decay in self._decay)]
+        shares = [confidence, *(missed * decay for decay in self._decay[: max(0, width - 1)])]
         tokens = (right if index == rank else (right + 1 + index) % self.n_vocab for index in range(MAX_WIDTH))
         return [Guess(token, factor * share) for token, share in zip(tokens, shares[:width], strict=False)]
 

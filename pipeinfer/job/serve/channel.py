@@ -166,7 +166,7 @@ def _request(values: dict[str, Any]) -> GenerationRequest:
     typed = {name: tuple(values[name]) for name in ("prompt", "stops", "begun")} | {
         "sampling": SamplingParams(**values["sampling"]),
         "end_tokens": frozenset(values["end_tokens"]),
-        "spans": spans and tuple(Span(*each) for each in spans),
+        "spans": None if spans is None else tuple(Span(*each) for each in spans),
     }
     return GenerationRequest(**(values | typed))
 

@@ -6,6 +6,7 @@ skip tensors whose field `extra` is set, which nothing else reads for weights in
 """
 
 import ctypes
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -219,7 +220,9 @@ class Decoder:
         options.n_gpu_layers = n_layer + 1 if params.n_gpu_layers < 0 else params.n_gpu_layers
         devices = None if params.devices is None else device_list(params.devices)  # held while it loads
         options.devices = devices and ctypes.addressof(devices)
-        options.use_extra_bufts = params.repack and (not params.exact or bool(params.repacked)) and ggml.amx_works()
+        # torch's oneDNN releases a thread's AMX tiles, which libggml configures only once: the next product ends by SIGILL
+        may_repack = ggml.amx_works() and "torch" not in sys.modules
+        options.use_extra_bufts = params.repack and (not params.exact or bool(params.repacked)) and may_repack
         options.load_mtp = self._is_mtp
         # repacking copies the weights: mapped, they would be in memory twice
         options.load_mode = LOAD_BY_READING if options.use_extra_bufts else LOAD_BY_MAPPING
