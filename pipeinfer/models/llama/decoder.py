@@ -220,7 +220,7 @@ class Decoder:
         options.n_gpu_layers = n_layer + 1 if params.n_gpu_layers < 0 else params.n_gpu_layers
         devices = None if params.devices is None else device_list(params.devices)  # held while it loads
         options.devices = devices and ctypes.addressof(devices)
-        # torch's oneDNN releases a thread's AMX tiles, which libggml configures only once: the next product ends by SIGILL
+        # torch's oneDNN releases a thread's AMX tiles, which libggml configures once: its next product ends by SIGILL
         may_repack = ggml.amx_works() and "torch" not in sys.modules
         options.use_extra_bufts = params.repack and (not params.exact or bool(params.repacked)) and may_repack
         options.load_mtp = self._is_mtp
