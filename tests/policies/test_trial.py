@@ -170,4 +170,4 @@ def test_auto_hardly_loses_where_a_draft_takes_the_stages_cores(
 
 def test_auto_still_gains_where_guesses_do() -> None:
     cluster = profile(3, 0.3, (), True)
-    assert tokens_a_second(Auto(), cluster, 0.85) > 2.1 * tokens_a_second(Iterative(), cluster, 0.85)
+    assert tokens_a_second(Auto(), cluster, 0.85) > 2.0 * tokens_a_second(Iterative(), cluster, 0.85)
