@@ -263,7 +263,7 @@ def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
             keys[f"{kind.name} {name}"] = key_with(policy=kind(**{name: other}))
     for name, value, _ in settings_of(SamplingParams):
         if name != "seed":
-            keys[name] = key_with(sampling=replace(GREEDY, **{name: type(value)(0.5 * value + 1)}))
+            keys[name] = key_with(sampling=replace(GREEDY, **{name: type(value)(0.5 * value + 3)}))
     keys["logit_bias"] = key_with(sampling=replace(GREEDY, logit_bias="1+1"))
     for text in ('root ::= "a"', 'root ::= "b"'):
         keys[text] = key_with(sampling=replace(GREEDY, grammar=text))
