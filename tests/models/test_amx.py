@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+from contextlib import ExitStack
 from pathlib import Path
 
+from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.llama import ggml
+from pipeinfer.models.llama.decoder import FIND, Decoder
 from pipeinfer.models.llama.ggml import amx_works, load_library, probe_amx
+from pipeinfer.models.llama.params import LlamaParams
+from tests.support.architecture_factory import write_random_model
+from tests.support.architecture_models import MODELS
+
+BUFFER_AT = 8
+"""Of the pointer to its buffer in a ggml_tensor."""
 
 
 def test_what_is_decided_is_what_the_probe_finds() -> None:
@@ -15,3 +26,23 @@ def test_what_is_decided_is_what_the_probe_finds() -> None:
 
 def test_libraries_that_cannot_be_tried_are_not_trusted(tmp_path: Path) -> None:
     assert not probe_amx(tmp_path)
+
+
+def test_matrices_that_multiply_permuted_rows_are_not_repacked(tmp_path: Path) -> None:
+    info = read_model_info(write_random_model(tmp_path / "model.gguf", MODELS["deepseek32"]))
+    with ExitStack() as closing:
+        slice_file = open_slice(info, 1, 3)
+        closing.callback(slice_file.close)
+        model = Decoder(slice_file, LlamaParams(64, exact=False), closing).model
+        names = {name: _buffers_of(model, f"blk.1.{name}.weight") for name in ("attn_k_b", "attn_v_b", "attn_norm")}
+    assert names == {"attn_k_b": b"CPU_Mapped", "attn_v_b": b"CPU_Mapped", "attn_norm": b"CPU"}
+
+
+def _buffers_of(model: object, name: str) -> bytes:
+    base = ggml.ggml()
+    find, type_of, name_of = getattr(base, FIND), base.ggml_backend_buffer_get_type, base.ggml_backend_buft_name
+    find.restype, find.argtypes = ctypes.c_void_p, [ctypes.c_void_p, ctypes.c_char_p]
+    type_of.restype, type_of.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    name_of.restype, name_of.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
+    tensor = find(model, name.encode())
+    return bytes(name_of(type_of(ctypes.c_void_p.from_address(tensor + BUFFER_AT))))

@@ -145,6 +145,10 @@ def _extra(tensor: int) -> ctypes.c_void_p:
 
 LOAD_BY_READING, LOAD_BY_MAPPING = 0, 1
 FLASH_ATTENTION_AUTO, FLASH_ATTENTION_ON = -1, 1
+PLANES = r"^blk\.({layers})\.attn_[kv]_b\.weight"
+"""Matrices of three dimensions, by which libllama multiplies permuted rows. libggml's AMX kernels accept such weights
+when they are loaded, and no such rows later, which ends the process."""
+
 MTP = 1
 """libllama's type of a context that evaluates a model's own head."""
 
@@ -161,6 +165,12 @@ class KvCacheFull(BatchRefused):
 
 class EvaluationStopped(Exception):
     """`stop` ended an evaluation."""
+
+
+class _BufferOverride(ctypes.Structure):
+    """libllama's llama_model_tensor_buft_override."""
+
+    _fields_ = [("pattern", ctypes.c_char_p), ("buffer_type", ctypes.c_void_p)]
 
 
 class ContextSize(NamedTuple):
@@ -223,6 +233,10 @@ class Decoder:
         # torch's oneDNN releases a thread's AMX tiles, which libggml configures once: its next product ends by SIGILL
         may_repack = ggml.amx_works() and "torch" not in sys.modules
         options.use_extra_bufts = params.repack and (not params.exact or bool(params.repacked)) and may_repack
+        on_cpu = "|".join(map(str, range(min(n_layer, n_layer + 1 - options.n_gpu_layers))))
+        overrides = (_BufferOverride * 2)(_BufferOverride(PLANES.format(layers=on_cpu).encode(), ggml.mapped_buffers()))
+        if options.use_extra_bufts and on_cpu:
+            options.tensor_buft_overrides = ctypes.addressof(overrides)  # held while it loads
         options.load_mtp = self._is_mtp
         # repacking copies the weights: mapped, they would be in memory twice
         options.load_mode = LOAD_BY_READING if options.use_extra_bufts else LOAD_BY_MAPPING

@@ -176,6 +176,21 @@ def ggml() -> ctypes.CDLL:
     return base
 
 
+@cache
+def mapped_buffers() -> int:
+    """libggml's type of buffers for weights in a CPU's memory that no kernel repacks."""
+    base, alignment = ggml(), 64
+    base.ggml_backend_cpu_buffer_from_ptr.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    base.ggml_backend_buffer_get_type.argtypes = base.ggml_backend_buffer_free.argtypes = [ctypes.c_void_p]
+    base.ggml_backend_cpu_buffer_from_ptr.restype = base.ggml_backend_buffer_get_type.restype = ctypes.c_void_p
+    memory = ctypes.create_string_buffer(2 * alignment)
+    start = -ctypes.addressof(memory) % alignment + ctypes.addressof(memory)
+    buffer = base.ggml_backend_cpu_buffer_from_ptr(start, alignment)
+    buffer_type = int(base.ggml_backend_buffer_get_type(buffer))
+    base.ggml_backend_buffer_free(buffer)
+    return buffer_type
+
+
 def type_name(ggml_type: int) -> str:
     """Of weights, such as q4_k."""
     name_of = ggml().ggml_type_name

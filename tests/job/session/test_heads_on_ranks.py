@@ -48,7 +48,9 @@ def plain() -> list[int]:
     ("n_ranks", "policy"), [(1, "auto"), (1, "speculative"), (2, "pipeinfer"), (3, "flowspec"), (3, "pipedec")]
 )
 def test_the_text_is_that_of_the_target(n_ranks: int, policy: str, plain: list[int], head: Path) -> None:
-    result = run_json(n_ranks, ["-m", str(TARGET), "-md", str(head), *GREEDY, "--policy", policy])
+    # its guesses are not likely
+    all_guesses = ["--accept-cutoff", "0"] if policy in ("pipeinfer", "speculative") else []
+    result = run_json(n_ranks, ["-m", str(TARGET), "-md", str(head), *GREEDY, *all_guesses, "--policy", policy])
     assert result["tokens"] == plain
     assert result["speculation"]["draft_n"] > 0 or policy == "auto"
 
