@@ -20,7 +20,7 @@ COMMANDS = {
     "run": "run:run",
     "chat": "run:chat_command",
     "bench": "bench:bench",
-    "batch": "serve:batch_command",
+    "batch": "batch:batch_command",
     "serve": "serve:serve_command",
     "models": "models:models",
     "simulate": "simulate:simulate_command",
