@@ -10,13 +10,13 @@ from typing import Any, TypeGuard
 from pipeinfer.cluster.verdicts import MAX_TOP
 from pipeinfer.core.biases import bias_text, is_bias
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.settings import settings_of
 from pipeinfer.job.options.limits import INT32_MAX
 from pipeinfer.job.requests.chat_fields import continues, read_messages, read_tools, read_variables, splits_reasoning
 from pipeinfer.job.requests.fields import (
     FORMS,
     LENGTHS,
     PROMPTS,
+    SAMPLING_SETTINGS,
     PassedOver,
     flag,
     is_list_of,
@@ -212,7 +212,7 @@ def _sampling(fields: Mapping[str, Any], passed: PassedOver) -> tuple[dict[str, 
     """(the request's parameters by name, biases of texts)."""
     params: dict[str, Any] = {}
     text_biases: TextBiases = ()
-    for name, default, setting in settings_of(SamplingParams):
+    for name, default, setting in SAMPLING_SETTINGS:
         for written in (name, *setting.aliases):
             if written not in fields:
                 continue

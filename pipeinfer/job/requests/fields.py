@@ -131,10 +131,11 @@ IN_EFFECT: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields that are passed over with other values."""
 
-ALIASES = {alias: name for name, _, setting in settings_of(SamplingParams) for alias in setting.aliases}
+SAMPLING_SETTINGS = settings_of(SamplingParams)
+ALIASES = {alias: name for name, _, setting in SAMPLING_SETTINGS for alias in setting.aliases}
 OTHERS: tuple[str, ...] = ("stop", "ignore_eos", "logit_bias", "logprobs", "top_logprobs", "n_probs", "priority")
 OTHERS += ("parse_special", "dry_sequence_breakers")
-SETTINGS = (name for name, _, _ in settings_of(SamplingParams))
+SETTINGS = (name for name, _, _ in SAMPLING_SETTINGS)
 FIELDS = {*SETTINGS, *ALIASES, *LENGTHS, *PROMPTS, *WITHOUT_EFFECT, *FORMS, *ONLY, *IN_EFFECT, *CHAT_FIELDS}
 FIELDS |= {*TEMPLATE_FIELDS, *OTHERS, "add_special_tokens", "stop_token_ids"}
 

@@ -114,13 +114,13 @@ PLAIN, PARTLY = Architecture(), Architecture(heads=PART)
 HEADED, PARTLY_HEADED = Architecture(own_output=True), Architecture(own_output=True, heads=PART)
 
 GEMMA4 = Refusal("E2B, E4B", "embedding_length_per_layer_input", "later layers need the tokens themselves", at_least=1)
-REASON = "libllama gives it a sliding window by the number of layers"
-EXAONE4 = Refusal("with 64 layers (32B)", "block_count", REASON, values=(64,))
+BY_NUMBER = "libllama gives it a sliding window by the number of layers"
+EXAONE4 = Refusal("with 64 layers (32B)", "block_count", BY_NUMBER, values=(64,))
 COMMAND_R = Refusal("with 64 layers (R+)", "block_count", "libllama loads norms by the number of layers", at_least=64)
-REASON = "libllama rotates all layers but the last of a file"
-LLAMA4 = Refusal("without a sliding window", "attention.sliding_window", REASON, values=(0,))
-REASON = "libllama knows which layers share an indexer by their place in the file"
-GLM = Refusal("5.2", "context_length", REASON, at_least=1048576)
+BUT_LAST = "libllama rotates all layers but the last of a file"
+LLAMA4 = Refusal("without a sliding window", "attention.sliding_window", BUT_LAST, values=(0,))
+BY_PLACE = "libllama knows which layers share an indexer by their place in the file"
+GLM = Refusal("5.2", "context_length", BY_PLACE, at_least=1048576)
 NANBEIGE = Refusal("with loops", "num_loops", "its layers are gone through several times", at_least=2)
 INDEXED = "attention.indexer.top_k"
 LATENT = Architecture(
