@@ -15,6 +15,7 @@ Breakers = Mapping[int, tuple[tuple[int, ...], ...]]
 
 MOST_XTC = 0.5  # at most one token is likelier, and it stays: larger thresholds switch XTC off
 FIRST_WIDTH, WIDER, NO_TOKEN = 8, 4, -1  # tokens compared at first; how many times as many after that
+FIRST_STARTS, MORE_STARTS = 64, 8  # places compared at first; how many times as many after that
 LOG_MAX = 88.7228391  # of the largest float32: llama.cpp's limit of a DRY penalty
 
 
@@ -81,15 +82,9 @@ def repetition_penalties(
         return np.empty(0, np.intp), np.empty(0, np.float32)
     max_exponent = int(LOG_MAX / np.log(base)) if base > 1.000001 else 0
     n_counted = n_most if max_exponent == 0 and base > 1.0 else min(n_most, allowed_length + max_exponent)
-    newest = np.asarray(history)[::-1]
-    starts = np.arange(1, len(newest))
-    if allowed_length:
-        starts = starts[newest[1:] == newest[0]]
-    lengths = _matches(newest, starts, n_counted)
-    tokens, which = np.unique(newest[starts - 1][lengths >= allowed_length], return_inverse=True)
-    longest = np.zeros(len(tokens), np.intp)
-    np.maximum.at(longest, which, lengths[lengths >= allowed_length])
-    exponents = longest - allowed_length
+    longest = _longest(np.asarray(history)[::-1], allowed_length, n_counted)
+    tokens = np.flatnonzero(longest >= allowed_length)
+    exponents = longest[tokens] - allowed_length
     if max_exponent:
         exponents = np.minimum(exponents, max_exponent)
     is_breaker = np.array([() in breakers.get(token, ()) for token in tokens.tolist()], bool)
@@ -97,13 +92,30 @@ def repetition_penalties(
     return tokens[~is_breaker], penalties[~is_breaker].astype(np.float32)
 
 
-def _matches(newest: npt.NDArray[np.integer], starts: Ids, n_most: int) -> Ids:
+def _longest(newest: npt.NDArray[np.integer], n_least: int, n_most: int) -> Ids:
+    """By token id, the most tokens from somewhere behind such a token on that are those from 0 on, at most `n_most`;
+    less than `n_least` where there are no more. Later starts are compared only if they may be longer."""
+    longest = np.full(int(newest.max()) + 1, NO_TOKEN)
+    if not n_least:
+        longest[newest[:-1]] = 0
+    padded = np.append(newest, np.full(n_most + 1, NO_TOKEN, newest.dtype))
+    starts, n = np.flatnonzero(newest[1:] == newest[0]) + 1, FIRST_STARTS
+    if n_least > 1:
+        starts = starts[padded[starts + n_least - 1] == newest[n_least - 1]]
+    while len(starts):
+        some, starts = starts[:n], starts[n:]
+        np.maximum.at(longest, newest[some - 1], _matches(padded, some, n_most))
+        least = np.maximum(longest[newest[starts - 1]], n_least - 1)
+        starts, n = starts[(least < n_most) & (padded[starts + least] == padded[least])], MORE_STARTS * n
+    return longest
+
+
+def _matches(padded: npt.NDArray[np.integer], starts: Ids, n_most: int) -> Ids:
     """How many tokens from each of the `starts` on, above 0, are those from 0 on; at most `n_most`."""
     lengths, open_ones, at, width = np.zeros(len(starts), np.intp), np.arange(len(starts)), 0, FIRST_WIDTH
-    padded = np.append(newest, np.full(n_most, NO_TOKEN, newest.dtype))
     while at < n_most and len(open_ones):
         width = min(width, n_most - at)
-        differ = sliding_window_view(padded, width)[starts[open_ones] + at] != newest[at : at + width]
+        differ = sliding_window_view(padded, width)[starts[open_ones] + at] != padded[at : at + width]
         ends = differ.any(axis=1)
         lengths[open_ones] += np.where(ends, differ.argmax(axis=1), width)
         open_ones, at, width = open_ones[~ends], at + width, WIDER * width
