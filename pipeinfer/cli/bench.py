@@ -1,13 +1,13 @@
 """`pipeinfer bench` and `measure`: their options. What is measured, and how, is in `job.bench`."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from pipeinfer.cli.options.job_options import check_sequences, take_breakers, take_models
+from pipeinfer.cli.options.job_options import check_sequences, take_models, take_sampling
 from pipeinfer.cli.options.setting_options import command, take, take_policies
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import SamplingParams
@@ -16,7 +16,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.options import sections as jobs
 from pipeinfer.job.options.options import JobModels, RunOptions, choose_drafts, choose_policy
 from pipeinfer.job.options.plan_file import SPLIT
-from pipeinfer.job.options.text_sections import Breakers, ContextOptions, Loads, Traffic, check_once
+from pipeinfer.job.options.text_sections import ContextOptions, Loads, SamplerTexts, Traffic, check_once
 from pipeinfer.job.options.values import File, Listed, Number, TextType, Whole
 from pipeinfer.job.requests.conversation import TEXTS, BenchPrompt, read_prompts
 from pipeinfer.models.demo import DRAFT, TARGET
@@ -74,7 +74,7 @@ class BenchOptions:
 
 
 _JOB = (jobs.Loading, ContextOptions, Traffic, jobs.PlacementOptions, jobs.Numerics)
-_SECTIONS = (BenchOptions, Loads, *_JOB, SamplingParams, Breakers, jobs.Guesses, Policy, jobs.Experiments)
+_SECTIONS = (BenchOptions, Loads, *_JOB, SamplingParams, SamplerTexts, jobs.Guesses, Policy, jobs.Experiments)
 _WITHOUT = ("layer_split", "continuous", "asynchronous", "predict", "ignore_eos")
 
 
@@ -107,7 +107,7 @@ def bench(**others: Any) -> int:
     check_once("--layer-split", options.splits)
     check_once("--ablate", options.ablate)
     others |= {"predict": 0, "ignore_eos": True, "results": options.results, "verbose": options.verbose}
-    sampling = replace(take(SamplingParams, others), dry_sequence_breakers=take_breakers(others))
+    sampling = take_sampling(others)
     base = RunOptions(models=JobModels(target=models[0])).changed(policy=policies[0], sampling=sampling, **others)
     prompts = _prompts(options.sources or tuple(map(str, TEXTS)), options.questions, 1 if loads else options.turns)
     from pipeinfer.job.bench.bench import run_bench  # initialises MPI

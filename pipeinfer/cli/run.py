@@ -12,7 +12,7 @@ from pipeinfer.job.options import text_sections as texts
 
 _MODELS = (jobs.Models, jobs.Loading)
 _TEXTS = (texts.ChatOptions, texts.Texts)
-_SAMPLING = (SamplingParams, texts.Breakers, texts.Biases, texts.GrammarOptions)
+_SAMPLING = (SamplingParams, texts.SamplerTexts, texts.Biases, texts.GrammarOptions)
 _SPECULATION = (jobs.PolicyName, jobs.Guesses, Policy, jobs.Experiments)
 SHARED = (*_MODELS, *_TEXTS, jobs.PlacementOptions, jobs.Numerics, *_SAMPLING, *_SPECULATION, jobs.OutputOptions)
 """The sections of all commands that write texts for users."""

@@ -1,5 +1,5 @@
 """llama.cpp's samplers beside top-k, top-p and min-p: DRY, top-n-sigma, typical-p, XTC and dynamic temperature, each a
-function of one row. Knows no order of them, and no model."""
+function of one row; and the names of all. Knows no model."""
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
@@ -13,10 +13,57 @@ Logits = npt.NDArray[np.float32]
 Breakers = Mapping[int, tuple[tuple[int, ...], ...]]
 """Sequences of tokens that end a repetition, by their first tokens: what follows those."""
 
+SAMPLERS: Mapping[str, Mapping[str, float]] = {
+    "penalties": {"repeat_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0},
+    "dry": {"dry_multiplier": 0.0},
+    "top_n_sigma": {"top_n_sigma": -1.0},
+    "top_k": {"top_k": 0},
+    "typ_p": {"typical_p": 1.0},
+    "top_p": {"top_p": 1.0},
+    "min_p": {"min_p": 0.0},
+    "xtc": {"xtc_probability": 0.0},
+    "temperature": {"temp": 1.0, "dynatemp_range": 0.0},
+}
+"""llama.cpp's samplers in its default order, and the settings that switch each off."""
+
+LETTERS = {"e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p", "m": "min_p"}
+LETTERS |= {"x": "xtc", "t": "temperature", "a": "adaptive_p", "i": "infill"}
+OTHER_NAMES = {"typical_p": "typ_p", "typical": "typ_p", "nucleus": "top_p", "temp": "temperature"}
+OFF = ("adaptive_p", "dynatemp")
+"""Samplers that are off unless their own settings say otherwise."""
+
+ON_ALL = ("penalties", "dry")  # these look at all tokens, before others leave some out
+
 MOST_XTC = 0.5  # at most one token is likelier, and it stays: larger thresholds switch XTC off
 FIRST_WIDTH, WIDER, NO_TOKEN = 8, 4, -1  # tokens compared at first; how many times as many after that
 FIRST_STARTS, MORE_STARTS = 64, 8  # places compared at first; how many times as many after that
 LOG_MAX = 88.7228391  # of the largest float32: llama.cpp's limit of a DRY penalty
+
+
+def sampler_names(text: str) -> list[str]:
+    """Names that are joined by semicolons, or llama.cpp's letters."""
+    names = [each.strip().replace("-", "_") for each in text.split(";") if each.strip()]
+    if len(names) == 1 and LETTERS.keys() >= set(text):
+        return [LETTERS[letter] for letter in text]
+    return [OTHER_NAMES.get(name, name) for name in names]
+
+
+def switched_off(names: Collection[str]) -> dict[str, float]:
+    """The settings that switch off all samplers but these."""
+    return {name: value for sampler, off in SAMPLERS.items() if sampler not in names for name, value in off.items()}
+
+
+def order_text(names: Sequence[str]) -> str:
+    """`SamplingParams.sampler_order` of samplers; empty for llama.cpp's. Raises ValueError where it is not possible."""
+    places = [tuple(SAMPLERS).index(name) for name in names]
+    if places == sorted(set(places)):
+        return ""
+    if len(set(places)) < len(places):
+        raise ValueError(f"has {max(names, key=names.count)} twice; name each once")
+    first = [name for name in ON_ALL if name in names]
+    if list(names[: len(first)]) != first:
+        raise ValueError(f"has another order of {' and '.join(ON_ALL)} than that, or others before them")
+    return ";".join(names)
 
 
 def probabilities(values: Logits) -> npt.NDArray[np.float64]:

@@ -5,7 +5,7 @@ get noise.
 """
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -51,6 +51,7 @@ class SamplingParams:
     texts; empty: llama.cpp's. `dry_breakers`: the same as tokens, as `breakers_text` writes them; rank 0 makes them.
     `logit_bias`: as `bias_text` writes them.
     `grammar`: what the output must match, in llama.cpp's form (GBNF) or as a JSON schema; empty: anything.
+    `sampler_order`: names of samplers, joined by semicolons, where it is not llama.cpp's (`order_text`).
     `n_logprobs`: the number of likeliest tokens whose log-probabilities are wanted, with that of the chosen one; below
     0: none."""
 
@@ -82,6 +83,7 @@ class SamplingParams:
     dry_penalty_last_n: int = setting(-1, "--dry-penalty-last-n", help="Tokens searched; 0: off, -1: all.", least=-1)
     dry_sequence_breakers: str = ""
     dry_breakers: str = ""
+    sampler_order: str = ""
     logit_bias: str = ""
     grammar: str = ""
     n_logprobs: int = -1
@@ -182,12 +184,18 @@ def perturbed(logits: Logits, params: SamplingParams, position: int) -> tuple[Id
     """Candidates and their scores, the highest of which is the sample (Gumbel-max); `params` is not greedy. Of many
     candidates only those near the best."""
     ids, values = remaining(logits, params, position)
-    temp = params.temp
-    if params.dynatemp_range > 0.0:
-        temp = max(MIN_TEMP, dynamic_temperature(values, temp, params.dynatemp_range, params.dynatemp_exponent))
+    temp = 1.0 if params.sampler_order else temperature(values, params)
     if len(ids) > N_EXACT:
         return contenders(ids, values, params.seed, position, temp)
     return ids, scores(values, random_words(params.seed, position, ids), temp)
+
+
+def temperature(values: Logits, params: SamplingParams) -> float:
+    """What these logits are divided by; at least `MIN_TEMP`."""
+    temp = params.temp
+    if params.dynatemp_range > 0.0:
+        temp = dynamic_temperature(values, temp, params.dynatemp_range, params.dynatemp_exponent)
+    return max(MIN_TEMP, temp)
 
 
 def scores(values: Logits, words: npt.NDArray[np.uint64], temp: float) -> npt.NDArray[np.float64]:
@@ -220,14 +228,16 @@ def candidates(logits: Logits, params: SamplingParams, position: int = 0) -> Ids
 
 
 def remaining(logits: Logits, params: SamplingParams, position: int) -> tuple[Ids, Logits]:
-    """The candidates and their logits. As in llama.cpp, where they count for dynamic temperature, top-n-sigma leaves
-    tokens out by logits of -inf."""
-    if params.top_n_sigma > 0.0:
-        logits = within_sigmas(logits, params.top_n_sigma)
+    """The candidates and their logits, divided by the temperature if there is an order of samplers. As in llama.cpp,
+    where they count for dynamic temperature, top-n-sigma leaves tokens out by logits of -inf."""
     ids, values = None, logits
-    for is_on, cut in CUTS:
-        if is_on(params, len(values)):
-            indices = cut(values, params, position)
+    for name in params.sampler_order.split(";") if params.sampler_order else USUAL:
+        if name == "temperature":
+            values = values / np.float32(temperature(values, params))
+        elif name == "top_n_sigma":
+            values = within_sigmas(values, params.top_n_sigma) if params.top_n_sigma > 0.0 else values
+        elif name in CUTS and CUTS[name][0](params, len(values)):
+            indices = CUTS[name][1](values, params, position)
             ids, values = indices if ids is None else ids[indices], values[indices]
     return np.arange(len(logits)) if ids is None else ids, values
 
@@ -256,33 +266,48 @@ def _first(values: Logits, n: int, least: np.float32) -> Ids:
 
 def likely(values: Logits, params: SamplingParams) -> Ids:
     """Indices of the logits that top-p and then min-p leave, ascending."""
-    top = values.max()
     if params.min_p <= 0.0:
-        if params.top_p >= 1.0:
-            return np.arange(len(values))
-        return nucleus(values, top, params.top_p * total_weight(values, top))
+        return within_share(values, params.top_p) if params.top_p < 1.0 else np.arange(len(values))
     # top-p does not depend on less likely tokens, so min-p may go first
-    likely_ids = np.flatnonzero(values >= top + np.float32(np.log(params.min_p)))
+    near = near_best(values, params.min_p)
     if params.top_p >= 1.0:
-        return likely_ids
-    return likely_ids[nucleus(values[likely_ids], top, params.top_p * total_weight(values, top))]
+        return near
+    top = values.max()
+    return near[nucleus(values[near], top, params.top_p * total_weight(values, top))]
+
+
+def within_share(values: Logits, top_p: float) -> Ids:
+    """Indices, ascending, of the fewest largest logits whose probabilities add up to `top_p`."""
+    return nucleus(values, top := values.max(), top_p * total_weight(values, top))
+
+
+def near_best(values: Logits, min_p: float) -> Ids:
+    """Indices, ascending, of the logits at least `min_p` times as likely as the largest."""
+    return np.flatnonzero(values >= values.max() + np.float32(np.log(min_p)))
+
+
+def _without_top(values: Logits, params: SamplingParams, position: int) -> Ids:
+    if coin(params.seed, position) < params.xtc_probability:
+        return without_top(values, params.xtc_threshold)
+    return np.arange(len(values))
 
 
 Cut = Callable[[Logits, SamplingParams, int], Ids]
-CUTS: tuple[tuple[Callable[[SamplingParams, int], bool], Cut], ...] = (
-    (lambda params, n: 0 < params.top_k < n, lambda values, params, _: largest(values, params.top_k)),
-    (lambda params, _: params.typical_p < 1.0, lambda values, params, _: typical(values, params.typical_p)),
-    (lambda params, _: params.top_p < 1.0 or params.min_p > 0.0, lambda values, params, _: likely(values, params)),
-    (
-        lambda params, n: params.has_xtc and n > 1,
-        lambda values, params, position: (
-            without_top(values, params.xtc_threshold)
-            if coin(params.seed, position) < params.xtc_probability
-            else np.arange(len(values))
-        ),
+CUTS: Mapping[str, tuple[Callable[[SamplingParams, int], bool], Cut]] = {
+    "top_k": (lambda params, n: 0 < params.top_k < n, lambda values, params, _: largest(values, params.top_k)),
+    "typ_p": (lambda params, _: params.typical_p < 1.0, lambda values, params, _: typical(values, params.typical_p)),
+    "top_p": (lambda params, _: params.top_p < 1.0, lambda values, params, _: within_share(values, params.top_p)),
+    "min_p": (lambda params, _: params.min_p > 0.0, lambda values, params, _: near_best(values, params.min_p)),
+    "likely": (
+        lambda params, _: params.top_p < 1.0 or params.min_p > 0.0,
+        lambda values, params, _: likely(values, params),
     ),
-)
-"""What leaves tokens out, in llama.cpp's order: (whether it is on for so many tokens; the indices that it keeps)."""
+    "xtc": (lambda params, n: params.has_xtc and n > 1, _without_top),
+}
+"""What leaves tokens out, by sampler (`likely`: top-p, then min-p): (whether it is on for so many tokens; the indices
+that it keeps)."""
+
+USUAL = ("top_n_sigma", "top_k", "typ_p", "likely", "xtc")  # llama.cpp's order
 
 
 def _weights(values: Logits, top: np.float32) -> Logits:

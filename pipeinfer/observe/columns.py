@@ -34,6 +34,7 @@ _SAMPLED = {
     "seed": "of sampling; of `simulate`, of the choices",
     "temp": "temperature; 0 is greedy",
     "dry_sequence_breakers": "`--dry-sequence-breaker`, a JSON list; empty: those by default",
+    "sampler_order": "`--samplers` in another order than llama.cpp's",
     "logit_bias": "`--logit-bias`, by token",
     "grammar": "16 digits that two different grammars do not share; empty: none",
 }

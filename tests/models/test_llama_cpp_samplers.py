@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from pipeinfer.core.drafting import guess_next
-from pipeinfer.core.samplers import probabilities
-from pipeinfer.core.sampling import SamplingParams, adjust, choose, dynamic_temperature, remaining
+from pipeinfer.core.samplers import SAMPLERS, order_text, probabilities, sampler_names, switched_off
+from pipeinfer.core.sampling import SamplingParams, adjust, choose, remaining, temperature
 from pipeinfer.errors import UserError
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.text.breakers import DEFAULT, MAX_TAIL, breaker_tokens, breakers_json
@@ -47,16 +47,21 @@ def theirs(logits: np.ndarray, params: SamplingParams, history: list[int], vocab
     dry = params.dry_multiplier, params.dry_base, params.dry_allowed_length
     n_dry = params.dry_penalty_last_n if params.dry_penalty_last_n >= 0 else N_CTX
     penalties = params.repeat_penalty, params.frequency_penalty, params.presence_penalty
-    chain = [
-        llama_cpp.llama_sampler_init_penalties(len(logits), params.repeat_last_n, *penalties),
-        llama_cpp.llama_sampler_init_dry(vocabulary, *dry, n_dry, breakers, len(texts)),
-        llama_cpp.llama_sampler_init_top_n_sigma(params.top_n_sigma),
-        llama_cpp.llama_sampler_init_top_k(params.top_k),
-        llama_cpp.llama_sampler_init_typical(params.typical_p, 0),
-        llama_cpp.llama_sampler_init_top_p(params.top_p, 0),
-        llama_cpp.llama_sampler_init_min_p(params.min_p, 0),
-        llama_cpp.llama_sampler_init_xtc(params.xtc_probability, params.xtc_threshold, 0, 1),
-        llama_cpp.llama_sampler_init_temp_ext(params.temp, params.dynatemp_range, params.dynatemp_exponent),
+    makers = {
+        "penalties": lambda: llama_cpp.llama_sampler_init_penalties(len(logits), params.repeat_last_n, *penalties),
+        "dry": lambda: llama_cpp.llama_sampler_init_dry(vocabulary, *dry, n_dry, breakers, len(texts)),
+        "top_n_sigma": lambda: llama_cpp.llama_sampler_init_top_n_sigma(params.top_n_sigma),
+        "top_k": lambda: llama_cpp.llama_sampler_init_top_k(params.top_k),
+        "typ_p": lambda: llama_cpp.llama_sampler_init_typical(params.typical_p, 0),
+        "top_p": lambda: llama_cpp.llama_sampler_init_top_p(params.top_p, 0),
+        "min_p": lambda: llama_cpp.llama_sampler_init_min_p(params.min_p, 0),
+        "xtc": lambda: llama_cpp.llama_sampler_init_xtc(params.xtc_probability, params.xtc_threshold, 0, 1),
+        "temperature": lambda: llama_cpp.llama_sampler_init_temp_ext(
+            params.temp, params.dynatemp_range, params.dynatemp_exponent
+        ),
+    }
+    chain = [makers[name]() for name in params.sampler_order.split(";") if params.sampler_order] or [
+        make() for make in makers.values()
     ]
     data = (llama_cpp.llama_token_data * len(logits))()
     for token, logit in enumerate(logits.tolist()):
@@ -78,9 +83,7 @@ def ours(logits: np.ndarray, params: SamplingParams, history: list[int]) -> np.n
     logits = logits.copy()
     adjust(logits, params, history)
     ids, values = remaining(logits, params, 0)
-    temp = params.temp
-    if params.dynatemp_range > 0:
-        temp = dynamic_temperature(values, temp, params.dynatemp_range, params.dynatemp_exponent)
+    temp = 1.0 if params.sampler_order else temperature(values, params)
     found = np.full(len(logits), -np.inf, np.float32)
     found[ids] = values / np.float32(temp)
     return probabilities(found)
@@ -147,6 +150,49 @@ def test_greedy_choices_are_llama_cpps(case: dict[str, Any], vocabulary: Any, to
         expected = int(theirs(logits, params, history, vocabulary).argmax())
         assert choose(logits.copy(), tokens, number, history) == expected
         assert guess_next(logits.copy(), tokens, number, history, 3, True)[0].token == expected
+
+
+def test_samplers_in_any_order_have_llama_cpps_probabilities(vocabulary: Any, tokenizer: Tokenizer) -> None:
+    rng = np.random.default_rng(8)
+    on: dict[str, Any] = {"top_n_sigma": 2.0, "top_k": 30, "typical_p": 0.9, "top_p": 0.9, "min_p": 0.05}
+    on |= {"xtc_probability": 1.0, "xtc_threshold": 0.05, "temp": 0.7, "repeat_penalty": 1.3, "repeat_last_n": 20}
+    n_other = 0
+    for _ in range(60):
+        cuts = rng.permutation(list(SAMPLERS)[2:])[: rng.integers(1, 8)].tolist()
+        if "top_n_sigma" in cuts:  # its logits of -inf make llama.cpp's entropy NaN
+            cuts = [each for each in cuts if each != "typ_p"]
+        names = [*["penalties"] * int(rng.integers(2)), *cuts]
+        text = order_text(sampler_names(";".join(names)))
+        params = replace(PLAIN, **{**on, **switched_off(names), "sampler_order": text})
+        logits = rng.normal(0, 2, tokenizer.n_vocab).astype(np.float32)
+        history = rng.integers(0, 40, 30).tolist()
+        found = ours(logits, params, history)
+        assert np.abs(found - theirs(logits, params, history, vocabulary)).max() < 1e-5, names
+        chosen = choose(logits.copy(), params, 3, history)
+        assert found[chosen] > 0 and guess_next(logits, params, 3, history, 2, True)[0].token == chosen
+        n_other += bool(np.abs(found - ours(logits, replace(params, sampler_order=""), history)).max() > 1e-4)
+    assert n_other > 5, "no order changed anything"
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "order"),
+    [
+        ("edskypmxt", list(SAMPLERS), ""),
+        ("top_k;top-p;temp", ["top_k", "top_p", "temperature"], ""),
+        ("tk", ["temperature", "top_k"], "temperature;top_k"),
+        ("", [], ""),
+        ("typical_p;nucleus", ["typ_p", "top_p"], ""),
+    ],
+)
+def test_orders_are_read_as_llama_cpp_does(text: str, names: list[str], order: str) -> None:
+    assert sampler_names(text) == names
+    assert order_text(names) == order
+
+
+@pytest.mark.parametrize("names", [["top_k", "penalties"], ["dry", "penalties"], ["top_k", "min_p", "top_k"]])
+def test_orders_that_are_not_possible_are_refused(names: list[str]) -> None:
+    with pytest.raises(ValueError, match="has"):
+        order_text(names)
 
 
 def test_draws_with_xtc_have_the_shares_of_both_outcomes() -> None:

@@ -363,6 +363,10 @@ def test_samplers_that_a_list_does_not_name_are_off() -> None:
     sampling = query.bodies[0].sampling
     assert (sampling.top_k, sampling.top_p, sampling.min_p, sampling.temp) == (40, 0.9, 0.0, 1.0)
     assert "infill" in query.passed_over["samplers"]
+    order = parsed_of(COMPLETION, prompt="a", samplers=["temperature", "top_k"]).bodies[0].sampling.sampler_order
+    assert order == "temperature;top_k"
+    late = parsed_of(COMPLETION, prompt="a", samplers=["top_k", "dry"])
+    assert "dry" in late.passed_over["samplers"] and not late.bodies[0].sampling.sampler_order
     assert parsed_of(COMPLETION, prompt="a", samplers="kpi", top_k=40, top_p=0.9).bodies[0].sampling == replace(
         sampling, top_k=40
     )

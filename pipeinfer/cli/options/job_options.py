@@ -11,6 +11,7 @@ from pipeinfer.cli.options.llama_cpp import ignored_variables, is_from_environme
 from pipeinfer.cli.options.setting_options import requests_guesses, select_policy, take, take_policies
 from pipeinfer.cluster.hosts.launch import rank_from_environment
 from pipeinfer.core.biases import bias_text
+from pipeinfer.core.samplers import SAMPLERS, order_text, sampler_names, switched_off
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
@@ -34,11 +35,7 @@ def run_options(values: Values, is_chat: bool = False) -> RunOptions:
     check_stops("--stop", stops)
     return job_options(
         values,
-        sampling=replace(
-            take(SamplingParams, values),
-            logit_bias=take_biases(values),
-            dry_sequence_breakers=take_breakers(values, escape),
-        ),
+        sampling=replace(take_sampling(values, escape), logit_bias=take_biases(values)),
         prompt=_unescaped(values.pop("prompt", None), escape, "--prompt"),
         chat=take_chat(values, is_chat, escape),
         stops=stops,
@@ -98,10 +95,22 @@ def take_biases(values: Values) -> str:
         raise click.UsageError(f"--logit-bias {error}") from None
 
 
-def take_breakers(values: Values, escape: bool = True) -> str:
-    """DRY's sequence breakers. Raises UserError for wrong ones."""
+def take_sampling(values: Values, escape: bool = True) -> SamplingParams:
+    """Without biases. Raises UserError for wrong breakers or samplers."""
+    params, names = take(SamplingParams, values), values.pop("sampler_names")
     texts = tuple(_unescaped(text, escape, OPTION) or "" for text in values.pop("dry_breakers"))
-    return breakers_json([] if texts == ("none",) else texts, OPTION) if texts else ""
+    breakers = breakers_json([] if texts == ("none",) else texts, OPTION) if texts else ""
+    return replace(params, dry_sequence_breakers=breakers, **({} if names is None else _samplers(names)))
+
+
+def _samplers(text: str) -> dict[str, Any]:
+    names = sampler_names(text)
+    if unknown := [name for name in names if name not in SAMPLERS]:
+        raise UserError(f"--samplers {text}: there is no sampler {unknown[0]}; there are {', '.join(SAMPLERS)}")
+    try:
+        return {**switched_off(names), "sampler_order": order_text(names)}
+    except ValueError as error:
+        raise UserError(f"--samplers {text} {error}") from None
 
 
 def take_grammar(values: Values) -> GrammarOptions:

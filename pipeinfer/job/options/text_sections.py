@@ -117,15 +117,22 @@ class Biases:
     biases: tuple[tuple[int, float], ...] = setting((), "--logit-bias", "-l", type=LOGIT_BIAS, repeated=True)
 
 
+SAMPLER_FLAGS = ("--samplers", "--sampler-seq", "--sampling-seq")
+
+
 @dataclass(frozen=True, kw_only=True)
-class Breakers:
-    """What ends a repetition.
+class SamplerTexts:
+    """Settings of samplers that are texts.
+
+    sampler_names: Names joined by semicolons, as in top_k;top_p;temperature, or llama.cpp's letters: samplers that are
+        not named are off. [default: penalties;dry;top_n_sigma;top_k;typ_p;top_p;min_p;xtc;temperature]
 
     dry_breakers: A repetition that --dry-multiplier penalises does not reach over this text; may be given several
         times, in place of a new line, : " and *. none: no text does.
     """
 
     heading = "Sampling"
+    sampler_names: str | None = setting(None, *SAMPLER_FLAGS, type=TextType(blank=True))
     dry_breakers: tuple[str, ...] = setting((), "--dry-sequence-breaker", type=TextType(blank=True), repeated=True)
 
 

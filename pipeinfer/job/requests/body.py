@@ -9,6 +9,7 @@ from typing import Any, TypeGuard
 
 from pipeinfer.cluster.verdicts import MAX_TOP
 from pipeinfer.core.biases import bias_text, is_bias
+from pipeinfer.core.samplers import OFF, SAMPLERS, order_text, sampler_names, switched_off
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.job.options.limits import INT32_MAX
 from pipeinfer.job.requests.chat_fields import continues, read_messages, read_tools, read_variables, splits_reasoning
@@ -228,6 +229,8 @@ def _sampling(fields: Mapping[str, Any], passed: PassedOver) -> tuple[dict[str, 
         params["logit_bias"], text_biases = _biases(fields["logit_bias"])
     if FIELD in fields:
         params[FIELD] = _breakers(fields[FIELD])
+    if fields.get("samplers") is not None:
+        params |= _samplers(fields["samplers"], passed)
     if "grammar" in fields:
         params["grammar"] = ""
     forms = [name for name in FORMS if fields.get(name, "") != ""]  # an empty grammar is none
@@ -245,6 +248,24 @@ def _breakers(value: Any) -> str:
     except (ValueError, RecursionError):
         texts = None
     return breakers_json(texts, FIELD) if is_list_of(str, texts) else refuse(f"{FIELD} is {shown(value)}; give texts")
+
+
+def _samplers(value: Any, passed: PassedOver) -> dict[str, Any]:
+    """What llama-server's list of samplers does: those that it does not name are off, the others come in its order."""
+    text = ";".join(value) if is_list_of(str, value) else value
+    if not isinstance(text, str):
+        passed.add("samplers", f"samplers is {shown(value)}; give a list of names")
+        return {}
+    names = sampler_names(text)
+    if unknown := [name for name in names if name not in SAMPLERS and name not in OFF]:
+        passed.add("samplers", f"samplers has {shown(unknown[0])}, and there is no such sampler; leave it out")
+    known = [name for name in dict.fromkeys(names) if name in SAMPLERS]
+    params: dict[str, Any] = switched_off(known)
+    try:
+        params["sampler_order"] = order_text(known)
+    except ValueError as error:
+        passed.add("samplers", f"samplers {error}; they come in llama.cpp's order")
+    return params
 
 
 def _n_logprobs(fields: Mapping[str, Any], is_chat: bool) -> int:

@@ -134,7 +134,7 @@ IN_EFFECT: Mapping[str, tuple[Any, ...]] = {
 SAMPLING_SETTINGS = settings_of(SamplingParams)
 ALIASES = {alias: name for name, _, setting in SAMPLING_SETTINGS for alias in setting.aliases}
 OTHERS: tuple[str, ...] = ("stop", "ignore_eos", "logit_bias", "logprobs", "top_logprobs", "n_probs", "priority")
-OTHERS += ("parse_special", "dry_sequence_breakers")
+OTHERS += ("parse_special", "dry_sequence_breakers", "samplers")
 SETTINGS = (name for name, _, _ in SAMPLING_SETTINGS)
 FIELDS = {*SETTINGS, *ALIASES, *LENGTHS, *PROMPTS, *WITHOUT_EFFECT, *FORMS, *ONLY, *IN_EFFECT, *CHAT_FIELDS}
 FIELDS |= {*TEMPLATE_FIELDS, *OTHERS, "add_special_tokens", "stop_token_ids"}
@@ -160,29 +160,12 @@ def _only(name: str, value: Any, values: Sequence[Any]) -> str:
     return f"{name} is {shown(value)}; only {' or '.join(map(json.dumps, values))} can be served"
 
 
-# -- names of vLLM, Ollama, OpenRouter, and llama-server's list of samplers
+# -- names of vLLM, Ollama and OpenRouter
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 GUIDED = {"guided_json": "json", "guided_grammar": "grammar", "guided_choice": "choice", "guided_regex": "regex"}
 STOPS = ("stop_sequences", "stopping_strings")
 THINKS = ("enable_thinking", "think", "thinking", "reasoning")
-SAMPLERS: Mapping[str, Mapping[str, float]] = {
-    "penalties": {"repeat_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0},
-    "dry": {"dry_multiplier": 0.0},
-    "top_n_sigma": {"top_n_sigma": -1.0},
-    "top_k": {"top_k": 0},
-    "typ_p": {"typical_p": 1.0},
-    "top_p": {"top_p": 1.0},
-    "min_p": {"min_p": 0.0},
-    "xtc": {"xtc_probability": 0.0},
-    "temperature": {"temp": 1.0, "dynatemp_range": 0.0},
-}
-"""llama.cpp's samplers, and the settings that switch each off."""
-
-LETTERS = {"e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p", "m": "min_p"}
-LETTERS |= {"x": "xtc", "t": "temperature", "a": "adaptive_p", "i": "infill"}
-OFF = ("adaptive_p", "dynatemp")
-"""Samplers that are off unless their own fields say otherwise."""
 
 
 def _translated(body: Mapping[str, Any], passed: PassedOver) -> dict[str, Any]:
@@ -193,7 +176,6 @@ def _translated(body: Mapping[str, Any], passed: PassedOver) -> dict[str, Any]:
         if (value := fields.pop(name, None)) is not None:
             fields.setdefault("stop", value)
     _think(fields, passed)
-    _switch_off(fields, passed)
     return fields
 
 
@@ -259,23 +241,3 @@ def _thought(name: str, value: Any) -> tuple[bool | None, str | None]:
     if isinstance(enabled := value.get("enabled"), bool):
         return enabled, None
     return (value["type"] != "disabled", None) if "type" in value else (None, None)
-
-
-def _switch_off(fields: dict[str, Any], passed: PassedOver) -> None:
-    """Samplers that llama-server's list does not name are off. Their order stays llama.cpp's own."""
-    samplers = fields.pop("samplers", None)
-    if samplers is None:
-        return
-    if isinstance(samplers, str):
-        samplers = [LETTERS.get(letter, letter) for letter in samplers]
-    if not is_list_of(str, samplers):
-        passed.add("samplers", f"samplers is {shown(samplers)}; give a list of names")
-        return
-    samplers = ["typ_p" if each == "typical_p" else each for each in samplers]
-    if unknown := [each for each in samplers if each not in SAMPLERS and each not in OFF]:
-        passed.add("samplers", f"samplers has {shown(unknown[0])}, and there is no such sampler; leave it out")
-    for name, off in SAMPLERS.items():
-        if name not in samplers:
-            for alias in [alias for alias, setting in ALIASES.items() if setting in off]:
-                fields.pop(alias, None)
-            fields.update(off)
