@@ -62,7 +62,7 @@ def order_text(names: Sequence[str]) -> str:
         raise ValueError(f"has {max(names, key=names.count)} twice; name each once")
     first = [name for name in ON_ALL if name in names]
     if list(names[: len(first)]) != first:
-        raise ValueError(f"has another order of {' and '.join(ON_ALL)} than that, or others before them")
+        raise ValueError(f"has others before {first[-1]}; {', then '.join(ON_ALL)} come first")
     return ";".join(names)
 
 
