@@ -27,7 +27,8 @@ from experiments.eagle3.recording import N_TAUGHT, Text, Words, read_texts, reco
 from experiments.eagle3.stage_target import StageTarget
 from experiments.eagle3.target_parts import feature_layers
 from experiments.eagle3.torch_target import TorchTarget
-from pipeinfer.core.sampling import SamplingParams, choose, largest
+from pipeinfer.core.samplers import largest
+from pipeinfer.core.sampling import SamplingParams, choose
 from pipeinfer.core.types import FloatArray
 from pipeinfer.models.gguf.slice import read_model_info
 from pipeinfer.models.text.chat_template import (

@@ -23,7 +23,7 @@ from pipeinfer.cluster.wire import (
     view,
 )
 from pipeinfer.core.runs import Guess, GuessVerdict, Verdict
-from pipeinfer.core.sampling import largest, total_weight
+from pipeinfer.core.samplers import largest, total_weight
 from pipeinfer.core.types import FloatArray
 
 MAX_TOP = 20  # most likely tokens that a request may want

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pipeinfer.core.runs import Guess
-from pipeinfer.core.sampling import SamplingParams, adjust, largest, likeliest_left, perturbed
+from pipeinfer.core.samplers import largest
+from pipeinfer.core.sampling import SamplingParams, adjust, likeliest_left, perturbed
 from pipeinfer.core.types import Allowed, FloatArray
 
 
@@ -39,7 +40,7 @@ def guess_next(
 ) -> list[Guess]:
     """A draft's guesses for the token at `position`, made as the target chooses: from its logits (n_vocab,), which are
     changed in place, and `history`, the newest tokens before it."""
-    adjust(logits, params, history)
+    adjust(logits, params, position, history)
     guesses = _guesses(logits, params, position, width, couple)
     if allowed is None:
         return guesses

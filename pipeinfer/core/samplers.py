@@ -1,5 +1,4 @@
-"""llama.cpp's samplers beside top-k, top-p and min-p: DRY, top-n-sigma, typical-p, XTC and dynamic temperature, each a
-function of one row; and the names of all. Knows no model."""
+"""llama.cpp's samplers but the penalties, each a function of one row; and the names of all. Knows no model."""
 
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
@@ -38,6 +37,16 @@ MOST_XTC = 0.5  # at most one token is likelier, and it stays: larger thresholds
 FIRST_WIDTH, WIDER, NO_TOKEN = 8, 4, -1  # tokens compared at first; how many times as many after that
 FIRST_STARTS, MORE_STARTS = 64, 8  # places compared at first; how many times as many after that
 LOG_MAX = 88.7228391  # of the largest float32: llama.cpp's limit of a DRY penalty
+
+BLOCKS_A_TOKEN = 32  # `largest` compares the maxima of so many blocks for each wanted token, and finds few others
+BLOCK = 4096  # weights added at once
+CHUNK = 16_384  # logits processed at once, within the processor's cache
+
+HEADS = (1 / 512, 5 / 32)
+"""Shares of the logits, the largest, that `nucleus` sorts before it sorts all. The first is enough where a model is
+sure; the second is above a tenth, below which numpy's search for indices is slower."""
+
+SAMPLE_EVERY = 64  # logits, of which one is sampled to find the least of such a share
 
 
 def sampler_names(text: str) -> list[str]:
@@ -114,6 +123,81 @@ def dynamic_temperature(values: Logits, temp: float, spread: float, exponent: fl
     least = max(0.0, temp - spread)
     share = _entropy(probabilities(values)) / float(np.log(len(values)))
     return least + (temp + spread - least) * float(max(share, 0.0) ** exponent)
+
+
+# -- top-k, top-p and min-p
+
+
+def largest(logits: Logits, n: int) -> Ids:
+    """The ids of the `n` largest of more logits (n_vocab,), ascending; ties go to the smaller id."""
+    n_blocks = BLOCKS_A_TOKEN * n
+    n_rows = len(logits) // n_blocks
+    if n_rows < 2:
+        return _first(logits, n, np.partition(logits, -n)[-n])
+    # at least n tokens, and hardly more, reach the n-th largest of the blocks' maxima
+    maxima = logits[: n_rows * n_blocks].reshape(n_rows, n_blocks).max(axis=0)
+    ids = np.flatnonzero(logits >= np.partition(maxima, -n)[-n])
+    values = logits[ids]
+    return ids[_first(values, n, np.partition(values, -n)[-n])]
+
+
+def _first(values: Logits, n: int, least: np.float32) -> Ids:
+    """Indices of the `n` largest, ascending; `least` is the n-th largest; ties go to the smaller index."""
+    indices = np.flatnonzero(values >= least)
+    if len(indices) == n:
+        return indices
+    ties = np.flatnonzero(values[indices] == least)
+    return np.delete(indices, ties[n - len(indices) :])
+
+
+def within_share(values: Logits, top_p: float) -> Ids:
+    """Indices, ascending, of the fewest largest logits whose probabilities add up to `top_p`."""
+    return nucleus(values, top := values.max(), top_p * total_weight(values, top))
+
+
+def near_best(values: Logits, min_p: float) -> Ids:
+    """Indices, ascending, of the logits at least `min_p` times as likely as the largest."""
+    return np.flatnonzero(values >= values.max() + np.float32(np.log(min_p)))
+
+
+def _weights(values: Logits, top: np.float32) -> Logits:
+    """exp(logit - top), to which the probabilities are proportional."""
+    below = values - top
+    return np.exp(below, out=below)
+
+
+def total_weight(values: Logits, top: np.float32) -> float:
+    starts = range(0, len(values), CHUNK)
+    return sum(float(_weights(values[start : start + CHUNK], top).sum(dtype=np.float64)) for start in starts)
+
+
+def nucleus(values: Logits, top: np.float32, target: float) -> Ids:
+    """Indices, ascending, of the fewest largest logits whose weights add up to `target`, or of all."""
+    if len(values) > CHUNK:
+        sample = np.sort(values[::SAMPLE_EVERY])[::-1]
+        for share in HEADS:
+            head = np.flatnonzero(values >= sample[int(share * len(sample))])
+            indices, reached = _reaching(values[head], top, target)
+            if reached:
+                return head[indices]
+    return _reaching(values, top, target)[0]
+
+
+def _reaching(values: Logits, top: np.float32, target: float) -> tuple[Ids, bool]:
+    """What `nucleus` returns, and whether that reaches the target."""
+    ordered = np.sort(values)
+    n_needed = _n_until(_weights(ordered[::-1], top), target)
+    n = min(n_needed, len(values))
+    return _first(values, n, ordered[-n]), n == n_needed
+
+
+def _n_until(weights: Logits, target: float) -> int:
+    """How many of the first weights reach the target; one more than there are if all do not."""
+    sums = np.add.reduceat(weights, np.arange(0, len(weights), BLOCK), dtype=np.float64)
+    reached = np.cumsum(sums)
+    block = int(np.searchsorted(reached[:-1], target))
+    inside = reached[block] - sums[block] + np.cumsum(weights[block * BLOCK :][:BLOCK], dtype=np.float64)
+    return block * BLOCK + int(np.searchsorted(inside, target)) + 1
 
 
 # -- DRY: Don't Repeat Yourself

@@ -4,21 +4,28 @@ Knows no tree and no model. A choice reads every logit about once: usually only 
 get noise.
 """
 
+import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.core.biases import MAX_TOKEN_ID, read_biases
+from pipeinfer.core.biases import MAX_TOKEN_ID, bias_text, read_biases
 from pipeinfer.core.noise import coin, gumbel, gumbel_bound, random_words
 from pipeinfer.core.samplers import (
+    CHUNK,
     MOST_XTC,
     dynamic_temperature,
+    largest,
+    near_best,
+    nucleus,
     read_breakers,
     repetition_penalties,
+    total_weight,
     typical,
+    within_share,
     within_sigmas,
     without_top,
 )
@@ -28,15 +35,6 @@ from pipeinfer.core.types import Allowed
 Ids = npt.NDArray[np.intp]
 Logits = npt.NDArray[np.float32]
 
-BLOCKS_A_TOKEN = 32  # `largest` compares the maxima of so many blocks for each wanted token, and finds few others
-BLOCK = 4096  # weights added at once
-CHUNK = 16_384  # logits processed at once, within the processor's cache
-
-HEADS = (1 / 512, 5 / 32)
-"""Shares of the logits, the largest, that `nucleus` sorts before it sorts all. The first is enough where a model is
-sure; the second is above a tenth, below which numpy's search for indices is slower."""
-
-SAMPLE_EVERY = 64  # logits, of which one is sampled to find the least of such a share
 N_EXACT = 512  # candidates whose noise is computed without bounding it first
 MIN_TEMP = 1e-30  # lower temperatures are greedy: they would overflow as divisors
 BELOW_BEST = 8.0  # of many candidates, those further below the best are left out: each is less than e^-8 as likely
@@ -49,7 +47,7 @@ class SamplingParams:
 
     The penalties use the last `repeat_last_n` tokens of prompt and output. `dry_sequence_breakers`: a JSON list of
     texts; empty: llama.cpp's. `dry_breakers`: the same as tokens, as `breakers_text` writes them; rank 0 makes them.
-    `logit_bias`: as `bias_text` writes them.
+    `logit_bias`: as `bias_text` writes them. `ends`: the same, before position `ends_from`; see `with_ends`.
     `grammar`: what the output must match, in llama.cpp's form (GBNF) or as a JSON schema; empty: anything.
     `sampler_order`: names of samplers, joined by semicolons, where it is not llama.cpp's (`order_text`).
     `n_logprobs`: the number of likeliest tokens whose log-probabilities are wanted, with that of the chosen one; below
@@ -81,9 +79,12 @@ class SamplingParams:
     dry_base: float = setting(1.75, "--dry-base", help="Growth of the penalty by token; below 1: off.", most=1000)
     dry_allowed_length: int = setting(2, "--dry-allowed-length", help="Tokens repeated freely.", most=4096)
     dry_penalty_last_n: int = setting(-1, "--dry-penalty-last-n", help="Tokens searched; 0: off, -1: all.", least=-1)
+    min_tokens: int = setting(0, "--min-tokens", help="Tokens before the model may end the text.", most=2**31 - 1)
     dry_sequence_breakers: str = ""
     dry_breakers: str = ""
     sampler_order: str = ""
+    ends: str = ""
+    ends_from: int = 0
     logit_bias: str = ""
     grammar: str = ""
     n_logprobs: int = -1
@@ -96,6 +97,13 @@ class SamplingParams:
     def settled(self) -> "SamplingParams":
         """The same with a random seed if none was given."""
         return self if self.seed >= 0 else replace(self, seed=secrets.randbits(32))
+
+    def with_ends(self, n_prompt: int, ends: Iterable[int]) -> "SamplingParams":
+        """The same for a prompt of so many tokens: none of `ends` is chosen before `min_tokens` others."""
+        if not self.min_tokens:
+            return self
+        never = bias_text((token, -math.inf) for token in ends)
+        return replace(self, ends=never, ends_from=n_prompt + self.min_tokens)
 
     @property
     def is_greedy(self) -> bool:
@@ -135,7 +143,7 @@ def choose(
     """The token for `position` given its logits (n_vocab,): greedy, or a Gumbel-max sample of the kept candidates. As
     in llama.cpp, tokens that are not allowed are left out only if one of them would be chosen. `history`: as in
     `adjust`. The logits are changed in place."""
-    adjust(logits, params, history)
+    adjust(logits, params, position, history)
     token = _pick(logits, params, position)
     if allowed and not allowed.has(token):
         allowed.restrict(logits)
@@ -162,11 +170,11 @@ def likeliest_left(logits: Logits, params: SamplingParams, position: int) -> Log
     return masked
 
 
-def adjust(logits: Logits, params: SamplingParams, history: Sequence[int]) -> None:
+def adjust(logits: Logits, params: SamplingParams, position: int, history: Sequence[int]) -> None:
     """Apply biases, then penalties for tokens of `history`, at most `params.looks_back`, and for those that would go on
-    with a repetition, to logits (n_vocab,), in place; llama.cpp's order."""
-    if params.logit_bias:
-        ids, biases = read_biases(params.logit_bias)
+    with a repetition, to logits (n_vocab,) of the token for `position`, in place; llama.cpp's order."""
+    for text in filter(None, (params.logit_bias, params.ends if position < params.ends_from else "")):
+        ids, biases = read_biases(text)
         n = int(np.searchsorted(ids, len(logits)))  # tokens beyond the vocabulary are ignored
         logits[ids[:n]] += biases[:n]
     if history and params.penalised:
@@ -242,28 +250,6 @@ def remaining(logits: Logits, params: SamplingParams, position: int) -> tuple[Id
     return np.arange(len(logits)) if ids is None else ids, values
 
 
-def largest(logits: Logits, n: int) -> Ids:
-    """The ids of the `n` largest of more logits (n_vocab,), ascending; ties go to the smaller id."""
-    n_blocks = BLOCKS_A_TOKEN * n
-    n_rows = len(logits) // n_blocks
-    if n_rows < 2:
-        return _first(logits, n, np.partition(logits, -n)[-n])
-    # at least n tokens, and hardly more, reach the n-th largest of the blocks' maxima
-    maxima = logits[: n_rows * n_blocks].reshape(n_rows, n_blocks).max(axis=0)
-    ids = np.flatnonzero(logits >= np.partition(maxima, -n)[-n])
-    values = logits[ids]
-    return ids[_first(values, n, np.partition(values, -n)[-n])]
-
-
-def _first(values: Logits, n: int, least: np.float32) -> Ids:
-    """Indices of the `n` largest, ascending; `least` is the n-th largest; ties go to the smaller index."""
-    indices = np.flatnonzero(values >= least)
-    if len(indices) == n:
-        return indices
-    ties = np.flatnonzero(values[indices] == least)
-    return np.delete(indices, ties[n - len(indices) :])
-
-
 def likely(values: Logits, params: SamplingParams) -> Ids:
     """Indices of the logits that top-p and then min-p leave, ascending."""
     if params.min_p <= 0.0:
@@ -274,16 +260,6 @@ def likely(values: Logits, params: SamplingParams) -> Ids:
         return near
     top = values.max()
     return near[nucleus(values[near], top, params.top_p * total_weight(values, top))]
-
-
-def within_share(values: Logits, top_p: float) -> Ids:
-    """Indices, ascending, of the fewest largest logits whose probabilities add up to `top_p`."""
-    return nucleus(values, top := values.max(), top_p * total_weight(values, top))
-
-
-def near_best(values: Logits, min_p: float) -> Ids:
-    """Indices, ascending, of the logits at least `min_p` times as likely as the largest."""
-    return np.flatnonzero(values >= values.max() + np.float32(np.log(min_p)))
 
 
 def _without_top(values: Logits, params: SamplingParams, position: int) -> Ids:
@@ -308,43 +284,3 @@ CUTS: Mapping[str, tuple[Callable[[SamplingParams, int], bool], Cut]] = {
 that it keeps)."""
 
 USUAL = ("top_n_sigma", "top_k", "typ_p", "likely", "xtc")  # llama.cpp's order
-
-
-def _weights(values: Logits, top: np.float32) -> Logits:
-    """exp(logit - top), to which the probabilities are proportional."""
-    below = values - top
-    return np.exp(below, out=below)
-
-
-def total_weight(values: Logits, top: np.float32) -> float:
-    starts = range(0, len(values), CHUNK)
-    return sum(float(_weights(values[start : start + CHUNK], top).sum(dtype=np.float64)) for start in starts)
-
-
-def nucleus(values: Logits, top: np.float32, target: float) -> Ids:
-    """Indices, ascending, of the fewest largest logits whose weights add up to `target`, or of all."""
-    if len(values) > CHUNK:
-        sample = np.sort(values[::SAMPLE_EVERY])[::-1]
-        for share in HEADS:
-            head = np.flatnonzero(values >= sample[int(share * len(sample))])
-            indices, reached = _reaching(values[head], top, target)
-            if reached:
-                return head[indices]
-    return _reaching(values, top, target)[0]
-
-
-def _reaching(values: Logits, top: np.float32, target: float) -> tuple[Ids, bool]:
-    """What `nucleus` returns, and whether that reaches the target."""
-    ordered = np.sort(values)
-    n_needed = _n_until(_weights(ordered[::-1], top), target)
-    n = min(n_needed, len(values))
-    return _first(values, n, ordered[-n]), n == n_needed
-
-
-def _n_until(weights: Logits, target: float) -> int:
-    """How many of the first weights reach the target; one more than there are if all do not."""
-    sums = np.add.reduceat(weights, np.arange(0, len(weights), BLOCK), dtype=np.float64)
-    reached = np.cumsum(sums)
-    block = int(np.searchsorted(reached[:-1], target))
-    inside = reached[block] - sums[block] + np.cumsum(weights[block * BLOCK :][:BLOCK], dtype=np.float64)
-    return block * BLOCK + int(np.searchsorted(inside, target)) + 1

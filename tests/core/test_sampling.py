@@ -10,7 +10,8 @@ import pytest
 
 from pipeinfer.core.biases import MAX_BIASES, bias_text, read_bias
 from pipeinfer.core.noise import gumbel, gumbel_bound, random_words
-from pipeinfer.core.sampling import SamplingParams, candidates, choose, largest, perturbed
+from pipeinfer.core.samplers import largest
+from pipeinfer.core.sampling import SamplingParams, candidates, choose, perturbed
 
 
 def logits_of(probabilities: list[float]) -> np.ndarray:
@@ -207,3 +208,10 @@ def test_biases_are_the_same_text_however_they_are_written() -> None:
     with pytest.raises(ValueError, match="2048 are possible"):
         bias_text((token, 1.0) for token in range(MAX_BIASES + 1))
     assert len(bias_text((2**31 - 1 - token, -1.2345678e-9) for token in range(MAX_BIASES))) < 1 << 16
+
+
+def test_ends_are_not_chosen_before_min_tokens() -> None:
+    params = SamplingParams(temp=0, min_tokens=3, logit_bias=bias_text([(2, 50.0)])).with_ends(10, {2, 99})
+    chosen = [choose(np.array([1, 3, 2, 0], np.float32), params, position) for position in range(10, 15)]
+    assert chosen == [1, 1, 1, 2, 2]
+    assert SamplingParams().with_ends(10, {2}) == SamplingParams()

@@ -81,7 +81,7 @@ def theirs(logits: np.ndarray, params: SamplingParams, history: list[int], vocab
 def ours(logits: np.ndarray, params: SamplingParams, history: list[int]) -> np.ndarray:
     """Probabilities (n_vocab,) with which tokens are chosen."""
     logits = logits.copy()
-    adjust(logits, params, history)
+    adjust(logits, params, 0, history)
     ids, values = remaining(logits, params, 0)
     temp = 1.0 if params.sampler_order else temperature(values, params)
     found = np.full(len(logits), -np.inf, np.float32)

@@ -238,8 +238,9 @@ class BodyPrompts:
         sampling = self._sampling(body)
         check_constraints(sampling, body.ignore_eos, self.tokenizer, "ignore_eos")
         if rendered and (calls := self.format.constraint(body.tools, thought)):
-            if body.ignore_eos:
-                both = "ignore_eos goes on behind the end of the text, and tool_choice says what it is"
+            if body.ignore_eos or sampling.min_tokens:
+                name = "ignore_eos" if body.ignore_eos else "min_tokens"
+                both = f"{name} goes on behind the end of the text, and tool_choice says what it is"
                 raise UserError(f"{both}; leave one of them out")
             sampling = replace(sampling, grammar=calls)
         if not prompt and rendered:

@@ -106,7 +106,7 @@ WITHOUT_EFFECT += ("cache_prompt", "stream_options", "prompt_cache_retention", "
 WITHOUT_EFFECT += ("mirostat_tau", "mirostat_eta")
 OFF_AT_1 = ("tfs_z", "tfs")
 OFF_AT_0: tuple[str, ...] = ("mirostat", "mirostat_mode", "top_a")
-OFF_AT_0 += ("epsilon_cutoff", "eta_cutoff", "min_keep", "min_tokens")
+OFF_AT_0 += ("epsilon_cutoff", "eta_cutoff", "min_keep")
 NOT_SERVED = ("stream", "echo", "post_sampling_probs", "use_beam_search", "include_stop_str_in_output")
 ONLY: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "best_of", *OFF_AT_1), (1,)),

@@ -48,7 +48,8 @@ class GenerationRequest:
     def open(self, id: int) -> Request:
         """The state of this request in an engine."""
         ends, how = self.end_tokens, (self.spans, self.keep, self.priority, self.begun)
-        return Request(id, self.prompt, self.n_predict, self.sampling, self.n_ctx, ends, *how)
+        sampling = self.sampling.with_ends(len(self.prompt), ends)
+        return Request(id, self.prompt, self.n_predict, sampling, self.n_ctx, ends, *how)
 
 
 def settled(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:
@@ -125,6 +126,9 @@ def check_constraints(
         raise UserError(f"{unknown}; `pipeinfer run --json` and POST /tokenize tell a text's tokens")
     if sampling.grammar and ignore_eos:
         both = f"{flag} goes on behind the end of the text, where a grammar lets nothing follow"
+        raise UserError(f"{both}; leave one of them out")
+    if sampling.grammar and sampling.min_tokens:
+        both = f"min_tokens {sampling.min_tokens} may forbid the end of the text, and a grammar says where it is"
         raise UserError(f"{both}; leave one of them out")
     if sampling.grammar:
         check_grammar(tokenizer, sampling.grammar)

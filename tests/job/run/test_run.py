@@ -9,12 +9,14 @@ import re
 import signal
 import subprocess
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from pipeinfer.models.demo import TARGET
+from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.models.text.tokenizer import Tokenizer
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import COMMAND, environment, finish, launcher, plain_tokens, run_json, start
 
@@ -318,3 +320,17 @@ def test_a_reader_that_leaves_ends_the_job(tmp_path: Path) -> None:
     errors = job.stderr.read()
     assert job.wait(timeout=10) != 0
     assert "Traceback" not in errors and "Error" not in errors
+
+
+@pytest.mark.parametrize("temp", ["0", "0.9"])
+def test_the_model_may_end_the_text_after_min_tokens(temp: str) -> None:
+    with closing(Tokenizer(TARGET)) as tokenizer:
+        wanted = [word for end in sorted(tokenizer.ends) for word in ("--logit-bias", f"{end}+100")]
+    words = ["-m", str(TARGET), "-md", str(DRAFT), "-p", PROMPT, "-n", "40", "--temp", temp, "--seed", "5", *wanted]
+    words += ["--min-tokens", "12"]
+    texts = []
+    for n_ranks, policy in ((1, "iterative"), (1, "speculative"), (2, "pipeinfer"), (3, "auto"), (3, "pipedec")):
+        result = run_json(n_ranks, [*words, "--policy", policy])
+        assert result["finish"] == "end"
+        texts.append(result["tokens"])
+    assert len(texts[0]) == 12 + 1 and all(text == texts[0] for text in texts)
