@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from pipeinfer.child import python_command
 from pipeinfer.cluster.hosts.cores import Host, other_clocks, this_host
 from pipeinfer.cluster.hosts.launch import (
     check_size,
@@ -33,7 +34,7 @@ from pipeinfer.cluster.watch.rendezvous import Location
 from pipeinfer.cluster.watch.watch import Watch
 from pipeinfer.errors import JobError, UserError
 from pipeinfer.job.doctor.findings import Severity
-from pipeinfer.job.doctor.this_host import absent_command, check_this_host
+from pipeinfer.job.doctor.host_checks import check_this_host
 from pipeinfer.job.options.sections import PlacementOptions
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.process.signals import on_signals
@@ -130,7 +131,8 @@ def start_job(part: Callable[[Crew], int], settings: object, ranks: PlacementOpt
     sleep_on_time()
     flag, end = StopFlag(), partial(end_job, abort=abort)
     limits, resumed_from = Limits.of(ranks.rank_timeout_s), getattr(settings, "goes_on_from", None)
-    watch = Watch(rank_from_environment(), size_from_environment(), end, limits, resumed_from, absent_command())
+    inquiry = python_command("from pipeinfer.job.doctor.absent import main; main()")
+    watch = Watch(rank_from_environment(), size_from_environment(), end, limits, resumed_from, inquiry)
     stopper = Stopper(flag, watch, end)
     on_signals(stopper.on_signal)
     watch.open(stopper.on_request)  # not before: it would take an end by a signal for a death

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.cluster.hosts.launcher import read_launcher
+from pipeinfer.cluster.hosts.launcher import expand_nodes, read_launcher
 from pipeinfer.errors import UserError
 from pipeinfer.supervisor.job import Loss, loss_in
 
@@ -41,6 +41,10 @@ def test_srun_excludes_them(tmp_path: Path) -> None:
     words = ["srun", "-N", "3", "--ntasks=6", *RUN]
     assert without(words, ["node09"], tmp_path, nodes) == ["srun", "--exclude=node09", "-N", "3", "--ntasks=6", *RUN]
     assert without(words, ["node09", "x"], tmp_path, nodes)[2:5] == ["-N", "2", "--ntasks=4"]
+
+
+def test_lists_of_nodes_may_have_several_ranges() -> None:
+    assert expand_nodes("r[1-2]n[08-09,11],x") == [*(f"r{r}n{n}" for r in (1, 2) for n in ("08", "09", "11")), "x"]
 
 
 def test_ranks_are_known_by_name_or_by_order() -> None:

@@ -28,7 +28,7 @@ class HostEntry(NamedTuple):
     n_slots: int
 
 
-def read_hosts(words: Sequence[str], environ: Mapping[str, str], folder: Path = Path()) -> tuple[HostEntry, ...]:
+def named_hosts(words: Sequence[str], environ: Mapping[str, str], folder: Path = Path()) -> tuple[HostEntry, ...]:
     """Those that the words name, or srun's allocation. `folder`: where the launcher runs. Raises UserError."""
     if words and os.path.basename(words[0]) == "srun":
         names = expand_nodes(environ.get("SLURM_JOB_NODELIST", ""))
@@ -63,7 +63,8 @@ def expand_nodes(nodes: str) -> list[str]:
         inside, _, after = ranges.partition("]")
         for each in inside.split(",") if ranges else []:
             low, _, high = each.partition("-")
-            names += [f"{before}{number:0{len(low)}}{after}" for number in range(int(low), int(high or low) + 1)]
+            numbers = (f"{before}{number:0{len(low)}}" for number in range(int(low), int(high or low) + 1))
+            names += [number + end for number in numbers for end in expand_nodes(after) or [""]]
         names += [] if ranges else [part]
     return names
 
@@ -87,7 +88,7 @@ def hosts_by_rank(words: Sequence[str], folder: Path, size: int, environ: Mappin
     empty where its words name none."""
     entries: Sequence[HostEntry] = ()
     with suppress(UserError):
-        entries = read_hosts(_with_one_list(words[: index_of_pipeinfer(words)]), environ, folder)
+        entries = named_hosts(_with_one_list(words[: index_of_pipeinfer(words)]), environ, folder)
     if not words and environ.get("SLURM_STEP_NUM_TASKS") == str(size):
         tasks = re.findall(r"(\d+)(?:\(x(\d+)\))?", environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
         counts = [int(count) for count, times in tasks for _ in range(int(times or 1))]
@@ -184,7 +185,7 @@ def read_launcher(words: Sequence[str], environ: Mapping[str, str] = os.environ)
         raise UserError("a job of several groups (:) cannot be supervised; give the launcher one group")
     if not {*words[at + 1 : at + 2]} & {*COMMANDS}:
         raise UserError(f"give the launcher and the command, as in mpirun -np 3 pipeinfer {'|'.join(COMMANDS)} …")
-    launcher = Launcher(tuple(words[:first]), tuple(words[first:]), read_hosts(words[:first], environ))
+    launcher = Launcher(tuple(words[:first]), tuple(words[first:]), named_hosts(words[:first], environ))
     if launcher.is_chat and "--json" in launcher.command:
         reason = "--json of a chat has other figures after each start, so it cannot be supervised"
         raise UserError(f"{reason}; leave --json out, or supervise serve")

@@ -116,7 +116,7 @@ def links(report: HostReport, cluster: Cluster) -> Result:
     )
 
 
-NO_JOB = Fault("no job starts on all hosts: {error}", "{command} hostname must print the name of every host")
+NO_START = Fault("no job starts on all hosts: {error}", "{command} hostname must print the name of every host")
 NO_RING = Fault(
     "no message went round in time: the launcher hangs, or MPI takes another network than the checks of TCP",
     "{command} hostname; if that prints the name of every host: mpirun -iface {used} and export "
@@ -125,7 +125,7 @@ NO_RING = Fault(
 OTHER_HOSTS = Fault("the ranks ran on {names}, and not one on each host", "{command} hostname; slots in --hosts")
 
 
-@check("an MPI job brings a message round all hosts", NO_JOB, NO_RING, OTHER_HOSTS, of_all=True)
+@check("an MPI job brings a message round all hosts", NO_START, NO_RING, OTHER_HOSTS, of_all=True)
 def ring(report: HostReport, cluster: Cluster) -> Result:
     result, names = cluster.ring, list(cluster.reports)
     if result is None:
@@ -135,7 +135,7 @@ def ring(report: HostReport, cluster: Cluster) -> Result:
     if result.late:
         return NO_RING.on(report, used=used, command=command)
     if result.error:
-        return NO_JOB.on(report, error=result.error, command=command)
+        return NO_START.on(report, error=result.error, command=command)
     if len(set(result.names)) != len(names):
         return OTHER_HOSTS.on(report, names=", ".join(result.names), command=command)
     return (

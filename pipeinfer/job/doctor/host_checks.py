@@ -1,6 +1,7 @@
-"""Checks of each host: the way there, the program, the machine."""
+"""Checks of each host: the way there, the program, the machine; those of this host before MPI starts."""
 
 import re
+import socket
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -8,8 +9,10 @@ from typing import Any
 from pipeinfer.cluster.hosts.roster import check_alike, version_text
 from pipeinfer.cluster.watch.processes import RANK_BYTES
 from pipeinfer.errors import UserError
+from pipeinfer.job.doctor import agent
 from pipeinfer.job.doctor.agent import ADDRESS_SPACE, LOCKED_MEMORY, OPEN_FILES
-from pipeinfer.job.doctor.findings import Cluster, Fault, Finding, HostReport, Result, Severity, check
+from pipeinfer.job.doctor.findings import NO_JOB, Cluster, Fault, Finding, HostReport, Result, Severity, check, problems
+from pipeinfer.job.doctor.host_list import HostList, host_named
 from pipeinfer.job.doctor.host_session import FACTS_S
 from pipeinfer.text import size_text
 
@@ -321,3 +324,11 @@ def _last_line(errors: str) -> str:
 
 
 HOST_CHECKS = (name, ssh, python, program, packages, mpi, build, kernels, machine, disk, shared_memory, limits, clock)
+
+
+def check_this_host(n_ranks: int) -> list[Finding]:
+    """What is wrong with its shared memory and limits for so many ranks. Made before MPI starts here."""
+    name = socket.gethostname()
+    report = HostReport(name, True, base=agent.machine())
+    cluster = Cluster(HostList([host_named(name)] * n_ranks, "mpich"), NO_JOB, {name: report})
+    return problems((shared_memory, limits), report, cluster)

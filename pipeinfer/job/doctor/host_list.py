@@ -5,19 +5,18 @@ import os
 import re
 import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from pipeinfer.child import is_open_mpi, own_program
+from pipeinfer.cluster.hosts.launcher import expand_nodes
 from pipeinfer.errors import UserError
 from pipeinfer.virtual.nodes import HOST, MAX_SLOTS, UNKNOWN_CORES, Node, described_host, read_hosts
 
 LAUNCHERS = ("mpich", "openmpi", "srun")
 NODES = "SLURM_JOB_NODELIST"
-SCONTROL_S = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +60,8 @@ def read_host_list(text: str | None, launcher: str | None, environ: Mapping[str,
     if launcher == "srun" and not (NODES in environ and shutil.which("srun")):
         raise UserError("--launcher srun works within an allocation: salloc -N 2 pipeinfer doctor")
     if text is None:
-        names = _slurm_nodes(environ[NODES]) if in_slurm else [socket.gethostname()]
-        nodes = [_node(name) for name in names]
+        names = expand_nodes(environ[NODES]) if in_slurm else [socket.gethostname()]
+        nodes = [host_named(name) for name in names]
     else:
         nodes = read_hosts(Path(text)) if os.path.isfile(text) else _listed(text)
     here = frozenset({node.host.name for node in nodes if launcher != "srun" and is_this_machine(node.host.name)})
@@ -104,18 +103,10 @@ def _listed(text: str) -> list[Node]:
                 f"--hosts {text}: {item!r} is neither a file nor a host; give a hosts file, or names as in "
                 "node1,node2:2"
             )
-        nodes += [_node(match[1])] * int(match[2] or 1)
+        nodes += [host_named(match[1])] * int(match[2] or 1)
     return nodes
 
 
-def _node(name: str) -> Node:
+def host_named(name: str) -> Node:
+    """A rank on a host of which the name alone is known."""
     return Node(described_host(name, UNKNOWN_CORES, math.inf))
-
-
-def _slurm_nodes(listed: str) -> list[str]:
-    words = ["scontrol", "show", "hostnames", listed]
-    try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=SCONTROL_S, check=True)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise UserError(f"{' '.join(words)} does not answer ({error}); give --hosts node1,node2") from None
-    return done.stdout.split()

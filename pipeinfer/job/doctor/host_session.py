@@ -61,9 +61,8 @@ def remote_words(launcher: str, host: str, is_here: bool, environ: Mapping[str, 
     if is_here:
         return words
     agent = environ.get(AGENT_VARIABLES[launcher], "")
-    ssh = shlex.split(agent.partition(":")[0] if launcher == "openmpi" else agent) or [
-        "ssh"
-    ]  # the first of its choices
+    first = agent.partition(":")[0] if launcher == "openmpi" else agent  # of Open MPI's choices
+    ssh = shlex.split(first) or ["ssh"]
     options = OPTIONS if os.path.basename(ssh[0]) == "ssh" else ()
     return [*ssh, "-x", *(word for option in options for word in ("-o", option)), host, shlex.join(words)]
 

@@ -89,9 +89,10 @@ def read_facts(reports: Iterable[HostReport], options: RunOptions) -> None:
     at_once(read, reports)
 
 
-def read_hashes(reports: Iterable[HostReport], paths: Sequence[Path], n_bytes: int) -> None:
-    """`n_bytes`: of all files on one host, for the bar."""
+def read_hashes(reports: Iterable[HostReport], paths: Sequence[Path]) -> None:
+    """Of files at the same paths on all hosts. The bar takes them to be as long there as here."""
     words = python_command("from pipeinfer.job.doctor.hashes import main; main()", *map(os.path.abspath, paths))
+    n_bytes = sum(path.stat().st_size for path in paths if path.exists())
     reachable, lock = [report for report in reports if report.session], threading.Lock()
     bar = ProgressBar(Console(stderr=True), time.monotonic, "SHA-256", n_bytes * len(reachable), "MB")
 

@@ -2,9 +2,8 @@
 
 import json
 import math
-import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pipeinfer.child import python_command
@@ -47,7 +46,7 @@ class Ring(NamedTuple):
     late: bool
 
 
-def run_ring(hosts: HostList, names: Sequence[str], environ: Mapping[str, str] = os.environ) -> Ring:
+def run_ring(hosts: HostList, names: Sequence[str]) -> Ring:
     """On a rank a host; on one host there are two."""
     n_ranks = dict.fromkeys(names, 1 if len(names) > 1 else 2)
     limit_s = BASE_S + PER_HOST_S * len(names)
@@ -55,7 +54,7 @@ def run_ring(hosts: HostList, names: Sequence[str], environ: Mapping[str, str] =
     words[1:1] = SHARED_CORE.get(hosts.launcher, []) if len(names) == 1 else []
     try:
         none, pipe = subprocess.DEVNULL, subprocess.PIPE
-        job = subprocess.Popen(words, stdin=none, stdout=pipe, stderr=pipe, errors="replace", env=environ)
+        job = subprocess.Popen(words, stdin=none, stdout=pipe, stderr=pipe, errors="replace")
     except OSError as error:
         return Ring((), 0.0, f"{words[0]}: {error.strerror}", False)
     try:

@@ -21,7 +21,7 @@ def verify_files(files: Sequence[Path], hosts: str | None) -> dict[str, Any]:
         for report in reports.values():
             for problem in errors((name, ssh, python), report, Cluster(host_list, NO_JOB, reports)):
                 raise UserError(f"{report.name}: {problem.text} -> {problem.fix}")
-        read_hashes(reports.values(), paths, sum(path.stat().st_size for path in paths if path.exists()))
+        read_hashes(reports.values(), paths)
     for report in reports.values():
         if report.hashes_failure or any(str(path) not in report.hashes for path in paths):
             why = report.hashes_failure or "the program there ended"

@@ -26,11 +26,11 @@ from pipeinfer.job.doctor import agent, checks, hashes, host_checks, inquiry, ri
 from pipeinfer.job.doctor.agent import ADDRESS_SPACE, LOCKED_MEMORY, OPEN_FILES
 from pipeinfer.job.doctor.checks import CHECKS
 from pipeinfer.job.doctor.findings import Cluster, Fault, Finding, HostReport, Severity
+from pipeinfer.job.doctor.host_checks import check_this_host
 from pipeinfer.job.doctor.host_list import HostList, read_host_list
 from pipeinfer.job.doctor.host_session import HostSession, NoAnswer, remote_words
 from pipeinfer.job.doctor.pairs import Way, connect_all, measure_all, rounds
 from pipeinfer.job.doctor.ring import Ring, run_ring
-from pipeinfer.job.doctor.this_host import check_this_host
 from pipeinfer.models.demo import TARGET
 from tests.support.jobs import COMMAND, ROOT, environment
 from tests.support.planned import options_of
