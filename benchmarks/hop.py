@@ -2,10 +2,10 @@
 
 Sends one-row runs through real stage code with an instant model, and the same bytes round two rings of mpi4py, in
 turns, and prints the median time of a hop of each and ratios. With more ranks than cores the rings, whose ranks wait
-busily, say little. In the bare ring a rank knows what comes. In the naive one it
-does not: what there is to come, its shape and type, is said by a message of its own, then a buffer is made and the
-bytes are received, as SiPipe finds it in other systems (section 5.3), whose stages post receives of known shapes ahead
-instead.
+busily, say little.
+
+In the bare ring a rank knows what comes. In the naive one it does not, as in the systems that SiPipe (section 5.3)
+starts from: a message has name, shape and type of what follows; then a buffer is made and the bytes are received.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def ring(comm: MPI.Comm, buffer: np.ndarray) -> None:
 
 
 def naive_ring(comm: MPI.Comm, array: np.ndarray) -> None:
-    """The same, of messages that say what comes next."""
+    """The same, each buffer behind a message that describes it."""
     rank, size = comm.rank, comm.size
 
     def send(found: np.ndarray, dest: int) -> None:

@@ -27,7 +27,7 @@ from harness import grown
 from policies import BOUND, TUNED, best_speed
 
 from experiments.record import Prompt, record_pair
-from pipeinfer.job.requests.conversation import TEXTS
+from pipeinfer.job.requests.bench_prompts import TEXTS
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.text import markdown_table

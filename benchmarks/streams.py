@@ -16,23 +16,14 @@ class Stream(threading.Thread):
 
     def __init__(self, port: int, prompt: str, n_predict: int) -> None:
         super().__init__(daemon=True)
-        self.port, self.asked = (
-            port,
-            {
-                "prompt": prompt,
-                "max_tokens": n_predict,
-                "temperature": 0,
-                "stream": True,
-                "ignore_eos": True,
-                "cache_prompt": False,
-            },
-        )
+        self.port, self.body = port, {"prompt": prompt, "max_tokens": n_predict, "temperature": 0, "stream": True}
+        self.body |= {"ignore_eos": True, "cache_prompt": False}
         self.times_s: list[float] = []
         self.start()
 
     def run(self) -> None:
         link = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S)
-        link.request("POST", "/v1/completions", json.dumps(self.asked), {"content-type": "application/json"})
+        link.request("POST", "/v1/completions", json.dumps(self.body), {"content-type": "application/json"})
         for line in link.getresponse():
             if line.startswith(b"data: {") and json.loads(line[6:])["choices"][0]["text"]:
                 self.times_s.append(time.monotonic())

@@ -1,5 +1,5 @@
-"""Programs that are installed beside this Python, Python child processes: their command line, and the side of a child
-that answers within limits. Knows no model and no MPI."""
+"""Programs and packages that are installed beside this Python; Python child processes: their command line, and the side
+of a child that answers within limits. Knows no model and no MPI."""
 
 import subprocess
 import sys
@@ -34,6 +34,16 @@ def own_program(name: str) -> str:
     """A program that is installed beside this Python, by a path that is the same on a job's nodes; else its name."""
     path = Path(sys.executable).with_name(name)
     return str(path) if path.exists() else name
+
+
+def package_version(package: str) -> str | None:
+    """None: it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version  # takes a while
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def answer_within(module: str, cpu_s: str, n_bytes: str) -> None:

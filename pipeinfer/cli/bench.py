@@ -18,7 +18,7 @@ from pipeinfer.job.options.options import JobModels, RunOptions, choose_drafts, 
 from pipeinfer.job.options.plan_file import SPLIT
 from pipeinfer.job.options.text_sections import ContextOptions, Loads, SamplerTexts, Traffic, check_once
 from pipeinfer.job.options.values import File, Listed, Number, TextType, Whole
-from pipeinfer.job.requests.conversation import TEXTS, BenchPrompt, read_prompts
+from pipeinfer.job.requests.bench_prompts import TEXTS, BenchPrompt, read_prompts
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies import ABLATIONS, POLICIES, USUAL, PipeInfer
 

@@ -4,13 +4,13 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from importlib import import_module
 from typing import NoReturn
 
 import click
 
 from pipeinfer import __version__
+from pipeinfer.child import package_version
 from pipeinfer.cli.options.llama_cpp import CommandGroup
 from pipeinfer.cluster.hosts.launch import exit_together, fail_together, rank_from_environment
 from pipeinfer.errors import UserError
@@ -63,13 +63,8 @@ REPORTED = ("mpi4py", "mpich", "openmpi", "numpy", "llguidance", "torch")
 
 def describe_surroundings() -> str:
     """The versions of Python, of the installed packages of `REPORTED`, and of the system."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    versions = [f"Python {platform.python_version()}"]
-    for name in REPORTED:
-        with suppress(PackageNotFoundError):
-            versions.append(f"{name} {version(name)}")
-    return ", ".join([*versions, platform.platform()])
+    versions = [f"{name} {version}" for name in REPORTED if (version := package_version(name))]
+    return ", ".join([f"Python {platform.python_version()}", *versions, platform.platform()])
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

@@ -35,8 +35,7 @@ N_POSTED = 4  # receives of verdicts that are posted ahead
 class HeadPipeline(Generic[A]):
     """Rank 0's Pipeline to one level. If the head hosts the first stage, or the whole model, `work` evaluates the
     oldest run. `decode`: decodes a verdict's message; `n_bytes`: of a verdict, at most. `progress`: moves messages
-    while `work` evaluates. `n_posted`: receives of verdicts that are posted ahead. `clock`: of
-    the job's times."""
+    while `work` evaluates. `n_posted`: receives of verdicts that are posted ahead. `clock`: of the job's times."""
 
     comm: Comm
     stage_ranks: Sequence[int]

@@ -15,6 +15,8 @@ from pipeinfer.cluster.wire import Buffer
 if TYPE_CHECKING:  # imports MPI
     from pipeinfer.cluster.transport import Link
 
+MESSAGE_BYTES, N_MESSAGES = 1 << 22, 4  # of which the fastest tells a link's bandwidth
+
 
 def clock_offset_s(link: "Link", clock: Callable[[], float], ranks: Iterable[int], n_rounds: int = 8) -> float:
     """Seconds to add to this rank's clock to get rank 0's; 0 unless it is one of `ranks`, whose clocks may differ.
@@ -42,17 +44,17 @@ def _ask_clock(link: "Link", clock: Callable[[], float], time_s: npt.NDArray[np.
     return delay_s, float(time_s[0]) - (start_s + delay_s / 2)
 
 
-def bandwidth_gbit(link: "Link", n_bytes: int = 1 << 22, n_rounds: int = 4) -> float:
+def bandwidth_gbit(link: "Link") -> float:
     """The bandwidth of the slowest link between neighbouring ranks, in Gbit/s. Needs two ranks."""
-    buffer, slowest_s = np.zeros(n_bytes, np.uint8), 0.0
+    buffer, slowest_s = np.zeros(MESSAGE_BYTES, np.uint8), 0.0
     for rank in range(1, link.size):
         if link.rank == rank - 1:
-            slowest_s = max(slowest_s, min(_round_trip_s(link, buffer, rank) for _ in range(n_rounds)))
+            slowest_s = max(slowest_s, min(_round_trip_s(link, buffer, rank) for _ in range(N_MESSAGES)))
         elif link.rank == rank:
-            for _ in range(n_rounds):
+            for _ in range(N_MESSAGES):
                 link.receive_awake(buffer, rank - 1)
                 link.send_awake(buffer, rank - 1)
-    return 8e-9 * 2 * n_bytes / max(link.all_gather(slowest_s))
+    return 8e-9 * 2 * MESSAGE_BYTES / max(link.all_gather(slowest_s))
 
 
 def _round_trip_s(link: "Link", buffer: Buffer, rank: int) -> float:

@@ -122,12 +122,12 @@ class Auto(Policy):
             if root.run_id is None or not pays_ahead(context):
                 return NOTHING
             return _busy(context) or Send(best_ahead(context))
-        best, promise = best_run(context)
+        best, expected = best_run(context)
         nodes, left_s = self._next_guesses(context) if self._is_caught_up(context) else ((), 0.0)
         scores = [node.score for node in nodes if node.live]
         first_rate = self.calibration.first_rate
         hit = chance(context, max(scores)) * first_rate if scores else 0.0
-        return AwaitDraft(root) if promise.grows(context, hit, left_s, first_rate) else Send(best)
+        return AwaitDraft(root) if expected.grows(context, hit, left_s, first_rate) else Send(best)
 
     def _awaits_first(self, context: PolicyView, best: list[Node]) -> bool:
         """As `_awaits_draft`, for an unsent root. A step that the draft has yet to start counts too, unless other
@@ -153,8 +153,8 @@ class Auto(Policy):
         scores = [node.score for node in nodes if node.live]
         if not scores:
             return 0.0
-        promised = chance(context, max(scores)) * self.calibration.hit_rate
-        return promised - (chance(context, best[-1].score) if len(best) == context.n_cheap_rows else 0.0)
+        expected = chance(context, max(scores)) * self.calibration.hit_rate
+        return expected - (chance(context, best[-1].score) if len(best) == context.n_cheap_rows else 0.0)
 
     def _next_guesses(self, context: PolicyView) -> tuple[Collection[Node], float]:
         """The nodes after which the next guesses come, and in how many seconds."""

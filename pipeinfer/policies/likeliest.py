@@ -57,7 +57,7 @@ IDLE_SHARE = 0.05  # of a one-row run a lone stage may be idle: a run after the 
 LEAST_AHEAD = 0.25  # probability of its first guess from which a lone stage's run goes ahead of the verdict
 
 
-class Promise(NamedTuple):
+class ExpectedRun(NamedTuple):
     """Expected tokens of a run, its rows, and seconds until the next run can start."""
 
     tokens: float
@@ -80,14 +80,14 @@ class Promise(NamedTuple):
         return False
 
 
-def best_run(context: PolicyView) -> tuple[list[Node], Promise]:
+def best_run(context: PolicyView) -> tuple[list[Node], ExpectedRun]:
     """The root and as many of the likeliest unsent guesses as give the best rate."""
     root = context.tree.root
     nodes = context.fitting([root, *likeliest(context)]) or [root]
-    best, tokens = Promise(1.0, 1, round_s(context, 1)), 1.0
+    best, tokens = ExpectedRun(1.0, 1, round_s(context, 1)), 1.0
     for n_rows, node in enumerate(nodes[1 : most_rows(context)], start=2):
         tokens += chance(context, node.score)
-        best = max(best, Promise(tokens, n_rows, round_s(context, n_rows)), key=lambda each: each.rate)
+        best = max(best, ExpectedRun(tokens, n_rows, round_s(context, n_rows)), key=lambda each: each.rate)
     return nodes[: best.n_rows], best
 
 

@@ -153,22 +153,22 @@ class Api:
         return Response((PAGE / name).read_bytes(), media_type=f"{kind}; charset=utf-8", headers=PAGE_HEADERS)
 
     async def events(self, request: Request) -> Response:
-        """Pictures of the pipeline, for as long as a client reads them."""
+        """Snapshots of the pipeline, for as long as a client reads them."""
         self.head.check_ready()
 
-        async def pictures() -> AsyncIterator[bytes]:
+        async def snapshots() -> AsyncIterator[bytes]:
             queue = self.head.watch()
             try:
                 while self.head.state is HeadState.READY:
                     with contextlib.suppress(asyncio.TimeoutError):
-                        picture = await asyncio.wait_for(queue.get(), 1.0)
+                        snapshot = await asyncio.wait_for(queue.get(), 1.0)
                         running = sum(choice.is_running for choice in self.head.choices.values())
                         load = {"running": running, "waiting": len(self.head.choices) - running}
-                        yield event({"seconds": picture.seconds, "ranks": picture.ranks, **load})
+                        yield event({"seconds": snapshot.seconds, "ranks": snapshot.ranks, **load})
             finally:
                 self.head.unwatch(queue)
 
-        return StreamingResponse(pictures(), headers=STREAM_HEADERS)
+        return StreamingResponse(snapshots(), headers=STREAM_HEADERS)
 
     # -- texts
 

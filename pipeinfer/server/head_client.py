@@ -46,7 +46,7 @@ class HeadClient:
         self.reason, self.lost_s = "", math.nan  # while it recovers
         self.closing_s = 0.0  # how long clients have once rank 0 is gone
         self._ids = itertools.count()
-        self._watchers: set[asyncio.Queue[channel.Picture]] = set()
+        self._watchers: set[asyncio.Queue[channel.Snapshot]] = set()
         self.writer: asyncio.StreamWriter | None = None
 
     async def run(self, reader: asyncio.StreamReader) -> None:
@@ -85,7 +85,7 @@ class HeadClient:
                     request = replace(choice.request, begun=choice.resume())
                     self.tell(channel.Ask(choice.id, choice.client, request))
             if self._watchers:
-                self.tell(channel.SendPictures(True))
+                self.tell(channel.SendSnapshots(True))
 
     # -- requests
 
@@ -141,17 +141,17 @@ class HeadClient:
                 self.tell(channel.Cancel(choice.id))
                 self.metrics.ended(choice, 0)
 
-    def watch(self) -> asyncio.Queue[channel.Picture]:
-        """A queue of the newest picture, until `unwatch`."""
-        queue = asyncio.Queue[channel.Picture](1)
+    def watch(self) -> asyncio.Queue[channel.Snapshot]:
+        """A queue of the newest snapshot, until `unwatch`."""
+        queue = asyncio.Queue[channel.Snapshot](1)
         self._watchers.add(queue)
-        self.tell(channel.SendPictures(True))
+        self.tell(channel.SendSnapshots(True))
         return queue
 
-    def unwatch(self, queue: asyncio.Queue[channel.Picture]) -> None:
+    def unwatch(self, queue: asyncio.Queue[channel.Snapshot]) -> None:
         self._watchers.discard(queue)
         if not self._watchers:
-            self.tell(channel.SendPictures(False))
+            self.tell(channel.SendSnapshots(False))
 
     def listen(self) -> None:
         """Tell rank 0 that clients can connect."""
@@ -184,7 +184,7 @@ class HeadClient:
                 self.state = HeadState.DRAINING
             case channel.Closing(grace_s):
                 self.closing_s = grace_s
-            case channel.Picture():
+            case channel.Snapshot():
                 self._show(message)
 
     def _update(self, updates: channel.TextUpdates) -> None:
@@ -226,9 +226,9 @@ class HeadClient:
         self.metrics.ended(choice, message.n_runs)
         choice.changed.set()
 
-    def _show(self, picture: channel.Picture) -> None:
+    def _show(self, snapshot: channel.Snapshot) -> None:
         for queue in self._watchers:
             if queue.full():
                 queue.get_nowait()  # a slow watcher misses some
-            queue.put_nowait(picture)
-        self.metrics.shown(picture)
+            queue.put_nowait(snapshot)
+        self.metrics.ranks_reported(snapshot)

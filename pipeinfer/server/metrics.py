@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from pipeinfer.job.serve.channel import Picture
+from pipeinfer.job.serve.channel import Snapshot
 from pipeinfer.server.choices import Choice
 
 SECONDS: tuple[float, ...] = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0)
@@ -57,8 +57,8 @@ class Metrics:
         metric = kind(name, help, list(labels), registry=self.registry, **options)
         return metric.labels(**labels) if labels else metric
 
-    def show(self, choices: Mapping[int, Choice]) -> None:
-        """Show these open choices as gauges."""
+    def add_gauges(self, choices: Mapping[int, Choice]) -> None:
+        """Gauges of these open choices."""
 
         def n_running() -> float:
             return sum(choice.is_running for choice in choices.values())
@@ -118,8 +118,8 @@ class Metrics:
         self._prefix_hits.inc(timings.get("cache_n", 0))
         self._preempted.inc(timings.get("preempted_n", 0))
 
-    def shown(self, picture: Picture) -> None:
-        for rank in picture.ranks:
+    def ranks_reported(self, snapshot: Snapshot) -> None:
+        for rank in snapshot.ranks:
             for use in ("busy", "cancelled", "waiting", "idle"):
                 self._share.labels(rank["rank"], use).set(rank[use])
 

@@ -117,7 +117,7 @@ async def serve(process_setup: ProcessSetup, control: socket.socket, port: socke
     http, setup = process_setup.http, process_setup.setup
     metrics = Metrics(http.alias or setup.model.name, setup.n_ctx)
     head = HeadClient(setup.parallel + http.n_queue, metrics, is_followed=process_setup.is_followed)
-    metrics.show(head.choices)
+    metrics.add_gauges(head.choices)
     info, tokenizer = read_model_info(setup.model), Tokenizer(setup.model)
     options = setup.text, setup.context
     prompting = Prompting(BodyPrompts(*options, info, tokenizer, setup.limit, setup.share, lambda line: None))

@@ -145,11 +145,11 @@ class SimDraftLevel(Level):
 
 
 def guesses_after(node: Node, root: Node, choices: Choices, width: int) -> list[Guess]:
-    start, branch = fork(node, choices)
+    start, branch = branch_of(node, choices)
     return choices.guesses(start, branch, width, node.position - root.position)
 
 
-def fork(node: Node, choices: Choices) -> tuple[int, tuple[int, ...]]:
+def branch_of(node: Node, choices: Choices) -> tuple[int, tuple[int, ...]]:
     """(position of the last right token on the node's path, the wrong tokens after it)."""
     path: list[Node] = []
     step: Node | None = node

@@ -90,7 +90,7 @@ def main() -> None:
                 "tokens": found.request.tokens[len(case.prompt) :],
                 "leaks": AuditedEngine.newest.leaks(),
                 "n_cancelled": found.metrics.n_cancelled,
-                "ranks": {rank: [each["rss_bytes"], each["open_files"]] for rank, each in found.figures.items()},
+                "ranks": {rank: [each["rss_bytes"], each["open_files"]] for rank, each in found.reports.items()},
             }
             print(json.dumps(line), flush=True)
         own.configure(own.plan.engine)

@@ -10,7 +10,7 @@ from pipeinfer.models.text.chat_template import ChatMessage
 from pipeinfer.models.text.grammar_text import answer, matcher, open_tokens
 from pipeinfer.models.text.tokenizer import ATTR_CONTROL
 from pipeinfer.models.text.tools import (
-    DEEPSEEK,
+    CALLS,
     HERMES,
     STYLES,
     Style,
@@ -117,4 +117,4 @@ def test_tools_become_text_for_a_template_without_tools() -> None:
     assert plain == [chat[0], ChatMessage("assistant", written), ChatMessage("user", response)]
     merged = plain_conversation([ChatMessage("system", "Be brief."), *chat], Tools(FUNCTIONS))[0].content
     assert merged.startswith("Be brief.\n\n# Tools")
-    assert plain_conversation(chat[:1], None) == chat[:1] and DEEPSEEK in STYLES[0].signs
+    assert plain_conversation(chat[:1], None) == chat[:1] and CALLS in STYLES[0].signs

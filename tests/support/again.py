@@ -43,11 +43,11 @@ def main() -> None:
 def check(generation: Any) -> None:
     n_runs = generation.metrics.n_runs
     assert len(generation.ledger.submitted_s) == n_runs
-    for rank, figures in generation.figures.items():
-        if rank and rank not in generation.refiners:
-            runs = [run_id for run_id, *_ in figures["runs"] if run_id]
+    for rank, report in generation.reports.items():
+        if rank and rank not in generation.draft_ledgers:
+            runs = [run_id for run_id, *_ in report["runs"] if run_id]
             assert runs == list(generation.ledger.submitted_s), f"rank {rank}"
-            assert figures["n_messages"] <= n_runs
+            assert report["n_messages"] <= n_runs
 
 
 if __name__ == "__main__":

@@ -21,15 +21,13 @@ from pipeinfer.observe.trace import NO_TRACE, Tracer
 
 @dataclass(slots=True)
 class StageStats:
-    """Statistics of a stage."""
+    """Counts since the last report of its rank."""
 
-    n_runs: int = 0
     n_skipped: int = 0  # cancelled runs that it never began
     n_stopped: int = 0  # cancelled runs that it left between layers
     n_layers_saved: int = 0  # layers that cancellation spared it
     n_left: int = 0  # runs whose tokens samplers choose
     n_rows_pruned: int = 0  # dead rows left out of runs that it evaluated
-    busy_s: float = 0.0
 
 
 NO_LOGITS = np.empty((0, 0), np.float32)
@@ -111,12 +109,10 @@ class StageWorker:
                 for_samplers.append(index)
             else:
                 answer(index, logits[index])
-        self.stats.n_runs += 1
         # of two overlapping runs, the later one took the time after the end of the first
         end_s, start_s = self.clock(), max(pending.start_s, self._free_s)
-        self._free_s, busy_s = end_s, end_s - start_s
-        transaction.took(busy_s)
-        self.stats.busy_s += busy_s
+        self._free_s = end_s
+        transaction.took(end_s - start_s)
         self.tracer.evaluated(start_s, self.UNIT, transaction.run_id, transaction.n_rows, transaction.cancelled)
         if not self.model.is_last:
             return None

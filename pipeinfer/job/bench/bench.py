@@ -18,7 +18,7 @@ from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.placement.model_files import fetch_files
 from pipeinfer.job.planning.prepare import check_outputs, find_hosts, get_ready, with_files
 from pipeinfer.job.process.streams import complain
-from pipeinfer.job.requests.conversation import BenchTurn
+from pipeinfer.job.requests.bench_prompts import BenchTurn
 from pipeinfer.job.session.ranks import MAX_RECORDS
 from pipeinfer.job.session.result import RankUses, generation_result
 from pipeinfer.job.session.session import Generation, Notices, OpenRequest, Output, Session, open_session

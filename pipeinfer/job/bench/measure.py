@@ -304,10 +304,10 @@ def _run_plainly(
     drafted = session.generate(replace(request, policy=Speculative()))
     again = session.generate(replace(request, policy=Iterative()))
     loaded.close()
-    steps = (span for span in drafted.figures[0]["spans"] if span["kind"] == "draft" and span["args"]["finished"])
+    steps = (span for span in drafted.reports[0]["spans"] if span["kind"] == "draft" and span["args"]["finished"])
     steps_s = [span["duration_s"] for span in steps if span["args"]["nodes"] == 1]
     ranks = [stage.rank for stage in plan.assignment.stages]
-    runs = [plain.figures[rank]["runs"] for rank in ranks]
+    runs = [plain.reports[rank]["runs"] for rank in ranks]
     stage_times = [times[rank]["stage"] for rank in ranks]
     extra = overheads(plain.ledger, runs, stage_times, steps_s, times[0].get("draft"))
     return extra, float(speeds(again.metrics)["predicted_per_second"])

@@ -18,7 +18,7 @@ from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.placement.model_files import open_models
 from pipeinfer.job.planning.deploy import deploy
 from pipeinfer.job.planning.prepare import make_request
-from pipeinfer.job.requests.conversation import BenchPrompt, BenchTurn, Conversation, conversation_of, first_turns
+from pipeinfer.job.requests.bench_prompts import BenchPrompt, BenchTurn, Conversation, conversation_of, first_turns
 from pipeinfer.job.requests.request import GenerationRequest, fit_context
 from pipeinfer.job.session.result import ExperimentSettings, experiment_columns
 from pipeinfer.models.gguf.model_info import ModelInfo

@@ -8,11 +8,11 @@ import sys
 from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from pickle import loads
 from typing import TYPE_CHECKING, Any
 
+from pipeinfer.child import package_version
 from pipeinfer.cluster.hosts.cores import FreeMemory, Host, this_host
 from pipeinfer.cluster.hosts.roster import describe_mpi, version_text
 from pipeinfer.cluster.watch.rendezvous import own_location
@@ -87,10 +87,3 @@ def _model(path: Path, target: Path) -> dict[str, Any]:
         return {"n_bytes": n_bytes, "fingerprint": info.fingerprint, "error": ""}
     except UserError as error:
         return {"n_bytes": n_bytes, "fingerprint": "", "error": str(error)}
-
-
-def package_version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

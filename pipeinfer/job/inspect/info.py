@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeinfer.child import package_version
 from pipeinfer.cluster.hosts.cores import UNLIMITED, this_host
 from pipeinfer.cluster.hosts.launch import is_launched
 from pipeinfer.cluster.hosts.roster import describe_mpi, version_text
 from pipeinfer.errors import UserError
-from pipeinfer.job.inspect.host_facts import package_version
 from pipeinfer.job.options.sections import PlacementOptions, Servers
 from pipeinfer.models.llama.ggml import describe_build
 from pipeinfer.models.llama.rpc import connect
@@ -47,7 +47,7 @@ def info(question: InfoQuestion) -> int:
     """Returns the exit code. MPI is started only if a launcher has started ranks."""
     if not is_launched():
         connect(question.ranks.servers_of(0, 1))
-        print_report(question, [host_facts()])
+        print_report(question, [info_facts()])
         return 0
     from pipeinfer.job.launch import start_job  # initialises MPI
 
@@ -60,7 +60,7 @@ def _info_of_ranks(crew: "Crew", question: InfoQuestion) -> int:
 
     link, servers = crew.link, question.ranks.servers_of(crew.link.rank, crew.link.size)
     link.agree_all(lambda: connect(servers))
-    facts = host_facts()
+    facts = info_facts()
     facts["mpi"]["gpu_aware"] = is_gpu_aware()
     facts_of_ranks = link.all_gather(facts)
     if link.rank == 0:
@@ -84,7 +84,7 @@ def print_report(question: InfoQuestion, hosts: Sequence[dict[str, Any]]) -> Non
 # -- facts
 
 
-def host_facts() -> dict[str, Any]:
+def info_facts() -> dict[str, Any]:
     """Plain data about this host; None for what is unknown."""
     environment = {name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)}
     host = this_host(socket.gethostname())

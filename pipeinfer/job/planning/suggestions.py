@@ -129,17 +129,18 @@ def _hosts(planner: Planner) -> Iterator[tuple[str, Planner]]:
 
 def _enough(wider: Callable[[int], Planner]) -> int:
     """With how many further hosts it fits; 0 if with none that a plan can use."""
-
-    def is_plan(n: int) -> bool:
-        try:
-            return bool(wider(n).plan)
-        except UserError:  # more stages than layers
-            return False
-
-    most = largest(is_plan, 1, MOST_NODES)
+    most = largest(lambda n: _has_plan(wider(n)), 1, MOST_NODES)
     if not most or wider(most).plan.shortage:
         return 0
     return 1 + largest(lambda n: wider(n).plan.shortage > 0, 1, most)
+
+
+def _has_plan(planner: Planner) -> bool:
+    """Whether these hosts can be stages, whether the model fits or not: not where there are more than layers."""
+    try:
+        return bool(planner.plan)
+    except UserError:
+        return False
 
 
 def largest(holds: Callable[[int], bool], least: int, most: int) -> int:
@@ -167,15 +168,9 @@ def with_best_hosts(planner: Planner) -> tuple[Planner, list[str]]:
     def first(n: int) -> Planner:
         return replace(planner, nodes=[nodes[rank] for rank in sorted(best[:n])])
 
-    def has_plan(n: int) -> bool:
-        try:
-            return bool(first(n).plan)
-        except UserError:
-            return False
-
     least = min(len(nodes), 1 + len(planner.drafts_in_use) + sum(planner.options.placement.draft_split))
-    is_enough = len(nodes) <= planner.info.n_layer or has_plan(len(nodes))
-    n_used = len(nodes) if is_enough else largest(has_plan, least, len(nodes))
+    is_enough = len(nodes) <= planner.info.n_layer or _has_plan(first(len(nodes)))
+    n_used = len(nodes) if is_enough else largest(lambda n: _has_plan(first(n)), least, len(nodes))
     if not n_used or n_used == len(nodes):  # without any plan the error says why
         return replace(planner, nodes=nodes), lines
     used = first(n_used)

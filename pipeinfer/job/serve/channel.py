@@ -54,8 +54,8 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
-class SendPictures:
-    """Start or stop sending `Picture`s."""
+class SendSnapshots:
+    """Start or stop sending `Snapshot`s."""
 
     on: bool
 
@@ -132,15 +132,15 @@ class Closing:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class Snapshot:
     """How each rank spent the last `seconds`. `ranks`: rank, role, and the shares of its time."""
 
     seconds: float
     ranks: list[dict[str, Any]]
 
 
-FromFront = Ask | Cancel | Heartbeat | Listening | SendPictures
-FromHead = Started | Preempted | PromptProgress | TextUpdates | Finished | Ready | Draining | Closing | Picture
+FromFront = Ask | Cancel | Heartbeat | Listening | SendSnapshots
+FromHead = Started | Preempted | PromptProgress | TextUpdates | Finished | Ready | Draining | Closing | Snapshot
 MESSAGES = {kind.__name__: kind for kind in get_args(FromFront | FromHead)}
 
 

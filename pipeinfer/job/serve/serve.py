@@ -1,4 +1,4 @@
-"""A service in one MPI job: requests of a front's clients share the loaded models; pictures show how busy its ranks
+"""A service in one MPI job: requests of a front's clients share the loaded models; snapshots show how busy its ranks
 are. Knows no HTTP."""
 
 from bisect import insort
@@ -29,12 +29,12 @@ from pipeinfer.job.serve.channel import (
     Finished,
     Front,
     Listening,
-    Picture,
     Preempted,
     PromptProgress,
     Ready,
-    SendPictures,
+    SendSnapshots,
     Setup,
+    Snapshot,
     Started,
     TextUpdate,
     TextUpdates,
@@ -49,14 +49,14 @@ from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.observe.report import stderr_console
 from pipeinfer.text import without_nan
 
-PERIOD_S = 0.5  # seconds between pictures
+PERIOD_S = 0.5  # seconds between snapshots
 MAX_RECORDS = 2000
 """Records of rank 0 after which reports are requested without a watcher: the records take less than 1 MB."""
 
 USES = ("busy", "cancelled", "waiting", "idle")
 
 
-class Pictures:
+class Snapshots:
     """`on`: a client watches."""
 
     def __init__(self, ranks: LoadedRanks) -> None:
@@ -73,23 +73,23 @@ class Pictures:
             return self._figures is not None
         return self.on and self.clock.real_s(self.clock() - self._request_s) >= PERIOD_S
 
-    def next(self) -> Picture | None:
-        """A new picture, if there is one; requests the reports for the next."""
+    def next(self) -> Snapshot | None:
+        """A new snapshot, if there is one; requests the reports for the next."""
         if self.due and self._figures:
             figures, self._figures = self._figures, None
-            return self._picture(figures)
+            return self._snapshot(figures)
         if not self.ranks.awaits_figures and (self.due or self.ranks.n_records >= MAX_RECORDS):
             self._request_s = self.clock()
             self.ranks.request_figures()
         return None
 
-    def _picture(self, figures: Figures) -> Picture:
+    def _snapshot(self, figures: Figures) -> Snapshot:
         seconds, uses = self._request_s - self._uses.noted_s, self._uses.note(figures, self._request_s)
         ranks = []
         for rank, use in uses.items():
             shares = {name: getattr(use, f"{name}_s") / max(seconds, 1e-9) for name in USES}
             ranks.append({"rank": rank, "role": self.plan.assignment.describe(rank)} | shares)
-        return Picture(seconds, ranks)
+        return Snapshot(seconds, ranks)
 
 
 GRACE_S = 0.3  # how long clients have to receive their last output when the service ends
@@ -160,7 +160,7 @@ class Service:
     verbose: bool
     context: Context = field(init=False)
     session: Session = field(init=False)
-    pictures: Pictures = field(init=False)
+    snapshots: Snapshots = field(init=False)
     _waiting: list[tuple[Ask, float]] = field(default_factory=list)  # by priority, then by their time of arrival
     _open: dict[int, OpenRequest] = field(default_factory=dict)  # by the front's ids; the origin of each is its Ask
     _is_draining: bool = False
@@ -174,7 +174,7 @@ class Service:
         try:
             opened = open_session(context, self.plan, self.tokenizer, self._has_work, verbose=self.verbose)
             with opened as self.session:
-                flag.interrupts, self.pictures = self.drain, Pictures(self.session.ranks)
+                flag.interrupts, self.snapshots = self.drain, Snapshots(self.session.ranks)
                 self.front.tell(Ready(self.setup.limit))
                 with suppress(StopRequested):
                     self._serve()
@@ -191,15 +191,15 @@ class Service:
         return flag.exit_code or code
 
     def _has_work(self) -> bool:
-        """Whether to end the engine's wait: for the front, the drain or a picture."""
+        """Whether to end the engine's wait: for the front, the drain or a snapshot."""
         ends = self.drain.is_over if self._is_draining else self.drain.began
-        return ends or self.front.has_news() or self.pictures.due or bool(self.front.lost())
+        return ends or self.front.has_news() or self.snapshots.due or bool(self.front.lost())
 
     def _serve(self) -> None:
         while not self._has_drained():
             self.session.engine.step()
-            if picture := self.pictures.next():
-                self.front.tell(picture)
+            if snapshot := self.snapshots.next():
+                self.front.tell(snapshot)
 
     def _has_drained(self) -> bool:
         """Handle the front's messages and the drain. Returns whether nothing is left to do."""
@@ -231,8 +231,8 @@ class Service:
                 insort(self._waiting, (ask, self.context.clock()), key=lambda each: each[0].request.priority)
             elif isinstance(message, Cancel):
                 self._drop(message.id)
-            elif isinstance(message, SendPictures):
-                self.pictures.on = message.on
+            elif isinstance(message, SendSnapshots):
+                self.snapshots.on = message.on
             elif isinstance(message, Listening):
                 if self.front.tunnel:
                     complain(f"from another machine: {self.front.tunnel}")

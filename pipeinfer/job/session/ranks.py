@@ -49,12 +49,12 @@ MAX_RECORDS = 20_000  # records of rank 0 after which reports are requested, so 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What the ranks did in some time. `figures`: the report of each rank that took part. `refiners`: for each rank of
-    a remote draft the runs that rank 0 sent it. `row_s`: seconds of one row in each stage's rank, timed at loading."""
+    """What the ranks did in some time. `reports`: of each rank that took part. `draft_ledgers`: for each rank of a
+    remote draft the runs that rank 0 sent it. `row_s`: seconds of one row in each stage's rank, timed at loading."""
 
     ledger: HeadLedger
-    figures: dict[int, dict[str, Any]]
-    refiners: dict[int, HeadLedger]
+    reports: dict[int, dict[str, Any]]
+    draft_ledgers: dict[int, HeadLedger]
     row_s: dict[int, float]
 
 
@@ -69,7 +69,7 @@ class LoadedRanks:
         self._stage: LoadedModel | None = None
         self._drafts: dict[int, LoadedModel] = {}  # by number
         self._costs: dict[int, RunCosts] = {}  # of each stage's rank
-        self._refiner_costs: dict[int, dict[int, float]] = {}  # of each remote draft: rows of a run -> seconds
+        self._draft_costs: dict[int, dict[int, float]] = {}  # of each remote draft: rows of a run -> seconds
         self._pipeline: HeadPipeline[Verdict] | None = None
         self._draft_pipelines: dict[int, HeadPipeline[GuessVerdict]] = {}  # of remote drafts, by number
         self._drafter: ModelDrafter | None = None
@@ -93,7 +93,7 @@ class LoadedRanks:
                 complain(NO_AMX)
             if self._stage:
                 report = stage_report(self.context, self.plan, self._stage)
-            self._refiner_costs = {
+            self._draft_costs = {
                 number: time_draft(self.context, self.plan, draft, number).rows
                 for number, draft in self._drafts.items()
                 if number
@@ -105,7 +105,7 @@ class LoadedRanks:
         self._costs = {rank: costs[rank] for rank in self._ranks}
         for number, stages in self.plan.assignment.remote_drafts.items():
             if number not in self._drafts:
-                self._refiner_costs[number] = slowest_stage([costs[stage.rank].rows for stage in stages])
+                self._draft_costs[number] = slowest_stage([costs[stage.rank].rows for stage in stages])
         self._connect()
         if error := first_error(reports):
             self.close()
@@ -141,7 +141,7 @@ class LoadedRanks:
         levels = dict[int, Level]()
         for number, pipeline in self._draft_pipelines.items():
             pool = SequencePool(capacity.n_seq, n_cells, window=plan.drafts[number].window)
-            n_rows = largest_question(self._refiner_costs[number]) if number else n_guess_rows
+            n_rows = largest_question(self._draft_costs[number]) if number else n_guess_rows
             levels[number] = Level(pipeline, pool, n_chunk=n_guess_rows, n_rows=n_rows)
         kind = plan.numerics.parked, model.rewinds, capacity.n_target_guesses, model.window
         pool = SequencePool(capacity.n_target_seq, n_cells, *kind)
@@ -206,9 +206,9 @@ class LoadedRanks:
             each.ask_reports()
         ledgers = {number: pipeline.take_ledger() for number, pipeline in self._draft_pipelines.items()}
         drafts = self.plan.assignment.drafts
-        refiners = {stage.rank: ledger for number, ledger in ledgers.items() for stage in drafts[number]}
+        draft_ledgers = {stage.rank: ledger for number, ledger in ledgers.items() for stage in drafts[number]}
         local = self.context.take_figures(self._pipeline.worker, self._pipeline.outbox, None)
-        self._local_figures = self._pipeline.take_ledger(), local, refiners
+        self._local_figures = self._pipeline.take_ledger(), local, draft_ledgers
 
     @property
     def awaits_figures(self) -> bool:
@@ -222,10 +222,10 @@ class LoadedRanks:
             self._figures[report[0]] = report[1]
         if len(self._figures) < len(self.remote_ranks):
             return None
-        (ledger, local, refiners), reports = self._local_figures, self._figures
+        (ledger, local, draft_ledgers), reports = self._local_figures, self._figures
         self._local_figures, self._figures = None, {}
         row_s = {rank: costs.rows[1] for rank, costs in self._costs.items()}
-        return Figures(ledger, {0: local} | reports, refiners, row_s)
+        return Figures(ledger, {0: local} | reports, draft_ledgers, row_s)
 
     def take_figures(self) -> Figures:
         """What every rank did since the last reports. Waits for the stages' pending runs."""

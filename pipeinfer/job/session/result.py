@@ -128,10 +128,10 @@ NO_TIME = TimeUse(0.0, 0.0, 0.0, 0.0, 0.0)
 
 def generation_result(generation: Generation, plan: JobPlan, experiment: Record, text: str = "") -> Result:
     """`experiment`: the columns of `experiment_columns`."""
-    figures, ranks = generation.figures, [0, *(stage.rank for stage in plan.assignment.stages if stage.rank)]
+    reports, ranks = generation.reports, [0, *(stage.rank for stage in plan.assignment.stages if stage.rank)]
     counts = {"messages": "n_messages", "bytes": "n_bytes", "from_device": "n_out_of_band"}
     hops = [
-        {"from": rank, "to": following} | {name: figures[rank][figure] for name, figure in counts.items()}
+        {"from": rank, "to": following} | {name: reports[rank][figure] for name, figure in counts.items()}
         for rank, following in pairwise(ranks)
     ]
     more = {
@@ -148,8 +148,8 @@ def generation_result(generation: Generation, plan: JobPlan, experiment: Record,
 def tracks_of(figures: Figures, plan: JobPlan) -> list[Track]:
     """A track for each rank."""
     tracks = []
-    for rank, report in sorted(figures.figures.items()):
-        unit = "question" if rank in figures.refiners else "run"
+    for rank, report in sorted(figures.reports.items()):
+        unit = "question" if rank in figures.draft_ledgers else "run"
         spans = [TraceSpan(**span) for span in report["spans"]]
         tracks.append(Track(_row(rank, report, plan), *_records(rank, figures), spans, unit))
     return tracks
@@ -159,7 +159,7 @@ def _records(rank: int, figures: Figures) -> tuple[HeadLedger, Sequence[StageRun
     """The ledger of the rank's pipeline and its runs; those of the head are None."""
     if rank == 0:
         return figures.ledger, None
-    return figures.refiners.get(rank, figures.ledger), figures.figures[rank]["runs"]
+    return figures.draft_ledgers.get(rank, figures.ledger), figures.reports[rank]["runs"]
 
 
 def _row(rank: int, report: dict[str, Any], plan: JobPlan) -> dict[str, Any]:
@@ -196,11 +196,11 @@ class RankUses:
         sent_s = figures.ledger.submitted_s
         figures = replace(figures, ledger=replace(figures.ledger, submitted_s={**self._sent_s, **sent_s}))
         window = self.noted_s, now_s
-        uses = {rank: time_use(*_records(rank, figures), window) for rank in sorted(figures.figures)}
+        uses = {rank: time_use(*_records(rank, figures), window) for rank in sorted(figures.reports)}
         for rank, use in uses.items():
             self.uses[rank] = TimeUse(*map(sum, zip(astuple(self.uses[rank]), astuple(use), strict=True)))
-            self._peaks[rank] = max(self._peaks[rank], figures.figures[rank]["peak_rss_bytes"])
-            self._late_s[rank] += figures.figures[rank]["late_s"]
+            self._peaks[rank] = max(self._peaks[rank], figures.reports[rank]["peak_rss_bytes"])
+            self._late_s[rank] += figures.reports[rank]["late_s"]
         self._sent_s, self.noted_s = sent_s, now_s
         return uses
 

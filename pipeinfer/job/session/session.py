@@ -200,10 +200,10 @@ class Session:
             opened.printer.finish()
         self.stop_all()
         figures = self.ranks.take_figures()
-        late_s = {rank: report["late_s"] for rank, report in figures.figures.items()}
+        late_s = {rank: report["late_s"] for rank, report in figures.reports.items()}
         if notice := missed_pace(late_s, self.context.clock() - metrics.submitted_s):
             metrics.noticed(notice)
-        shared = figures.ledger, figures.figures, figures.refiners, figures.row_s
+        shared = figures.ledger, figures.reports, figures.draft_ledgers, figures.row_s
         return Generation(*shared, opened.state, metrics, opened.printer.text, opened.printer.was_cut)
 
     # -- output

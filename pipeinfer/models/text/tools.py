@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeinfer.models.text.answer_forms import MARK, THOUGHTS
+from pipeinfer.models.text.answer_forms import DEEPSEEK, MARK, THOUGHTS
 from pipeinfer.models.text.answers import as_json
 from pipeinfer.models.text.chat_template import ChatMessage
 from pipeinfer.models.text.grammar_text import ANY_TOKENS
@@ -45,19 +45,19 @@ class Style:
     single: bool = False
 
 
-DEEPSEEK = "<｜tool▁calls▁begin｜>"
-BEGIN, SEPARATOR, END = (f"<｜tool▁{mark}｜>" for mark in ("call▁begin", "sep", "call▁end"))
+CALLS, BEGIN = DEEPSEEK
+SEPARATOR, END = "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
 FENCED = f"{BEGIN}function{SEPARATOR}%s\n```json\n"
 STYLES = (
-    Style((DEEPSEEK, "```json"), FENCED, f"\n```{END}", DEEPSEEK, "\n", "<｜tool▁calls▁end｜>"),
-    Style((DEEPSEEK,), f"{BEGIN}%s{SEPARATOR}", END, DEEPSEEK, "", "<｜tool▁calls▁end｜>"),
+    Style((CALLS, "```json"), FENCED, f"\n```{END}", CALLS, "\n", "<｜tool▁calls▁end｜>"),
+    Style((CALLS,), f"{BEGIN}%s{SEPARATOR}", END, CALLS, "", "<｜tool▁calls▁end｜>"),
     Style(("[TOOL_CALLS]", "[ARGS]"), "[TOOL_CALLS]%s[ARGS]"),
     Style(("[TOOL_CALLS]",), '{"name": "%s", "arguments": ', "}", "[TOOL_CALLS][", ", ", "]"),
     Style(("<|channel|>",), "<|channel|>commentary to=functions.%s <|constrain|>json<|message|>", single=True),
     Style(("<|python_tag|>",), '{"name": "%s", "parameters": ', "}", "", "; "),
     Style((), '<tool_call>\n{"name": "%s", "arguments": ', "}\n</tool_call>", "", "\n"),  # Hermes, Qwen and all others
 )
-HARMONY = "<|channel|>analysis<|message|>"
+HARMONY_THOUGHT = "<|channel|>analysis<|message|>"
 HERMES = STYLES[-1]
 
 DESCRIPTION = """# Tools
@@ -124,11 +124,11 @@ def calls_grammar(tools: Tools, source: str, tokenizer: Tokenizer, thought: str)
 
 def _thoughts(source: str, thought: str, mark: Any) -> tuple[str, list[str]]:
     """The symbols before the calls, and their rules: reasoning that the prompt begins, or that may come."""
-    begin = HARMONY if "<|channel|>" in source else next((each for each in THOUGHTS if each in source), "")
+    begin = HARMONY_THOUGHT if "<|channel|>" in source else next((each for each in THOUGHTS if each in source), "")
     if not thought and not begin:
         return "", []
     end, space = mark(thought or THOUGHTS[begin]), "/[ \\n]*/"
-    if begin == HARMONY:
+    if begin == HARMONY_THOUGHT:
         space = mark("<|start|>assistant")
     free = ["free: /(.|\\n)*/", f"thought: free {end} {space}"]
     if end.startswith('"'):  # no token that text cannot have

@@ -5,10 +5,10 @@ import math
 import os
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
 
+from pipeinfer.child import package_version
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.header import Tensor
 from pipeinfer.models.gguf.layers import Layers
@@ -46,12 +46,7 @@ class TorchParams:
 
 def torch_version() -> str:
     """The installed package's, without importing it; empty if there is none."""
-    if find_spec("torch") is None:
-        return ""
-    try:
-        return version("torch")
-    except PackageNotFoundError:
-        return "unknown"
+    return (package_version("torch") or "unknown") if find_spec("torch") else ""
 
 
 @cache

@@ -265,7 +265,7 @@ async function watch() {
     try {
       const answer = await fetch("events", {headers: headers(), signal: mine.signal});
       if (!answer.ok) throw new Error(await refused(answer));
-      for await (const picture of events(answer)) draw(picture);
+      for await (const snapshot of events(answer)) draw(snapshot);
     } catch (error) {
       if (mine === watching) $("load").textContent = error.message;
     }

@@ -30,7 +30,7 @@ from pipeinfer.job.options.options import Speculation
 from pipeinfer.job.options.values import Backend, Pace
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.planning import prepare as prepare_module
-from pipeinfer.job.requests.conversation import (
+from pipeinfer.job.requests.bench_prompts import (
     TEXTS,
     BenchPrompt,
     BenchTurn,

@@ -27,7 +27,7 @@ from pipeinfer.job.bench.sweep import LoadCase, Variant, n_requests
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.options.text_sections import Loads
 from pipeinfer.job.placement.capacity import engine_settings
-from pipeinfer.job.requests.conversation import BenchPrompt, first_turns, read_prompts
+from pipeinfer.job.requests.bench_prompts import BenchPrompt, first_turns, read_prompts
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.session.result import ExperimentSettings
 from pipeinfer.models.demo import TARGET

@@ -154,7 +154,7 @@ def toy_service(front: Clients) -> Service:
     ranks = ToyRanks(context, plan)
     worker = StageWorker(ToyStage(0, N_LAYERS, True, N_CELLS), time.monotonic, is_first=True)
     ranks._pipeline = HeadPipeline(cast(Comm, None), [0], worker, 0, decode_verdict)
-    service.session, service.pictures = Session(ranks, tokenizer, service._has_work), serving.Pictures(ranks)
+    service.session, service.snapshots = Session(ranks, tokenizer, service._has_work), serving.Snapshots(ranks)
     return service
 
 
@@ -166,7 +166,7 @@ def serve(service: Service) -> list[int]:
             service.session.engine.step()
             n_records = ranks.n_records
             assert n_records < serving.MAX_RECORDS + 10
-            service.pictures.next()
+            service.snapshots.next()
             if ranks.n_records < n_records:
                 gc.collect()
                 blocks.append(sys.getallocatedblocks())
