@@ -73,7 +73,7 @@ class BenchOptions:
     verbose: bool = setting(False, "--verbose", "-v")
 
 
-_JOB = (jobs.Loading, ContextOptions, Traffic, jobs.PlacementOptions, jobs.Numerics)
+_JOB = (jobs.Adapters, jobs.Loading, ContextOptions, Traffic, jobs.PlacementOptions, jobs.Numerics)
 _SECTIONS = (BenchOptions, Loads, *_JOB, SamplingParams, SamplerTexts, jobs.Guesses, Policy, jobs.Experiments)
 _WITHOUT = ("layer_split", "continuous", "asynchronous", "predict", "ignore_eos")
 

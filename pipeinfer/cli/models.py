@@ -40,11 +40,17 @@ def models() -> None:
 def info_command(file: Path, ctx_size: int, numerics: str, json: bool) -> int:
     """Tell what a model file is: layers and bytes, vocabulary and template, whether it can be cut, what stages weigh.
 
-    Only the header and the vocabulary are read.
+    Only the header and the vocabulary are read. Of an adapter (LoRA): architecture, rank, alpha and tensors.
     """
+    from pipeinfer.job.inspect.adapter_report import adapter_lines, describe_adapter, is_adapter
     from pipeinfer.job.inspect.model_report import describe_file, info_lines
 
-    report = describe_file(_fetch(file), ctx_size, numerics)
+    path = _fetch(file)
+    if is_adapter(path):
+        report = describe_adapter(path)
+        _print(report, adapter_lines(report), json)
+        return 0
+    report = describe_file(path, ctx_size, numerics)
     _print(report, info_lines(report), json)
     return 0
 

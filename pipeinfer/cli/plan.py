@@ -14,7 +14,7 @@ from pipeinfer.job.options.limits import MAX_SEQUENCES
 from pipeinfer.job.options.text_sections import ContextOptions
 from pipeinfer.job.options.values import Whole
 
-_MODELS = (jobs.Models, jobs.Loading, ContextOptions)
+_MODELS = (jobs.Models, jobs.Adapters, jobs.Loading, ContextOptions)
 _SPECULATION = (jobs.PolicyName, jobs.Guesses, Policy, jobs.Ablations)
 SECTIONS = (PlanQuestion, *_MODELS, jobs.PlacementOptions, jobs.Numerics, *_SPECULATION, jobs.OutputOptions)
 WITHOUT = ("plan", "ignore_eos", "samplers", "send_layers", "gpu_aware", "couple", "cancel", "verbose")

@@ -10,7 +10,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.options import sections as jobs
 from pipeinfer.job.options import text_sections as texts
 
-_MODELS = (jobs.Models, jobs.Loading)
+_MODELS = (jobs.Models, jobs.Adapters, jobs.Loading)
 _TEXTS = (texts.ChatOptions, texts.Texts)
 _SAMPLING = (SamplingParams, texts.SamplerTexts, texts.Biases, texts.GrammarOptions)
 _SPECULATION = (jobs.PolicyName, jobs.Guesses, Policy, jobs.Experiments)

@@ -327,7 +327,7 @@ def test_what_llama_cpp_has_and_we_lack_is_named() -> None:
         (["-fa"], "on, 1"),
         (["--flash-attn", "-n", "3"], "auto, -1; it has no effect here"),
         (["--mirostat", "2"], "no such sampler"),
-        (["--lora", "x"], "merge"),
+        (["--control-vector", "x"], "merge"),
         (["-t", "-2"], "'-2' is not a whole number from 1 to 512, or -1 alone"),
         (["-zz"], "-zz"),
         (["-nlg", "3"], "-nlg"),

@@ -102,10 +102,12 @@ def until(done: Callable[[], bool], timeout_s: float = 30) -> None:
         time.sleep(0.02)
 
 
-def plain_tokens(model: Path, prompt: Sequence[int], n_predict: int, grammar: str = "") -> list[int]:
+def plain_tokens(
+    model: Path, prompt: Sequence[int], n_predict: int, grammar: str = "", adapters: Sequence[str] = ()
+) -> list[int]:
     """Plain llama-cpp-python, in a process of its own."""
     ids = ",".join(map(str, prompt))
-    command = [sys.executable, "-m", "tests.support.plain_llama", str(model), str(n_predict), ids, grammar]
+    command = [sys.executable, "-m", "tests.support.plain_llama", str(model), str(n_predict), ids, grammar, *adapters]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
     tokens: list[int] = json.loads(done.stdout.splitlines()[-1])

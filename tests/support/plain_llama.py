@@ -1,7 +1,7 @@
 """Plain llama-cpp-python, whole model, one process, greedy: what every run must reproduce.
 
-Run as `python -m tests.support.plain_llama MODEL N ID,ID,… [GRAMMAR]`; prints the generated token ids as JSON, of a
-grammar up to the end of the text.
+Run as `python -m tests.support.plain_llama MODEL N ID,ID,… [GRAMMAR [ADAPTER:SCALE …]]`; prints the generated token
+ids as JSON, of a grammar up to the end of the text.
 
 A row alone: no repacked weights, flash attention, K in BF16 and V in F16 (the reverse elsewhere than on x86).
 A prompt of more than 64 tokens: all but the last of them in batches of 64, the last one of
@@ -42,23 +42,25 @@ def greedy(
     n_threads: int = 2,
     grammar: str = "",
     see: Callable[[Any], object] = lambda logits: None,
+    adapters: Sequence[str] = (),
 ) -> list[int]:
-    """`see` is shown each token's logits."""
+    """`see` is shown each token's logits. `adapters`: each FILE:SCALE."""
     llama_cpp.llama_log_set(SILENT, None)
     model_params = llama_cpp.llama_model_default_params()
     model_params.use_extra_bufts = False
     model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
-    context = make_context(model, len(prompt) + n_predict + 8, FEW, decoding(), n_threads)
+    loras = load_adapters(model, adapters)
+    context = make_context(model, len(prompt) + n_predict + 8, FEW, decoding(), n_threads, loras=loras)
     vocab = llama_cpp.llama_model_get_vocab(model)
     n_vocab = llama_cpp.llama_vocab_n_tokens(vocab)
     sampler = llama_cpp.llama_sampler_init_grammar(vocab, grammar.encode(), b"root") if grammar else None
     out: list[int] = []
     feed = list(prompt)
     if len(prompt) > 64 and architecture(model) not in WITHOUT_FLASH:
-        read_blocks(model, context, prompt[:-1], n_threads)
+        read_blocks(model, context, prompt[:-1], n_threads, loras)
         feed = prompt[-1:]
     while len(out) < n_predict:
-        decode(context, feed, [*range(0, len(feed), FEW), len(feed)])
+        decode(context, feed, [*range(0, len(feed), 1 if loras else FEW), len(feed)])
         logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, -1), (n_vocab,))
         see(logits)
         out.append(best(sampler, logits) if sampler else int(np.argmax(logits)))
@@ -92,13 +94,32 @@ def decoding() -> tuple[int, int]:
     return (BF16, F16) if IS_X86 else (F16, BF16)
 
 
-def make_context(model: Any, n_ctx: int, n_batch: int, types: tuple[int, int], n_threads: int, n_seq: int = 1) -> Any:
+def load_adapters(model: Any, adapters: Sequence[str]) -> list[tuple[Any, float]]:
+    """The files as they are, each with its scale."""
+    both = [each.rpartition(":")[::2] for each in adapters]
+    return [(llama_cpp.llama_adapter_lora_init(model, path.encode()), float(scale)) for path, scale in both]
+
+
+def make_context(
+    model: Any,
+    n_ctx: int,
+    n_batch: int,
+    types: tuple[int, int],
+    n_threads: int,
+    n_seq: int = 1,
+    loras: Sequence[tuple[Any, float]] = (),
+) -> Any:
     params = llama_cpp.llama_context_default_params()
     params.n_seq_max, params.kv_unified = n_seq, True
     params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_batch, n_batch
     params.n_threads = params.n_threads_batch = n_threads
     params.flash_attn_type, (params.type_k, params.type_v) = 1, types
-    return llama_cpp.llama_init_from_model(model, params)
+    context, n = llama_cpp.llama_init_from_model(model, params), len(loras)
+    if loras:
+        handles = (llama_cpp.llama_cpp.llama_adapter_lora_p_ctypes * n)(*(lora for lora, _ in loras))
+        scales = (ctypes.c_float * n)(*(scale for _, scale in loras))
+        assert llama_cpp.llama_set_adapters_lora(context, handles, n, scales) == 0
+    return context
 
 
 def decode(context: Any, tokens: Sequence[int], cuts: Sequence[int]) -> None:
@@ -107,10 +128,12 @@ def decode(context: Any, tokens: Sequence[int], cuts: Sequence[int]) -> None:
         assert llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(ids, end - start)) == 0
 
 
-def read_blocks(model: Any, context: Any, tokens: Sequence[int], n_threads: int) -> None:
+def read_blocks(
+    model: Any, context: Any, tokens: Sequence[int], n_threads: int, loras: Sequence[tuple[Any, float]] = ()
+) -> None:
     """Evaluate the tokens in batches of 64 and more, and give `context` the cells."""
     n_tokens, window = len(tokens), llama_cpp.llama_model_n_swa(model) or 127
-    reader = make_context(model, n_tokens, 127, READING, n_threads, n_seq=2)
+    reader = make_context(model, n_tokens, 127, READING, n_threads, n_seq=2, loras=loras)
     memory = llama_cpp.llama_get_memory(reader)
     for start, end in pairwise([*(64 * block for block in range(n_tokens // 64)), n_tokens]):
         decode(reader, tokens, [start, end])
@@ -187,7 +210,8 @@ if __name__ == "__main__":
                 sys.argv[1],
                 [int(token) for token in sys.argv[3].split(",")],
                 int(sys.argv[2]),
-                grammar="".join(sys.argv[4:]),
+                grammar="".join(sys.argv[4:5]),
+                adapters=sys.argv[5:],
             )
         )
     )

@@ -19,6 +19,7 @@ from pipeinfer.job.batch.batch_file import WHAT, BatchFile, BatchOutput, BatchRe
 from pipeinfer.job.launch import CLOCK, Context
 from pipeinfer.job.options.options import JobOutput, RunOptions
 from pipeinfer.job.placement.job_plan import JobPlan
+from pipeinfer.job.placement.model_files import read_adapters
 from pipeinfer.job.planning.plan_table import show_start
 from pipeinfer.job.planning.prepare import defaults_of, deploy_largest, inputs_of, open_job, start_prepared
 from pipeinfer.job.process.streams import complain
@@ -30,6 +31,7 @@ from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.session.ranks import MAX_RECORDS
 from pipeinfer.job.session.result import RankUses, describe_drafts, describe_model
 from pipeinfer.job.session.session import OpenRequest, Output, open_session
+from pipeinfer.models.gguf.adapter import digest_of
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.text.grammar import TOO_MUCH, check_grammar
 from pipeinfer.observe.figures import Throughput
@@ -143,6 +145,8 @@ def _defaults(batch: BatchOptions, options: RunOptions, info: ModelInfo) -> Defa
     text = options.text
     others = "".join(f" {backend}" for backend in options.placement.backend if backend.is_torch)
     others += "" if text.parse_special else " no-special"
+    adapters = digest_of(read_adapters(options.models, info))
+    others += f" lora-{adapters}" if adapters else ""
     others += " special-in-messages" if text.special_in_messages else ""
     salt = f"{info.fingerprint} {options.numerics.rounding} {text.chat}{others}"
     return defaults_of(options, as_chat=batch.as_chat, salt=salt, strict=batch.strict)

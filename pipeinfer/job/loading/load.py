@@ -1,6 +1,7 @@
 """Load a rank's slices of the target and of drafts, make their workers, and serve on ranks other than 0."""
 
 import gc
+from collections.abc import Sequence
 from typing import Any, cast
 
 from pipeinfer.cluster.assignment import StagePlan
@@ -15,6 +16,7 @@ from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.settings import MAX_RUN, MAX_WIDTH
 from pipeinfer.errors import UserError
 from pipeinfer.job.launch import CLOCK, Context
+from pipeinfer.job.loading.adapters import fetch_adapters
 from pipeinfer.job.loading.arrivals import fetch_layers
 from pipeinfer.job.loading.stages import gpu_of, load_layers, time_draft, time_stage
 from pipeinfer.job.placement.job_plan import TARGET, JobPlan, ModelFile
@@ -23,6 +25,7 @@ from pipeinfer.models.drafts.head_drafter import HeadDrafter
 from pipeinfer.models.drafts.head_files import draft_of, read_draft
 from pipeinfer.models.drafts.model_drafter import ModelDrafter
 from pipeinfer.models.drafts.translation import TranslatedStage
+from pipeinfer.models.gguf.adapter import ScaledAdapter
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.slice import SliceFile, open_slice, read_model_info
 from pipeinfer.models.llama.params import LlamaParams
@@ -83,9 +86,9 @@ def run_stage(context: Context, plan: JobPlan) -> int:
 def load_own(context: Context, plan: JobPlan) -> tuple[LoadedModel | None, dict[int, LoadedModel]]:
     """This rank's stage of the target, if it has one, and its drafts by number, each with a KV cache for as many tokens
     as the target's. Collective. Raises UserError."""
-    received = fetch_layers(context, plan)
+    received, adapters = fetch_layers(context, plan), fetch_adapters(context, plan)
     models = {
-        number: load_part(context, plan, number, part, received.get(number))
+        number: load_part(context, plan, number, part, received.get(number), adapters)
         for number, part in plan.parts(context.rank).items()
     }
     context.meter.take_joules()  # of loading, which is not measured
@@ -94,9 +97,16 @@ def load_own(context: Context, plan: JobPlan) -> tuple[LoadedModel | None, dict[
     return models.pop(TARGET, None), models
 
 
-def load_part(context: Context, plan: JobPlan, number: int, part: StagePlan, received: SliceFile | None) -> LoadedModel:
-    """Layers of a draft of this number, or of TARGET. `received`: the slice that rank 0 sent. Raises UserError when
-    this host's file is not rank 0's."""
+def load_part(
+    context: Context,
+    plan: JobPlan,
+    number: int,
+    part: StagePlan,
+    received: SliceFile | None,
+    adapters: Sequence[ScaledAdapter] = (),
+) -> LoadedModel:
+    """Layers of a draft of this number, or of TARGET. `received`: the slice that rank 0 sent. `adapters`: of the
+    target, cut as it is. Raises UserError when this host's file is not rank 0's."""
     is_target, file = number == TARGET, plan.file(number)
     rank, numerics, capacity = plan.ranks[context.rank], plan.numerics, plan.capacity
     device = rank.target if is_target else rank.draft
@@ -125,7 +135,7 @@ def load_part(context: Context, plan: JobPlan, number: int, part: StagePlan, rec
         notice = lambda line: complain(f"{context.name}: {line}")  # noqa: E731
         return received or open_slice(info, part.first, part.last, plan.slice_cache, notice, file.states)
 
-    model = load_layers(open_layers, params, device)
+    model = load_layers(open_layers, params, device, adapters if is_target else ())
     if not is_target and (translation := plan.translations[number]):
         model = TranslatedStage(model, translation)
     if not plan.pace:

@@ -15,6 +15,7 @@ from pipeinfer.core.run_cost import RunCost
 from pipeinfer.disk_cache import user_cache
 from pipeinfer.job.placement.devices import DevicePlan
 from pipeinfer.job.placement.job_plan import JobPlan
+from pipeinfer.models.gguf.adapter import ScaledAdapter
 from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.llama.ggml import describe_build
 from pipeinfer.models.llama.params import LlamaParams
@@ -26,12 +27,17 @@ if TYPE_CHECKING:  # imports MPI
     from pipeinfer.job.launch import Context
 
 
-def load_layers(open_layers: Callable[[], SliceFile], params: LlamaParams, device: DevicePlan) -> LoadedModel:
-    """`params`: of libllama; torch takes the ones that it has. Raises UserError when the backend is not installed, or
-    cannot compute this model."""
+def load_layers(
+    open_layers: Callable[[], SliceFile],
+    params: LlamaParams,
+    device: DevicePlan,
+    adapters: Sequence[ScaledAdapter] = (),
+) -> LoadedModel:
+    """`params`, `adapters`: of libllama; torch takes the former as far as it has them. Raises UserError when the
+    backend is not installed, or cannot compute this model."""
     if not device.is_torch:
         layers = open_layers()
-        return LlamaHead(layers, params) if layers.info.head else LlamaStage(layers, params)
+        return LlamaHead(layers, params) if layers.info.head else LlamaStage(layers, params, adapters)
     load_torch()
     from pipeinfer.models.torch.stage import TorchStage  # takes seconds and memory, which others are spared
 

@@ -15,6 +15,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.options import sections, text_sections
 from pipeinfer.job.options.limits import AUTO_LAYERS, MAX_SEQUENCES, NO_DRAFT
 from pipeinfer.job.options.plan_file import PlanFile, read_plan
+from pipeinfer.job.options.values import ScaledFile
 from pipeinfer.models.gguf.model_info import OWN_HEAD
 from pipeinfer.policies import Iterative
 from pipeinfer.text import count_text
@@ -25,7 +26,7 @@ PLAIN = {b"n": b"\n", b"r": b"\r", b"t": b"\t"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobModels(sections.Loading):
+class JobModels(sections.Adapters, sections.Loading):
     """The models, by files or by names on the hub. `finds_head`: a usable head in the target's file drafts. `hf_token`:
     for the hub; options that differ between ranks are printed, and this is not."""
 
@@ -38,6 +39,10 @@ class JobModels(sections.Loading):
     def files(self) -> list[Path]:
         """Those of the target and of drafts that are not in it."""
         return [self.target, *(path for path in self.drafts if path != OWN_HEAD)]
+
+    @property
+    def adapters(self) -> list[ScaledFile]:
+        return [*map(ScaledFile, self.lora), *self.lora_scaled]
 
 
 @dataclass(frozen=True, kw_only=True)

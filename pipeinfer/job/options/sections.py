@@ -22,6 +22,7 @@ from pipeinfer.job.options.values import (
     GPU_LAYERS,
     PACE,
     REPO,
+    SCALED,
     SERVERS,
     Backend,
     File,
@@ -29,6 +30,7 @@ from pipeinfer.job.options.values import (
     Listed,
     Number,
     Pace,
+    ScaledFile,
     TextType,
     Threads,
     Whole,
@@ -88,6 +90,19 @@ class Loading:
     offline: bool = setting(False, "--offline")
     slice_cache: Path | None = setting(None, "--slice-cache", type=Folder())
     send_layers: bool = setting(True, "--send-layers/--no-send-layers")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """Adapters of the target; drafts have none.
+
+    lora: Adapter of the target (LoRA), GGUF; may be given again. Rank 0 reads it, and sends each rank its layers'.
+    lora_scaled: FILE:SCALE, the same with a factor.
+    """
+
+    heading = "Models"
+    lora: tuple[Path, ...] = setting((), "--lora", type=File(), repeated=True)
+    lora_scaled: tuple[ScaledFile, ...] = setting((), "--lora-scaled", type=SCALED, repeated=True)
 
 
 # -- ranks

@@ -28,6 +28,7 @@ WHOLE = re.compile(r"[+-]?[0-9]{1,40}")
 DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,6})?")
 
 MAX_DILATION = 1e4
+MAX_SCALE = 1e6  # of an adapter
 
 LLAMA, TORCH = "llama", "torch"
 SPELLING = re.compile(r"torch(?::(auto|cpu|cuda(?::[0-9]{1,3})?))?(?::(f32|bf16|int8|int4))?")
@@ -93,6 +94,23 @@ class Backend:
     def wants_gpu(self) -> bool:
         """Whether it needs a GPU; `auto` uses one if there is one."""
         return self.device.startswith(CUDA)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaledFile:
+    path: Path
+    scale: float = 1.0
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.scale:g}"
+
+    @classmethod
+    def parse(cls, text: str) -> "ScaledFile":
+        """FILE:SCALE. Raises ValueError."""
+        name, _, scale = text.rpartition(":")
+        if not name or not DECIMAL.fullmatch(scale) or abs(float(scale)) > MAX_SCALE:
+            raise ValueError(f"is not FILE:SCALE, a file and a number from -{MAX_SCALE:g} to {MAX_SCALE:g}")
+        return cls(Path(name), float(scale))
 
 
 class Numeral(click.ParamType):
@@ -269,6 +287,7 @@ GPU_LAYERS = Parsed("number, all or auto", _gpu_layers)  # layers on a rank's GP
 DEVICES = Parsed("device", _devices)  # devices of a rank, libllama's names separated by +; empty: auto, NO_DEVICE: none
 SERVERS = Parsed("host:port", _servers)  # RPC servers of a rank, separated by +; empty: none
 BACKEND = Parsed("backend", Backend.parse)
+SCALED = Parsed("file:scale", ScaledFile.parse)
 REPO = Parsed("user/model[:quant]", parse_name)  # a model on the hub
 
 

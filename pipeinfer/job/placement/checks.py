@@ -8,6 +8,7 @@ from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS
 from pipeinfer.job.options.sections import Numerics
 from pipeinfer.job.placement.devices import RankDevices
 from pipeinfer.job.placement.job_plan import JobPlan
+from pipeinfer.models.gguf.adapter import ScaledAdapter, check_cut, check_exact
 from pipeinfer.models.gguf.layers import F16_CACHE, block_length
 from pipeinfer.models.gguf.model_info import ModelInfo
 
@@ -66,6 +67,27 @@ def check_cache_types(
                 raise UserError(f"--cache-type-{letter}{end} {name} {needs}; give f16, bf16 or f32")
 
 
+def check_adapters(
+    adapters: Sequence[ScaledAdapter],
+    info: ModelInfo,
+    devices: Sequence[RankDevices],
+    ranks: Sequence[int],
+    is_exact: bool,
+) -> None:
+    """`ranks`: of the target's stages. Raises UserError where torch computes one, slices have a changed tensor in
+    another form, or exact numerics do not hold."""
+    for adapter, _ in adapters:
+        for rank in ranks:
+            if (backend := devices[rank].target.backend).is_torch:
+                torch = f"is for layers that libllama computes, and rank {rank} has --backend {backend}"
+                way_out = "give --backend llama, or merge it into the model's file"
+                raise UserError(f"--lora {adapter.path} {torch}; {way_out}")
+        if len(ranks) > 1:
+            check_cut(adapter, info)
+        if is_exact:
+            check_exact(adapter)
+
+
 def check_draft_gpu_layers(n_gpu_layers: int, devices: Sequence[RankDevices], ranks: Sequence[int]) -> None:
     """`n_gpu_layers`: -ngld; `ranks`: those with drafts. Raises UserError where torch computes such a draft."""
     if n_gpu_layers in (ALL_LAYERS, AUTO_LAYERS, 0):
@@ -119,6 +141,8 @@ def inexact_line(plan: JobPlan, gpus: Mapping[int, str]) -> str:
 
 def _why_inexact(plan: JobPlan) -> str:
     """Of layers on GPUs."""
+    if plan.adapters:
+        return "rows with adapters (--lora) may have other bits beside others"
     differ = [rank for rank, host in enumerate(plan.hosts) if any(n_rows == 0 for n_rows, _ in host.exact_rows)]
     if differ or not any(host.exact_rows for host in plan.hosts):
         return f"rows have other bits beside others{f' on {_ranks(differ)}' if differ else ''}"

@@ -19,6 +19,7 @@ from pipeinfer.job.placement.devices import DevicePlan
 from pipeinfer.job.placement.model_files import translation_note
 from pipeinfer.job.placement.numerics import NumericsPlan
 from pipeinfer.models.drafts.translation import Translation
+from pipeinfer.models.gguf.adapter import ScaledAdapter
 from pipeinfer.models.gguf.contents import FileState
 from pipeinfer.models.gguf.model_info import DraftHead, ModelInfo, layers_read
 from pipeinfer.virtual.costs import Profile
@@ -78,6 +79,7 @@ class JobPlan:
     capacity: Capacity
     numerics: NumericsPlan
     engine: EngineSettings  # settings of the engine, unless a request has others
+    adapters: tuple[ScaledAdapter, ...] = ()  # of the target, by their headers; the name of the numerics has them too
     translations: tuple[Translation | None, ...] = ()
     max_delay_s: float = 0.0  # limit of the time that open texts wait for a chunk of a prompt; 0, inf: none
     looks_up: bool | None = None  # whether lookup guesses too; None: the policy decides

@@ -57,6 +57,7 @@ class MemoryNeeds:
     lacks: Sequence[frozenset[str]] = ()
     in_cache: bool = False  # slices are kept on disks
     has_samplers: bool = False
+    adapter_bytes: Sequence[int] = ()  # of each layer of the target; empty: it has no adapters
 
     def of_ranks(self, assignment: Assignment) -> tuple[Memory, ...]:
         return tuple(self._of_ranks(assignment.n_ranks, (*assignment.drafts, assignment.stages)))
@@ -92,6 +93,7 @@ class MemoryNeeds:
         """Of every rank with the models that have their ranks: the drafts, the smallest first, and then the target."""
         row_bytes = (4 + 2 * len(self.layers_read)) * self.info.n_embd  # activations, and features in bf16
         needs = [Memory(buffers=N_MESSAGES * row_bytes * self.capacity.n_rows)] * n_ranks
+        needs[0] += Memory(loading=sum(self.adapter_bytes))  # of all ranks
         # drafts' vocabularies are freed before weights are loaded
         needs[0] += Memory(buffers=RANK_0_BYTES + vocabulary_bytes(self.info))
         n_features = len(self.layers_read) * self.info.n_embd  # of a token; the draft keeps some
@@ -125,7 +127,8 @@ class MemoryNeeds:
         is_sent, at_once = str(info.path) in lacks and not self.in_cache, 0 if is_draft else numerics.at_once
         numbers = first, last, capacity.n_cells, n_rows, self._n_outputs
         cache = numerics.draft_cache if is_draft else numerics.cache
-        return Layers(info, *numbers, device, exact, cache, is_mapped, self.in_cache, is_sent, at_once)
+        adapters = () if is_draft else self.adapter_bytes
+        return Layers(info, *numbers, device, exact, cache, is_mapped, self.in_cache, is_sent, at_once, adapters)
 
     def _of_layers(self, number: int, place: Place, first: int, last: int) -> Memory:
         """Of layers [first, last) of that model, with everything that they have beside their context."""
@@ -181,6 +184,7 @@ class Layers:
     in_file: bool = True  # the slice is on a disk, even if it is not the whole model
     is_sent: bool = False  # rank 0 sends the layers, and nothing keeps them
     at_once: int = 0  # rows that are computed at once, if they come in parts
+    adapter_bytes: Sequence[int] = ()  # of each layer of the model
 
     @property
     def is_last(self) -> bool:
@@ -208,6 +212,7 @@ class Layers:
         info, on_gpu = self.info, slice(self.last - self.n_on_gpu, self.last)
         has_head = self.is_last and not 0 <= self.device.n_gpu_layers <= self.last - self.first
         weights = sum(info.layer_bytes[on_gpu]) + (info.output_bytes if has_head else 0)
+        weights += sum(self.adapter_bytes[on_gpu])
         kv = self.n_cells * sum(self.cache.cell_bytes(info.kv_shapes[on_gpu]))
         n_rows = min(self.n_rows, self.at_once or self.n_rows)
         return weights + kv + graph_bytes(info, has_head, self.n_cells, n_rows, self.n_outputs)
@@ -222,14 +227,17 @@ class Layers:
         # read weights are laid out anew, and a table that is also the output head is there in both forms
         has_head_again = not self.is_mapped and self.is_last and (info.tied or not self.is_whole)
         on_host = slice(first, last - self.n_on_gpu)
+        adapters = sum(self.adapter_bytes[first:last])
+        has_twice = self.exact and self.device.n_gpu_layers == 0  # for rows, and for blocks of prompts
+        n_adapters = 2 * adapters if has_twice else sum(self.adapter_bytes[on_host])
         return Memory(
-            weights=weights - n_mapped + (info.input_bytes if has_head_again else 0),
+            weights=weights - n_mapped + n_adapters + (info.input_bytes if has_head_again else 0),
             mapped=n_mapped,
             kv=self.n_cells * sum(self.cache.cell_bytes(info.kv_shapes[on_host])),
             buffers=buffer_bytes(info, self.is_last, self.n_cells, self.n_rows, self.n_outputs)
             + (packing_bytes(info, first, last, self.n_cells) if self.exact else 0),
             # weights that are not mapped are read out of the slice, which is freed afterwards
-            loading=0 if self.is_mapped or in_file else weights,
+            loading=2 * adapters + (0 if self.is_mapped or in_file else weights),
         )
 
     @property

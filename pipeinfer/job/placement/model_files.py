@@ -10,6 +10,7 @@ from pipeinfer.job.options.options import JobModels
 from pipeinfer.job.process.streams import complain
 from pipeinfer.models.drafts.head_files import draft_of, has_mtp_head
 from pipeinfer.models.drafts.translation import Translation, find_translation
+from pipeinfer.models.gguf.adapter import ScaledAdapter, check_fits, check_order, read_adapter
 from pipeinfer.models.gguf.model_info import OWN_HEAD, ModelInfo, read_model_info
 from pipeinfer.models.gguf.validation import vocabulary_digest
 from pipeinfer.models.hub import name_of
@@ -40,6 +41,15 @@ def read_drafts(paths: Sequence[Path], target: ModelInfo) -> list[ModelInfo]:
     """Their headers, a head first, then the smallest. Raises UserError for what cannot draft for the target."""
     drafts = [draft_of(path, target) for path in paths]
     return sorted(drafts, key=lambda draft: (draft.head is None, draft.n_bytes))
+
+
+def read_adapters(models: JobModels, target: ModelInfo) -> tuple[ScaledAdapter, ...]:
+    """Their headers. Raises UserError for a file that is no adapter of the target."""
+    adapters = tuple(ScaledAdapter(read_adapter(each.path), each.scale) for each in models.adapters)
+    for adapter, _ in adapters:
+        check_fits(adapter, target)
+    check_order(adapters)
+    return adapters
 
 
 def draft_translation(target: Path, draft: Path) -> Translation | None:

@@ -78,11 +78,12 @@ def unnamed_numerics(
     return numerics_of(options, repacked, at_once, info.layers.architecture.flash and is_exact and is_on_cpus)
 
 
-def named(plan: NumericsPlan, target: Sequence[DevicePlan], host: Host) -> NumericsPlan:
-    """`target`: what computes each stage of the target. `host`: one of them; all repack alike. A name is such as
-    `exact`, `exact-q4_0.32-1f3a`, `exact-q4_k.x4-q6_k.x4-9c07` (in groups), `fast-q8_0-f16`, `exact-torch`; with layers
-    on GPUs `exact-gpu-51d0`, which is exact, or `exact-gpu`, which is not."""
-    parts = [plan.name]
+def named(plan: NumericsPlan, target: Sequence[DevicePlan], host: Host, adapters: str = "") -> NumericsPlan:
+    """`target`: what computes each stage of the target. `host`: one of them; all repack alike. `adapters`: a digest, or
+    empty. A name is such as `exact`, `exact-lora-51d0c2aa`, `exact-q4_0.32-1f3a`, `exact-q4_k.x4-q6_k.x4-9c07` (in
+    groups), `fast-q8_0-f16`, `exact-torch`; with layers on GPUs `exact-gpu-51d0`, which is exact, or `exact-gpu`, which
+    is not."""
+    parts = [plan.name, *(["lora", adapters] if adapters else [])]
     if plan.repacked:
         parts += [f"{type_name(each.type)}.{'x' * each.in_groups}{each.n_rows}" for each in plan.repacked]
         in_parts = [(type, digest) for type, _, digest in host.repacked]

@@ -16,6 +16,7 @@ from pipeinfer.job.options.sections import PlacementOptions
 from pipeinfer.job.options.values import Pace
 from pipeinfer.job.placement.capacity import capacity_of, engine_settings, planned_capacity
 from pipeinfer.job.placement.checks import (
+    check_adapters,
     check_cache_types,
     check_draft_gpu_layers,
     check_features,
@@ -26,9 +27,10 @@ from pipeinfer.job.placement.checks import (
 from pipeinfer.job.placement.devices import RankDevices, plan_devices
 from pipeinfer.job.placement.job_plan import JobPlan, ModelFile, RankPlan, check_memory, sizes_of
 from pipeinfer.job.placement.memory import MemoryNeeds
-from pipeinfer.job.placement.model_files import draft_translation, read_drafts
+from pipeinfer.job.placement.model_files import draft_translation, read_adapters, read_drafts
 from pipeinfer.job.placement.numerics import named, unnamed_numerics
 from pipeinfer.job.profiling.speeds import Schedule, make_schedule
+from pipeinfer.models.gguf.adapter import ScaledAdapter, digest_of
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.torch.params import check_known
 from pipeinfer.virtual.costs import Profile
@@ -126,6 +128,11 @@ def lay_out(inputs: PlanInputs) -> JobPlan:
     target_devices = [devices[rank].target for rank in options.target_ranks(len(hosts))]
     traffic, name = options.traffic, options.required_numerics
     numerics = unnamed_numerics(options.numerics, hosts, info, target_devices, traffic.n_expected, name)
+    adapters = read_adapters(options.models, info)
+    if adapters:  # devices were tried without
+        numerics = replace(numerics, at_once=0)
+    by_adapter = [adapter.layer_bytes(info.n_layer) for adapter, _ in adapters]
+    adapter_bytes = tuple(map(sum, zip(*by_adapter, strict=True)))
     rewinds = info.layers.rewinds
     capacity = capacity_of(speculation, n_requests, options.context.batch_size, inputs.n_ctx, rewinds)
     if ranks.planned:
@@ -133,10 +140,12 @@ def lay_out(inputs: PlanInputs) -> JobPlan:
     n_in_blocks = rows_in_blocks(inputs.n_prompt) if numerics.blocks else 0
     lacks, in_cache = tuple(host.lacks for host in hosts), options.models.slice_cache is not None
     has_samplers = ranks.may_have_samplers(n_requests)
-    needs = MemoryNeeds(info, drafts, capacity, numerics, devices, n_in_blocks, lacks, in_cache, has_samplers)
+    needs = MemoryNeeds(
+        info, drafts, capacity, numerics, devices, n_in_blocks, lacks, in_cache, has_samplers, adapter_bytes
+    )
     assignment = _assign(inputs, needs)
     target = [devices[stage.rank].target for stage in assignment.stages]
-    _check_computable(inputs, assignment, devices)
+    _check_computable(inputs, assignment, devices, adapters)
     threads = threads_of_ranks(ranks.threads, assignment.computing, hosts)
     last = assignment.stages[-1].rank
     is_spare = target[-1].n_gpu_layers != 0 or spare_cores(hosts, assignment.computing, threads, last) > 0
@@ -150,7 +159,8 @@ def lay_out(inputs: PlanInputs) -> JobPlan:
         assignment=assignment,
         ranks=tuple(starmap(RankPlan, by_rank)),
         capacity=capacity,
-        numerics=named(numerics, target, hosts[assignment.stages[0].rank]),
+        numerics=named(numerics, target, hosts[assignment.stages[0].rank], digest_of(adapters)),
+        adapters=adapters,
         engine=engine_settings(speculation, n_requests, rewinds),
         max_delay_s=options.traffic.max_delay_s,
         looks_up=speculation.lookup,
@@ -243,7 +253,9 @@ def _check(inputs: PlanInputs, devices: Sequence[RankDevices]) -> None:
     check_head(ranks.draft_rank, inputs.drafts)
 
 
-def _check_computable(inputs: PlanInputs, assignment: Assignment, devices: Sequence[RankDevices]) -> None:
+def _check_computable(
+    inputs: PlanInputs, assignment: Assignment, devices: Sequence[RankDevices], adapters: Sequence[ScaledAdapter]
+) -> None:
     """Raises UserError where a backend cannot compute its layers, or not exactly."""
     options, ranks = inputs.options, [stage.rank for stage in assignment.stages]
     if options.numerics.numerics == "exact":
@@ -254,6 +266,7 @@ def _check_computable(inputs: PlanInputs, assignment: Assignment, devices: Seque
         check_draft_gpu_layers(options.placement.n_gpu_layers_draft, devices, drafting)
     if any(devices[rank].target.is_torch for rank in ranks):
         check_known(inputs.info)
+    check_adapters(adapters, inputs.info, devices, ranks, options.numerics.numerics == "exact")
     for model, stages in zip(inputs.drafts, assignment.drafts, strict=True):
         if any(devices[stage.rank].draft.is_torch for stage in stages):
             check_known(model)

@@ -13,7 +13,7 @@ from pipeinfer.job.options.limits import AUTO_LAYERS, STDIN
 from pipeinfer.job.options.options import RunOptions, with_plan
 from pipeinfer.job.placement.devices import rank_options
 from pipeinfer.job.placement.job_plan import JobPlan
-from pipeinfer.job.placement.model_files import check_drafts, fetch_models, open_models
+from pipeinfer.job.placement.model_files import check_drafts, fetch_models, open_models, read_adapters
 from pipeinfer.job.planning.deploy import DoesNotFit, deploy, schedule_of
 from pipeinfer.job.process.streams import complain
 from pipeinfer.job.profiling.describe import describe_host
@@ -111,6 +111,7 @@ def check_headers(options: RunOptions, n_ranks: int) -> None:
     """Raises UserError for what follows from the models' headers, before any rank loads or times layers."""
     info = read_model_info(options.models.target)
     check_drafts(info, options.drafts_in_use)
+    read_adapters(options.models, info)
     if not options.models.finds_head:  # which may need a rank
         check_stages(len(options.target_ranks(n_ranks)), info.n_layer, n_ranks)
 
@@ -249,6 +250,7 @@ def inputs_of(options: RunOptions) -> dict[str, list[Path]]:
     }
     models = {
         "--model": part_paths(options.models.target),
+        "--lora": [each.path for each in options.models.adapters],
         "--model-draft": [part for draft in options.models.drafts for part in part_paths(draft)],
     }
     return models | {option: [file] if file else [] for option, file in files.items()}

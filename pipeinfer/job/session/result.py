@@ -17,6 +17,7 @@ from pipeinfer.job.options.values import Delay
 from pipeinfer.job.placement.devices import device_text
 from pipeinfer.job.placement.job_plan import JobPlan, ModelFile
 from pipeinfer.job.requests.request import GenerationRequest
+from pipeinfer.models.gguf.adapter import digest_of
 from pipeinfer.observe.columns import HASH_DIGITS, SAMPLING, Record, digest, model_columns, settings_text, variant_text
 from pipeinfer.observe.figures import Result, make_result, missed_pace
 from pipeinfer.observe.trace import HeadLedger, StageRun, TimeUse, TraceSpan, Track, time_use
@@ -64,11 +65,12 @@ class ExperimentSettings:
 
 def experiment_columns(plan: JobPlan, request: GenerationRequest, settings: ExperimentSettings) -> Record:
     """The columns that are known before the text is, of a prompt without a name."""
+    adapters = digest_of(plan.adapters)
     return {
         "policy": settings.policy.name,
         "variant": settings.variant,
         "settings": settings.text(plan.assignment),
-        "options": settings.options,
+        "options": ", ".join(filter(None, [settings.options, adapters and f"lora {adapters}"])),
         **model_columns(describe_model(plan.model), describe_drafts(plan.drafts)),
         "ranks": plan.assignment.n_ranks,
         "layers": [stage.last - stage.first for stage in plan.assignment.stages],

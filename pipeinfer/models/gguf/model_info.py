@@ -144,7 +144,8 @@ def check_is_model(path: Path, metadata: dict[str, Value]) -> None:
     type_ = value_of(metadata, "general.type", "model")
     if type_ in OTHER_TYPES:
         kind = f"{OTHER_TYPES[type_]} (general.type {type_!r})"
-        raise UserError(f"{path} is {kind}, which makes no text by itself; give the model that it belongs to")
+        way_out = "give the model that it belongs to" + ", and this with --lora" * (type_ == "adapter")
+        raise UserError(f"{path} is {kind}, which makes no text by itself; {way_out}")
 
 
 def read_model_info(source: str | Path | ModelHeaders) -> ModelInfo:

@@ -7,7 +7,7 @@ skip tensors whose field `extra` is set, which nothing else reads for weights in
 
 import ctypes
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from types import ModuleType
@@ -19,9 +19,11 @@ import numpy.typing as npt
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import UserError
+from pipeinfer.models.gguf.adapter import ScaledAdapter
 from pipeinfer.models.gguf.model_info import ModelInfo, layer_of
 from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.llama import ggml
+from pipeinfer.models.llama.adapters import LoadedAdapters
 from pipeinfer.models.llama.eval_callback import EvalCallback, SliceNodes
 from pipeinfer.models.llama.ggml import device_list
 from pipeinfer.models.llama.params import GROUP_CELLS, TILED_TYPES, LlamaParams
@@ -198,8 +200,11 @@ class Decoder:
     tapped   (n_taps, n_batch, n_embd), the same after the tapped layers
     """
 
-    def __init__(self, slice_file: SliceFile, params: LlamaParams, closing: ExitStack) -> None:
-        """`closing` frees the model. Raises UserError if the build cannot load it, or libllama refuses it."""
+    def __init__(
+        self, slice_file: SliceFile, params: LlamaParams, closing: ExitStack, adapters: Sequence[ScaledAdapter] = ()
+    ) -> None:
+        """`closing` frees the model; `adapters`: of the slice. Raises UserError if the build cannot load it, or
+        libllama refuses it."""
         info, self.params, self.lib = slice_file.info, params, ggml.load_library()
         architecture, first, last = info.layers.architecture, slice_file.first, slice_file.last
         self.is_last, self.where = slice_file.is_last, f"layers {first}-{last - 1} of {info.path}"
@@ -218,6 +223,7 @@ class Decoder:
         self._is_mtp = info.head is not None and info.head.own
         self.model = self._load(slice_file)
         closing.callback(self.lib.llama_model_free, self.model)
+        self._adapters = LoadedAdapters(self.lib, self.model, adapters, params.exact and params.n_gpu_layers == 0)
         self._tiles = Tiles(self.model, names_of(info, first, last)) if params.in_groups else None
 
     def _load(self, slice_file: SliceFile) -> object:
@@ -264,6 +270,7 @@ class Decoder:
         if not handle:
             what = f"no KV cache of {size.n_cells} cells for {self.where}"
             raise UserError(f"{what}: {ggml.last_errors()}; use a smaller context (-c) or more ranks")
+        self._adapters.apply(handle, size.are_blocks)
         if self._has_output:  # else some architectures drop rows without logits before
             ggml.load_extension().llama_set_embeddings_nextn(handle, True, False)
         return LlamaContext(handle, size)

@@ -13,6 +13,7 @@ from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.types import POSITION_END, FloatArray
 from pipeinfer.errors import ModelFault
+from pipeinfer.models.gguf.adapter import ScaledAdapter
 from pipeinfer.models.gguf.contents import SourceFile
 from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.llama import ggml
@@ -97,8 +98,9 @@ MAX_SEQUENCES = 255  # libllama can have one more, which the stage needs for cop
 class LlamaStage:
     """Layers [first, last) with their KV cache. A whole model is the stage that is both first and last."""
 
-    def __init__(self, slice_file: SliceFile, params: LlamaParams) -> None:
-        """Load the slice and close its file. Raises UserError if the build or the memory does not suffice."""
+    def __init__(self, slice_file: SliceFile, params: LlamaParams, adapters: Sequence[ScaledAdapter] = ()) -> None:
+        """Load the slice and close its file. `adapters`: cut as it is. Raises UserError if the build or the memory does
+        not suffice."""
         if not 2 <= params.n_seq_max <= MAX_SEQUENCES:
             raise ValueError(f"n_seq_max {params.n_seq_max}, 2 to {MAX_SEQUENCES} are possible")
         self.params = params.with_room()
@@ -108,14 +110,14 @@ class LlamaStage:
         self._n_layer, self._n_rows = slice_file.last - slice_file.first, 0
         self._closing = ExitStack()
         try:
-            self._open(slice_file)
+            self._open(slice_file, adapters)
         except BaseException:
             self.close()
             raise
         finally:
             slice_file.close()
 
-    def _open(self, slice_file: SliceFile) -> None:
+    def _open(self, slice_file: SliceFile, adapters: Sequence[ScaledAdapter]) -> None:
         info, params, closing = slice_file.info, self.params, self._closing
         self._sources: tuple[SourceFile, ...] = ()
         if params.exact:  # its pages are mapped, and must stay as they are
@@ -126,7 +128,7 @@ class LlamaStage:
         if self.is_first and not self.is_last:
             self._table = token_table(slice_file)
             closing.callback(self._table.close)
-        self._decoder = decoder = Decoder(slice_file, params, closing)
+        self._decoder = decoder = Decoder(slice_file, params, closing, adapters)
         self.threads, self._callback, self._lib = decoder.threads, decoder.callback, decoder.lib
         form, has_states = CacheForm.of(self._lib, decoder.model, info), info.layers.architecture.states is not None
         # rows that keep the bits of single ones are computed in parts that are not tiled

@@ -27,7 +27,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.bench.bench import Bench
 from pipeinfer.job.bench.sweep import GenerationCase, Group, Sweep, plan_groups
 from pipeinfer.job.options.options import Speculation
-from pipeinfer.job.options.values import Backend, Pace
+from pipeinfer.job.options.values import Backend, Pace, ScaledFile
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.planning import prepare as prepare_module
 from pipeinfer.job.requests.bench_prompts import (
@@ -44,6 +44,7 @@ from pipeinfer.observe.summary import markdown, summarise
 from pipeinfer.observe.table import RESULTS
 from pipeinfer.policies import POLICIES, PipeInfer, Speculative, ablations_of
 from pipeinfer.text import markdown_table
+from tests.support.adapters import write_adapter
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import ROOT, environment, finish, run_json, start
 from tests.support.planned import options_of
@@ -195,6 +196,7 @@ def key_with(**changed: Any) -> tuple[Any, ...]:
 
 def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
     """--resume leaves nothing out that was asked otherwise, in whichever option of `run`."""
+    adapter = write_adapter(tmp_path / "a.gguf", TARGET)
     changed: dict[str, Any] = {
         "drafts": (TARGET,),
         "prompt": "one three",
@@ -226,6 +228,8 @@ def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
         "gpu_aware": "on",
         "cache_type_k_draft": "q8_0",
         "cache_type_v_draft": "q4_0",
+        "lora": (adapter,),
+        "lora_scaled": (ScaledFile(adapter, 0.5),),
     }
     # a prompt is asked, whichever way it came; bench has no chat, stops, parallel and grammar; the rest says where to
     # write, or where models come from
