@@ -109,7 +109,7 @@ class SentRow(NamedTuple):
     token: int
     position: int
     seq: int  # the sequence that it sees
-    n_wanted: int  # answers
+    n_wanted: int  # answers, see Row
     dropped: int  # dead: a stage lacked the cells before it; its activations are void
 
 

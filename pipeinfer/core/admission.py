@@ -100,6 +100,8 @@ class Prefixes:
 
     def _n_usable(self, source: Request, request: Request, n_there: int) -> int:
         """How many of the request's tokens need not be evaluated; its root, the last one, always is."""
+        if request.is_scored:
+            return 0
         n = min(common(source.tokens, request.tokens), n_there, len(request.tokens) - 1)
         return n_alike(source.spans or (), request.spans or (), n) if self._target.blocks else n
 

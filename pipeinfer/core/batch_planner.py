@@ -174,12 +174,16 @@ def choose(
 
 def _prompts(wants: Sequence[RequestSlice], budget: BatchBudget, chunk_rows: ChunkRows | None) -> list[RequestSlice]:
     first = wants[0]
-    if first.span:
-        return [first.cut(first.n_context, 0)]  # blocks are not cut and travel alone
-    most = chunk_rows(first, sum(want.n_context for want in wants if not want.span)) if chunk_rows else budget.n_context
+    if first.is_single:
+        return [first]
+    most = (
+        chunk_rows(first, sum(want.n_context for want in wants if not want.is_single))
+        if chunk_rows
+        else budget.n_context
+    )
     chosen, room, n_nodes_left = [], most + 1, budget.n_rows
     for want in wants:
-        n_context = 0 if want.span else min(want.n_context, most, room)
+        n_context = 0 if want.is_single else min(want.n_context, most, room)
         if n_context:
             room -= n_context
             is_last = n_context == want.n_context and len(want.nodes) <= min(room, n_nodes_left)

@@ -209,6 +209,8 @@ class Engine:
             if part.n_context and not part.request.n_generated:
                 active.n_heard += part.n_context
                 active.observer.prompt_evaluated(active.n_heard)
+            if part.scored:
+                part.note_scores(verdict.tokens)
             if verdict.features is not None:
                 self.speculator.read(part, verdict.features)
             tree = part.request.tree
@@ -292,7 +294,7 @@ class Engine:
             if target.n_inflight(request) <= 2 * target.pipeline.n_stages:
                 n_context, span = target.next_context(request, self.batches.n_chunk(root.position - n_left))
                 is_last = not span and n_context == n_left and not self.admission.is_awaited(request)
-                return RequestSlice(request, n_context, [root] if is_last else [], is_last, span)
+                return RequestSlice(request, n_context, [root] * is_last, is_last, span, scored=request.is_scored)
         elif root.run_id is None and 1 < len(request.prompt) == root.position + 1:
             if not (target.n_inflight(request) and self.admission.is_awaited(request)):
                 return RequestSlice(request, 0, [root], True)  # right behind the prompt

@@ -28,6 +28,7 @@ class RequestSlice:
     has_root: bool  # as the first of its nodes
     span: Span | None = None  # the context is whole blocks of it, see `blocks`
     widths: Mapping[Node, int] | None = None  # of a draft: how many guesses are wanted after each node
+    scored: bool = False  # answers are wanted for the context: log-probabilities of the tokens after its rows
     first: int = 0  # the first node's row in the run, right after those of the context
     start: int = 0  # the position of its context's first row
     n_branches: int = 0  # nodes that got a new sequence
@@ -41,6 +42,11 @@ class RequestSlice:
     def committed(self) -> bool:
         """Whether it carries committed tokens, without which the request cannot go on; the root is one."""
         return self.n_context > 0 or self.has_root
+
+    @property
+    def is_single(self) -> bool:
+        """Whether it is a run by itself, uncut."""
+        return self.span is not None or (self.scored and self.n_context > 0)
 
     @property
     def dead(self) -> bool:
@@ -60,15 +66,25 @@ class RequestSlice:
             return self.start
         return min((node.position for node in self.nodes if node.state is State.RETIRED), default=POSITION_END)
 
+    def n_wanted_at(self, position: int) -> int:
+        """See `Row`, of a committed token's row."""
+        prompt = self.request.prompt
+        return -1 - prompt[position + 1] if self.scored and position + 1 < len(prompt) else 0
+
     def n_wanted(self, node: Node) -> int:
         """Answers wanted after one of its nodes: one of the target."""
         return self.widths[node] if self.widths else 1
+
+    def note_scores(self, tokens: Sequence[int]) -> None:
+        """Give the request the answers of its context's rows, of those of a run."""
+        self.request.scores.update(enumerate(tokens[self.first - self.n_context : self.first], self.start + 1))
 
     def cut(self, n_context: int, n_nodes: int) -> "RequestSlice":
         """At most so many of its committed tokens and nodes."""
         if n_context == self.n_context and n_nodes == len(self.nodes):
             return self
-        return RequestSlice(self.request, n_context, self.nodes[:n_nodes], self.has_root and n_nodes > 0, self.span)
+        has_root = self.has_root and n_nodes > 0
+        return RequestSlice(self.request, n_context, self.nodes[:n_nodes], has_root, self.span, scored=self.scored)
 
 
 @dataclass(slots=True, eq=False)
@@ -201,9 +217,10 @@ class Level:
         start = self.pool.placed_end(request.id) if n_left else 0
         spans = request.spans if n_left and self.blocks else None
         span = next((span for span in spans or () if start < span.end), None)
-        if span is None:
-            return n_left, None
-        return (span.start - start, None) if start < span.start else (span.chunk_end(start, n_chunk) - start, span)
+        if span and start >= span.start:
+            return span.chunk_end(start, 1 if request.is_scored else n_chunk) - start, span
+        n_most = span.start - start if span else n_left
+        return min(n_most, self.n_rows) if request.is_scored else n_most, None
 
     # -- runs
 
@@ -261,7 +278,7 @@ class Level:
         placement = self.pool.place(request.id, part.n_context, nodes)
         part.start, part.first, part.n_branches = start, len(rows) + part.n_context, len(placement.leased)
         for position, seqs in enumerate(placement.seqs[: part.n_context], start):
-            rows.append(Row(request.id, request.tokens[position], position, seqs, n_wanted=0))
+            rows.append(Row(request.id, request.tokens[position], position, seqs, part.n_wanted_at(position)))
         for node, seqs in zip(nodes, placement.seqs[part.n_context :], strict=True):
             rows.append(Row(request.id, node.token, node.position, seqs, part.n_wanted(node)))
         return n_rows

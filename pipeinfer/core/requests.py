@@ -52,6 +52,10 @@ class Request:
     finish: Finish | None = field(default=None, init=False)
     n_tokens_most: int = field(init=False)  # tokens of prompt and output, and KV cells, at most
     prefix_hit: Prefix | None = field(default=None, init=False)  # what it starts with; set while it is being opened
+    scores: dict[int, int] = field(default_factory=dict, init=False)
+    """Tokens of the prompt, but the first, with their log-probabilities, by position, if these are wanted; NO_TOKEN at
+    later positions."""
+
     n_retained: int = field(default=0, init=False)  # how many of its first tokens are retained, once it has finished
 
     def __post_init__(self) -> None:
@@ -61,6 +65,11 @@ class Request:
         if self.spans is None:
             self.spans = spans_of(len(self.prompt))
         self.n_tokens_most = min(len(self.prompt) + self.n_predict, self.n_ctx)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether log-probabilities of the prompt's tokens are wanted. All of its rows are evaluated then."""
+        return self.sampling.n_prompt_logprobs >= 0
 
     @property
     def n_generated(self) -> int:

@@ -46,7 +46,9 @@ class Row:
     token: int
     position: int
     seqs: tuple[int, ...]
-    n_wanted: int = 1  # answers wanted: 0 for context, 1 of the target, of a draft the number of guesses
+    n_wanted: int = 1
+    """Answers wanted: 0 for context, 1 of the target, of a draft the number of guesses. Below 0: the log-probability of
+    the prompt's next token, which is -1 - n_wanted."""
 
 
 class Opening(NamedTuple):
@@ -84,7 +86,8 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """For each row of a run the token that the target chooses after it, NO_TOKEN, or FAILED."""
+    """For each row of a run the token that the target chooses after it, NO_TOKEN, or FAILED; for a row that is scored
+    the prompt's next token, with its log-probability."""
 
     run_id: int
     tokens: tuple[int, ...]

@@ -178,6 +178,8 @@ class Api:
         parsed = await self._parsed(request, dialect)
         if issubclass(dialect.form, BlockForm) and len(parsed.bodies) > 1:
             refuse(f"{len(parsed.bodies)} texts are asked for, and an answer of {path} has one")
+        if (parsed.echo or parsed.scores) and path != COMPLETION:
+            refuse(f"echo and prompt_logprobs are for {COMPLETION}, and this is {path}; leave them out, or ask there")
         if parsed.bodies[0].priority and not self.http.priorities:
             reason = f"priority is {parsed.bodies[0].priority}, and this server takes none"
             refuse(f"{reason}; leave it out, or start the server with --priorities")

@@ -35,6 +35,9 @@ class Choice:
     told_s: float = math.nan
     text: str = ""
     entries: list[Entry] = field(default_factory=list)
+    scores: list[Entry] = field(default_factory=list)  # of the prompt's tokens
+    offsets: Sequence[int] = ()  # of these in the text, if it begins with the prompt
+    n_echoed: int = 0  # characters of the prompt in the text
     tokens: list[int] = field(default_factory=list)
     n_characters: int = 0  # received, and log-probabilities
     n_entries: int = 0
@@ -73,11 +76,23 @@ class Choice:
             self.repeats = max(0, n_tokens - len(tokens)), max(0, n_text - len(text)), max(0, n_entries - len(entries))
             tokens, text, entries = tokens[n_tokens:], text[n_text:], entries[n_entries:]
         self.text += text
-        self.entries += entries
+        self.entries += [each._replace(offset=each.offset + self.n_echoed) for each in entries]
         self.tokens += tokens
         self.n_characters += len(text)
         self.n_entries += len(entries)
         return len(tokens)
+
+    def echo(self, text: str, offsets: Sequence[int]) -> None:
+        """The text begins with that of the prompt."""
+        self.text, self.n_echoed, self.offsets = text, len(text), offsets
+
+    def score(self, entries: Sequence[Entry]) -> None:
+        """Take the log-probabilities of the prompt's tokens but the first; another job sends them again."""
+        if not self.scores:
+            self.scores = [Entry(self.request.prompt[0], None, (), 0), *entries]
+            if self.has_logprobs:
+                pairs = zip(self.scores, self.offsets, strict=False)
+                self.entries += [entry._replace(offset=offset) for entry, offset in pairs]
 
     def resume(self) -> tuple[int, ...]:
         """The tokens from which another job resumes: all but the last, so that one is left to generate. None with

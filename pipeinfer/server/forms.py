@@ -14,8 +14,10 @@ from pipeinfer.job.requests.answers import (
     call_of,
     chat_logprobs,
     completion_logprobs,
+    echo_of,
     finish_of,
     message_of,
+    prompt_logprobs,
     reader_of,
 )
 from pipeinfer.job.requests.body import Body
@@ -89,6 +91,9 @@ class OpenAIForm:
         }
         pairs = enumerate(zip(answer.choices, parsed.bodies, strict=True))
         self.outputs = [ChoiceOutput(index, choice, body, parsed) for index, (choice, body) in pairs]
+        for output, body in zip(self.outputs, parsed.bodies, strict=True):
+            if parsed.echo:
+                output.choice.echo(*echo_of(body.prompt, output.choice.request.prompt, spell))
         self._around: dict[int, tuple[bytes, bytes]] = {}  # the bytes around each choice's text in its events
 
     def new_id(self) -> str:
@@ -109,7 +114,9 @@ class OpenAIForm:
         parts = output.parts()
         plain = {"text": "".join(part.text for part in parts)}
         content = {"message": message_of(parts)} if self.parsed.is_chat else plain
-        choice = {"index": output.index, **content, "logprobs": self._logprobs(output.choice)}
+        choice: dict[str, Any] = {"index": output.index, **content, "logprobs": self._logprobs(output.choice)}
+        if self.parsed.scores:
+            choice["prompt_logprobs"] = prompt_logprobs(output.choice.scores, self.spell)
         return choice | {"finish_reason": output.finish, "seed": output.choice.request.sampling.seed}
 
     def _logprobs(self, choice: Choice) -> dict[str, Any] | None:

@@ -176,6 +176,8 @@ class HeadClient:
                 choice = self.choices[id]
                 choice.n_read, choice.n_cached = n_tokens, n_cached
                 choice.changed.set()
+            case channel.PromptScores(id, entries) if id in self.choices:
+                self.choices[id].score([Entry(*entry) for entry in entries])
             case channel.Started(id) | channel.Preempted(id) if id in self.choices:
                 self._turn(self.choices[id], isinstance(message, channel.Started))
             case channel.Ready(limit):

@@ -57,7 +57,7 @@ class CompletionForm(OpenAIForm):
         ]
         return {"completion_probabilities": entries}
 
-    def _likely(self, token: int, logprob: float) -> dict[str, Any]:
+    def _likely(self, token: int, logprob: float | None) -> dict[str, Any]:
         return {"id": token, **spelled(token, logprob, self.spell)}
 
     def _object(self, output: ChoiceOutput, content: str) -> dict[str, Any]:

@@ -13,11 +13,12 @@ from threading import Thread
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
+from pipeinfer.cluster.verdicts import MAX_TOP
 from pipeinfer.errors import UserError
 from pipeinfer.job.requests.answers import schemas_to_check
 from pipeinfer.job.requests.body import Body, Defaults, prompt_parts, read_body
 from pipeinfer.job.requests.body_prompts import BodyPrompts
-from pipeinfer.job.requests.fields import CHAT, LENGTHS, PassedOver, flag, is_list_of, is_whole, refuse, shown
+from pipeinfer.job.requests.fields import CHAT, LENGTHS, PassedOver, flag, is_list_of, is_whole, refuse, shown, whole
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.models.text.grammar import check_grammar
 
@@ -34,7 +35,8 @@ Outcome = GenerationRequest | Exception
 class ParsedRequest:
     """One request of HTTP. `bodies`: of each text, `n` in a row with the same prompt. `usage`: a stream ends with
     counts of tokens. `timed`, `progress`: llama-server's figures in streams. `keep`: cells stay in the cache. `fields`:
-    the members of llama-server's answer; empty: all. `passed_over`: what is ignored, with reasons. `schemas`: see
+    the members of llama-server's answer; empty: all. `echo`: the text begins with the prompt. `scores`: the answer has
+    vLLM's `prompt_logprobs`. `passed_over`: what is ignored, with reasons. `schemas`: see
     `schemas_to_check`."""
 
     bodies: tuple[Body, ...]
@@ -46,6 +48,8 @@ class ParsedRequest:
     progress: bool
     keep: bool
     fields: tuple[str, ...] = ()
+    echo: bool = False
+    scores: bool = False
     passed_over: Mapping[str, str] = field(default_factory=dict)
     schemas: Mapping[str, Any] = field(default_factory=dict)
 
@@ -73,6 +77,9 @@ def parse_request(body: Mapping[str, Any], url: str, defaults: Defaults, passed:
         refuse(f"response_fields is {shown(members)}; give a list of names")
     for name in ("stream", *STREAM_FIELDS, "cache_prompt", "n", "n_cmpl"):
         fields.pop(name, None)
+    echo, n_scored = (False, -1) if is_chat else (flag(fields, "echo", False), _n_scored(fields, stream))
+    if not is_chat:
+        fields.pop("echo", None)
     if fields.get("best_of") == n:
         del fields["best_of"]
     prompts = _prompts(fields[prompt], is_chat)
@@ -80,10 +87,23 @@ def parse_request(body: Mapping[str, Any], url: str, defaults: Defaults, passed:
         refuse(f"{len(prompts)} prompts with n {n} are {len(prompts) * n} texts; a request has up to {MAX_CHOICES}")
     first = read_body({**fields, prompt: prompts[0]}, defaults, False, passed)
     bodies = [first, *(replace(first, prompt=prompt_parts(each)) for each in prompts[1:])]
+    n_prompt_logprobs = max(n_scored, first.sampling.n_logprobs if echo else -1)
+    bodies = [replace(each, sampling=replace(each.sampling, n_prompt_logprobs=n_prompt_logprobs)) for each in bodies]
     schemas = schemas_to_check(first) if passed.reasons or defaults.sampling.grammar else {}
     texts = tuple(_choice_body(body, at) for body in bodies for at in range(n))
     flags = stream, usage, timed, progress, keep
-    return ParsedRequest(texts, n, is_chat, *flags, tuple(filter(None, members)), passed.reasons, schemas)
+    scored = tuple(filter(None, members)), echo, n_scored >= 0
+    return ParsedRequest(texts, n, is_chat, *flags, *scored, passed.reasons, schemas)
+
+
+def _n_scored(fields: dict[str, Any], stream: bool) -> int:
+    """Of vLLM's `prompt_logprobs`: how many of the likeliest tokens have log-probabilities beside each of the prompt;
+    below 0: none has."""
+    if (value := fields.pop("prompt_logprobs", None)) is None:
+        return -1
+    if stream:
+        refuse("prompt_logprobs do not come in a stream; leave stream out, or give echo and logprobs")
+    return whole("prompt_logprobs", value, 0, MAX_TOP)
 
 
 def _usage(fields: dict[str, Any], stream: bool, passed: PassedOver) -> bool:

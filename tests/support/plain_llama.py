@@ -72,6 +72,27 @@ def greedy(
     return out
 
 
+def prompt_logits(path: str, prompt: list[int], n_threads: int = 2) -> list[Any]:
+    """The logits after each token of a prompt but the last."""
+    llama_cpp.llama_log_set(SILENT, None)
+    model_params = llama_cpp.llama_model_default_params()
+    model_params.use_extra_bufts = False
+    model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
+    context = make_context(model, len(prompt) + 8, FEW, decoding(), n_threads)
+    n_vocab, rows = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model)), list[Any]()
+
+    def see(context: Any, n_rows: int) -> None:
+        rows.extend(np.ctypeslib.as_array(llama_cpp.llama_get_logits(context), (n_rows, n_vocab)).copy())
+
+    if len(prompt) > 64:
+        read_blocks(model, context, prompt[:-1], n_threads, see=see)
+    else:
+        decode(context, prompt[:-1], [*range(0, len(prompt) - 1, FEW), len(prompt) - 1], see)
+    llama_cpp.llama_free(context)
+    llama_cpp.llama_model_free(model)
+    return rows
+
+
 def architecture(model: Any) -> str:
     name = ctypes.create_string_buffer(64)
     llama_cpp.llama_model_meta_val_str(model, b"general.architecture", name, len(name))
@@ -122,21 +143,35 @@ def make_context(
     return context
 
 
-def decode(context: Any, tokens: Sequence[int], cuts: Sequence[int]) -> None:
+See = Callable[[Any, int], object] | None  # shown a context and the number of rows that have logits in it
+
+
+def decode(context: Any, tokens: Sequence[int], cuts: Sequence[int], see: See = None) -> None:
     for start, end in pairwise(cuts):
-        ids = (llama_cpp.llama_token * (end - start))(*tokens[start:end])
-        assert llama_cpp.llama_decode(context, llama_cpp.llama_batch_get_one(ids, end - start)) == 0
+        n_rows = end - start
+        ids, flags = (llama_cpp.llama_token * n_rows)(*tokens[start:end]), (ctypes.c_int8 * n_rows)(*[1] * n_rows)
+        batch = llama_cpp.llama_batch_get_one(ids, n_rows)
+        if see:
+            batch.logits = flags
+        assert llama_cpp.llama_decode(context, batch) == 0
+        if see:
+            see(context, n_rows)
 
 
 def read_blocks(
-    model: Any, context: Any, tokens: Sequence[int], n_threads: int, loras: Sequence[tuple[Any, float]] = ()
+    model: Any,
+    context: Any,
+    tokens: Sequence[int],
+    n_threads: int,
+    loras: Sequence[tuple[Any, float]] = (),
+    see: See = None,
 ) -> None:
     """Evaluate the tokens in batches of 64 and more, and give `context` the cells."""
     n_tokens, window = len(tokens), llama_cpp.llama_model_n_swa(model) or 127
     reader = make_context(model, n_tokens, 127, READING, n_threads, n_seq=2, loras=loras)
     memory = llama_cpp.llama_get_memory(reader)
     for start, end in pairwise([*(64 * block for block in range(n_tokens // 64)), n_tokens]):
-        decode(reader, tokens, [start, end])
+        decode(reader, tokens, [start, end], see)
         pieces = [(at, min(at + window, end)) for at in range(start, end, window)]  # a state has one window's cells
         states = []
         for piece in pieces:

@@ -24,8 +24,14 @@ class Question(NamedTuple):
     params: SamplingParams
     position: int
     history: Sequence[int]
-    n_wanted: int
+    n_wanted: int  # see `Row`
     allowed: Allowed | None
+
+    @property
+    def is_long(self) -> bool:
+        """Whether its answer takes longer than to find the largest logit."""
+        params = self.params
+        return self.n_wanted < 0 or not params.is_greedy or self.allowed is not None or params.n_logprobs >= 0
 
 
 @dataclass(frozen=True, slots=True)

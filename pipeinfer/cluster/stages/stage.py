@@ -105,7 +105,7 @@ class StageWorker:
         samplers = samplers if samplers and samplers.take_next else None
         for_samplers = []
         for index, question in enumerate(questions):
-            if samplers and (not question.params.is_greedy or question.allowed or question.params.n_logprobs >= 0):
+            if samplers and question.is_long:
                 for_samplers.append(index)
             else:
                 answer(index, logits[index])
@@ -205,7 +205,7 @@ class StageWorker:
             rows, seqs = rows[alive], [seqs[index] for index in alive]
             hidden = None if hidden is None else hidden[alive]
             out_of_band = out_of_band.pick(alive) if out_of_band else None
-        wanted = rows["n_wanted"] > 0
+        wanted = rows["n_wanted"] != 0
         batch = Batch(rows["token"], rows["position"], list(seqs), hidden, wanted, transaction.span, out_of_band)
         stop = partial(self._is_cancelled, pruned, transaction.run_id)
         if self.leaves_as:
@@ -229,9 +229,9 @@ class StageWorker:
                 continue
             self._history.add(owners, row.token)
             if row.n_wanted:
-                params, position = self._opened[row.request].sampling, row.position + 1
-                history = self._history.last(row.seq, position, params.looks_back)
-                allowed = self._allowed(row) if row.request in self._constraints else None
+                params, position, chooses = self._opened[row.request].sampling, row.position + 1, row.n_wanted > 0
+                history = self._history.last(row.seq, position, params.looks_back) if chooses else ()
+                allowed = self._allowed(row) if chooses and row.request in self._constraints else None
                 questions.append(Question(index, params, position, history, row.n_wanted, allowed))
         return questions
 
@@ -243,8 +243,10 @@ class StageWorker:
         return self._constraints[row.request].after(self._history.last(row.seq, position, n_output))
 
     def _answer(self, logits: FloatArray, question: Question) -> Any:
-        """One row's part of the verdict: the target's token at the position after it."""
+        """One row's part of the verdict: the target's token at the position after it, or the prompt's."""
         params = question.params
+        if question.n_wanted < 0:
+            return scored(logits, -1 - question.n_wanted, params.n_prompt_logprobs)
         changed = logits.copy() if params.n_logprobs >= 0 else logits  # in place
         try:
             token = choose(changed, params, question.position, question.history, question.allowed)

@@ -125,7 +125,9 @@ class MemoryNeeds:
         (device, lacks), n_rows = place, capacity.n_guess_rows if is_draft else capacity.n_rows
         is_mapped = not numerics.repack or (exact and not numerics.repacked)
         is_sent, at_once = str(info.path) in lacks and not self.in_cache, 0 if is_draft else numerics.at_once
-        numbers = first, last, capacity.n_cells, n_rows, self._n_outputs
+        # with states blocks are evaluated in the same context, and those of a prompt that is scored want all logits
+        n_least = LARGEST if numerics.blocks and not info.layers.rewinds and not is_draft else 0
+        numbers = first, last, capacity.n_cells, n_rows, max(self._n_outputs, n_least)
         cache = numerics.draft_cache if is_draft else numerics.cache
         adapters = () if is_draft else self.adapter_bytes
         return Layers(info, *numbers, device, exact, cache, is_mapped, self.in_cache, is_sent, at_once, adapters)

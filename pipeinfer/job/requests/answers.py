@@ -5,6 +5,7 @@ Knows no engine and no HTTP.
 
 import secrets
 import sys
+from codecs import getincrementaldecoder
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cache, partial
@@ -74,12 +75,19 @@ class Printer:
 
 
 class Entry(NamedTuple):
-    """A token of a text. `offset`: characters of the text before it, or before the character that it is a part of."""
+    """A token of a text. `logprob`: None of the first one of a prompt. `offset`: characters of the text before it, or
+    before the character that it is a part of."""
 
     token: int
-    logprob: float
+    logprob: float | None
     top: Sequence[Likely]
     offset: int
+
+
+def prompt_entries(scores: Mapping[int, int]) -> list[Entry]:
+    """Those of a prompt's scored tokens, by position; without offsets."""
+    ordered = (token for _, token in sorted(scores.items()))
+    return [Entry(int(each), each.logprob, each.top, 0) for each in ordered if isinstance(each, ScoredToken)]
 
 
 class Entries:
@@ -117,11 +125,40 @@ def completion_logprobs(entries: Sequence[Entry], spell: Spell) -> dict[str, Any
     }
 
 
-def _by_text(entry: Entry, spell: Spell) -> dict[str, float]:
+def _by_text(entry: Entry, spell: Spell) -> dict[str, float] | None:
+    if entry.logprob is None:
+        return None
     logprobs: dict[str, float] = {}
     for token, logprob in (*entry.top, (entry.token, entry.logprob)):
         logprobs.setdefault(_text(spell(token)), logprob)
     return logprobs
+
+
+def prompt_logprobs(entries: Sequence[Entry], spell: Spell) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`. `rank`: 1 of the likeliest token; None of one that is not among the likeliest."""
+    return [None if entry.logprob is None else _by_id(entry, spell) for entry in entries]
+
+
+def _by_id(entry: Entry, spell: Spell) -> dict[str, Any]:
+    ranks = {token: rank for rank, (token, _) in enumerate(entry.top, 1)}
+    return {
+        str(token): {"logprob": logprob, "rank": ranks.get(token), "decoded_token": _text(spell(token))}
+        for token, logprob in ((entry.token, entry.logprob), *entry.top)
+    }
+
+
+def echo_of(prompt: Any, tokens: Sequence[int], spell: Spell) -> tuple[str, list[int]]:
+    """(the text of a prompt, each token's offset in it). `prompt`: as it came; a token that was put before a text
+    has no room in it."""
+    decode, text, offsets = getincrementaldecoder("utf-8")("replace").decode, "", list[int]()
+    for token in tokens:
+        offsets.append(len(text))
+        text += decode(spell(token))
+    text += decode(b"", True)
+    if not isinstance(prompt, str):
+        return text, offsets
+    n_more = len(text) - len(prompt)
+    return prompt, [min(max(0, offset - n_more), len(prompt)) for offset in offsets]
 
 
 def chat_logprobs(entries: Sequence[Entry], spell: Spell) -> dict[str, Any]:
@@ -133,7 +170,7 @@ def chat_logprobs(entries: Sequence[Entry], spell: Spell) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def spelled(token: int, logprob: float, spell: Spell) -> dict[str, Any]:
+def spelled(token: int, logprob: float | None, spell: Spell) -> dict[str, Any]:
     """A token, its bytes and its log-probability."""
     data = spell(token)
     return {"token": _text(data), "logprob": logprob, "bytes": list(data)}

@@ -86,6 +86,14 @@ class PromptProgress:
     n_cached: int
 
 
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """The prompt's tokens but the first, with log-probabilities. Sent before the text, if they are wanted."""
+
+    id: int
+    entries: Sequence[Entry]
+
+
 TextUpdate = tuple[int, Sequence[int], str, Sequence[Entry]]
 """(id of a request, new tokens, the text that they complete, its log-probabilities if requested)."""
 
@@ -140,7 +148,9 @@ class Snapshot:
 
 
 FromFront = Ask | Cancel | Heartbeat | Listening | SendSnapshots
-FromHead = Started | Preempted | PromptProgress | TextUpdates | Finished | Ready | Draining | Closing | Snapshot
+FromHead = (
+    Started | Preempted | PromptProgress | PromptScores | TextUpdates | Finished | Ready | Draining | Closing | Snapshot
+)
 MESSAGES = {kind.__name__: kind for kind in get_args(FromFront | FromHead)}
 
 

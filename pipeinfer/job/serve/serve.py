@@ -31,6 +31,7 @@ from pipeinfer.job.serve.channel import (
     Listening,
     Preempted,
     PromptProgress,
+    PromptScores,
     Ready,
     SendSnapshots,
     Setup,
@@ -277,6 +278,9 @@ class Service:
         parts: list[TextUpdate] = [
             (each.opened.origin.id, [*map(int, each.tokens)], each.text, each.entries) for each in outputs
         ]
+        for each in outputs:
+            if each.scores is not None:
+                self.front.tell(PromptScores(each.opened.origin.id, each.scores))
         token_s = outputs[0].opened.metrics.token_s
         at_s = self.context.clock.real_s(token_s[-1]) if token_s else CLOCK()
         self.front.tell(TextUpdates(at_s, CLOCK(), parts))

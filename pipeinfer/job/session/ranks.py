@@ -10,6 +10,7 @@ from pipeinfer.cluster.timed_runs import largest_question, slowest_stage, time_r
 from pipeinfer.cluster.transport import progress_between
 from pipeinfer.cluster.verdicts import decode_guess_verdict, decode_verdict, verdict_bytes
 from pipeinfer.core.admission import OpenLimits, ahead_of
+from pipeinfer.core.blocks import LARGEST
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import Drafter, LoadedModel
 from pipeinfer.core.levels import Level
@@ -121,7 +122,8 @@ class LoadedRanks:
         how = make_courier(context, plan), plan.numerics.wire_type, progress, n_posted, context.clock
         worker = make_worker(context, plan, self._stage) if self._stage else None
         n_features = len(plan.layers_read) * plan.model.n_embd
-        n_bytes = verdict_bytes(plan.n_rows_max, n_scored=plan.capacity.n_nodes, n_features=n_features)
+        n_scored = max(plan.capacity.n_nodes + 1, LARGEST)  # of prompts too: a chunk with the root, or a block
+        n_bytes = verdict_bytes(plan.n_rows_max, n_scored=n_scored, n_features=n_features)
         self._pipeline = HeadPipeline(comm, self._ranks, worker, n_bytes, decode_verdict, *how)
         for number, stages in plan.assignment.remote_drafts.items():
             draft, ranks = self._drafts.get(number), [stage.rank for stage in stages]

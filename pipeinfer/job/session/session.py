@@ -17,7 +17,7 @@ from pipeinfer.job.launch import CLOCK, Context
 from pipeinfer.job.placement.capacity import EngineSettings
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.process.streams import complain
-from pipeinfer.job.requests.answers import Entries, Entry, Printer
+from pipeinfer.job.requests.answers import Entries, Entry, Printer, prompt_entries
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.session.ranks import Figures, LoadedRanks
 from pipeinfer.models.text.tokenizer import Tokenizer
@@ -61,13 +61,15 @@ def _subject(line: str) -> str:
 @dataclass(frozen=True, slots=True)
 class Output:
     """New output of one request: tokens, the text that they complete, and their log-probabilities, if any. The first
-    text includes that of resumed tokens. `ended`: this is the last."""
+    text includes that of resumed tokens. `ended`: this is the last. `scores`: of the prompt, if they are wanted, with
+    the first output."""
 
     opened: "OpenRequest"
     tokens: Sequence[int]
     text: str
     entries: Sequence[Entry]
     ended: bool
+    scores: Sequence[Entry] | None = None
 
 
 OnOutput = Callable[[Sequence[Output]], object]
@@ -87,6 +89,7 @@ class OpenRequest:
     n_output: int
     origin: Any = None
     n_passed: int = 0
+    has_scores: bool = False  # they were passed to `on_output`
 
     @property
     def has_ended(self) -> bool:
@@ -217,9 +220,12 @@ class Session:
             on_output(list(group))
 
     def _output(self, opened: OpenRequest, tokens: Sequence[int]) -> Output:
+        state, scores = opened.state, None
+        if state.is_scored and not opened.has_scores:
+            opened.has_scores, scores = True, prompt_entries(state.scores)
         if not opened.request.n_predict:  # the token after the prompt belongs to no text
             del self._open[opened.state.id]
-            return Output(opened, [], "", [], ended=True)
+            return Output(opened, [], "", [], True, scores)
         printer, n_before = opened.printer, opened.n_output
         for token in tokens:
             opened.n_output += 1
@@ -233,7 +239,7 @@ class Session:
             del self._open[opened.state.id]
         entries = opened.entries.take(math.inf if ended and not printer.was_cut else len(printer.text))
         text, opened.n_passed = printer.text[opened.n_passed :], len(printer.text)
-        return Output(opened, tokens[: opened.n_output - n_before], text, entries, ended)
+        return Output(opened, tokens[: opened.n_output - n_before], text, entries, ended, scores)
 
 
 @contextmanager

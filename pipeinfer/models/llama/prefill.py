@@ -14,7 +14,7 @@ from pipeinfer.core.blocks import LARGEST
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.types import FloatArray
 from pipeinfer.models.llama.cell_state import BF16, F16, CacheForm, StateBytes, restore_state, round_state, save_state
-from pipeinfer.models.llama.decoder import ContextSize, Decoder, LlamaContext
+from pipeinfer.models.llama.decoder import ContextSize, Decoder, LlamaContext, Logits
 from pipeinfer.models.llama.rows import blocks_of
 
 PROMPT, COPIED = 0, 1
@@ -25,8 +25,9 @@ N_SEQ = 2
 class Prefill:
     """One prompt in a context of its own, which this frees. `end`: the position behind the last evaluated row."""
 
-    def __init__(self, library: ModuleType, context: LlamaContext, form: CacheForm) -> None:
+    def __init__(self, library: ModuleType, context: LlamaContext, form: CacheForm, n_vocab: int) -> None:
         self.context, self.end, self._lib, self._form = context, 0, library, form
+        self.logits = Logits(library, context.handle, context.size.n_outputs, n_vocab)
         self._memory = library.llama_get_memory(context.handle)
 
     def take(self, cells: StateBytes, first: int, end: int) -> None:
@@ -64,43 +65,51 @@ class Prefills:
     """The prompts that are being evaluated, by their sequence in the decoding context. `transfer`: a sequence there
     that is empty between calls."""
 
-    def __init__(self, decoder: Decoder, context: LlamaContext, form: CacheForm, transfer: int) -> None:
+    def __init__(self, decoder: Decoder, context: LlamaContext, form: CacheForm, transfer: int, n_vocab: int) -> None:
         self._decoder, self._lib, self._context, self._form = decoder, decoder.lib, context, form
         self._memory, self._transfer = decoder.lib.llama_get_memory(context.handle), transfer
+        self._n_vocab = n_vocab
         self.by_seq: dict[int, Prefill] = {}
 
-    def evaluate(self, batch: Batch, hidden: FloatArray | None) -> None:
-        """Evaluate blocks of one prompt, whose cells the sequence has afterwards. Raises what `Decoder.decode` raises;
-        the sequence is as before then."""
+    def evaluate(self, batch: Batch, hidden: FloatArray | None) -> FloatArray:
+        """Evaluate blocks of one prompt, whose cells the sequence has afterwards. Returns the logits (n_wanted,
+        n_vocab): of all rows, if the prompt is scored, or of none. Raises what `Decoder.decode` raises; the sequence is
+        as before then."""
         assert batch.span
         first, n_rows, seq = int(batch.positions[0]), len(batch.positions), batch.seqs[0][0]
-        prefill = self._open(seq, first, batch.span.end)
+        prefill = self._open(seq, first, batch.span.end, bool(batch.wanted.any()))
         try:
-            for start, end in blocks_of(batch):
-                self._evaluate_block(prefill, batch, hidden, start, end)
+            logits = [self._evaluate_block(prefill, batch, hidden, *edges) for edges in blocks_of(batch)]
             self._hand_over(prefill, seq, first, first + n_rows)
         except BaseException:
             prefill.forget(first)
             raise
         if first + n_rows == batch.span.end:
             self.drop(seq)
+        return np.concatenate(logits)
 
-    def _evaluate_block(self, prefill: Prefill, batch: Batch, hidden: FloatArray | None, start: int, end: int) -> None:
+    def _evaluate_block(
+        self, prefill: Prefill, batch: Batch, hidden: FloatArray | None, start: int, end: int
+    ) -> FloatArray:
         rows, n_rows = slice(start, end), end - start
-        wanted = np.zeros(n_rows, np.bool_) if self._decoder.is_last else None
-        block = Batch(batch.tokens[rows], batch.positions[rows], [(PROMPT,)] * n_rows, None, batch.wanted)
+        wanted = batch.wanted[rows] if self._decoder.is_last else None
+        block = Batch(batch.tokens[rows], batch.positions[rows], [(PROMPT,)] * n_rows, None, batch.wanted[rows])
         self._decoder.decode(prefill.context, block, None if hidden is None else hidden[rows], wanted, start)
+        logits = prefill.logits.of(np.zeros(0, np.bool_) if wanted is None else wanted).copy()
         prefill.settle(int(block.positions[0]), int(block.positions[-1]) + 1)
+        return logits
 
-    def _open(self, seq: int, start: int, n_cells: int) -> Prefill:
+    def _open(self, seq: int, start: int, n_cells: int, scored: bool) -> Prefill:
         """The sequence's prompt, whose next row is `start`. Made, with the cells before that, at the first block, or
-        where blocks follow those of another request."""
+        where blocks follow those of another request. `scored`: its rows want logits, else none does."""
         prefill = self.by_seq.get(seq)
         if prefill is None or prefill.end != start:
             self.drop(seq)
-            n_outputs = N_SEQ if self._decoder.is_last else LARGEST  # no row of a block wants logits
+            n_outputs = N_SEQ if self._decoder.is_last and not scored else LARGEST
             size = ContextSize(n_cells, LARGEST, LARGEST, N_SEQ, n_outputs, (F16, F16), are_blocks=True)
-            prefill = self.by_seq[seq] = Prefill(self._lib, self._decoder.create_context(size), self._form)
+            prefill = self.by_seq[seq] = Prefill(
+                self._lib, self._decoder.create_context(size), self._form, self._n_vocab
+            )
             for first, end in self._form.pieces(0, start):
                 self._lib.llama_memory_seq_cp(self._memory, seq, self._transfer, first, end)
                 cells = save_state(self._lib, self._context.handle, self._transfer)

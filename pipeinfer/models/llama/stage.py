@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeinfer.core.blocks import LARGEST
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.types import POSITION_END, FloatArray
@@ -135,7 +136,13 @@ class LlamaStage:
         n_part = params.n_batch if has_states else largest_part(info, params)
         # types that differ keep attention off the kernels whose sums depend on batch size and thread count
         types = form.types if params.mixed_cache else params.cache.ggml
-        n_outputs = params.n_outputs_max if self.is_last else params.n_batch
+        # blocks of layers with states, of which all rows may want logits, are evaluated here
+        n_outputs = (
+            params.n_batch
+            if not self.is_last
+            else max(params.n_outputs_max, LARGEST if has_states and params.exact else 0)
+        )
+        self._n_outputs = n_outputs
         size = ContextSize(params.n_cells, params.n_batch, n_part, params.n_seq_max + params.exact, n_outputs, types)
         self._context = context = decoder.create_context(size)
         closing.callback(self._lib.llama_free, context.handle)
@@ -143,8 +150,8 @@ class LlamaStage:
         # users have sequences up to the spare one, for parked cells; prompts' cells arrive in a further one
         self._spare, self._arrival = params.n_seq_max - 1, params.n_seq_max
         self._compaction = Compaction(self._lib, context.handle, self._spare, form, has_states)
-        self._logits = Logits(self._lib, context.handle, params.n_outputs_max, self.n_vocab)
-        self._prefills = Prefills(decoder, context, form, self._arrival)
+        self._logits = Logits(self._lib, context.handle, n_outputs, self.n_vocab)
+        self._prefills = Prefills(decoder, context, form, self._arrival, self.n_vocab)
         closing.callback(self._prefills.clear)
         self._stateful = StatefulRows(decoder, context, self._logits) if has_states else None
         self.n_cells = decoder.n_cells(context)
@@ -158,7 +165,8 @@ class LlamaStage:
         """
         n_rows = self._n_rows = len(batch.positions)
         wanted = batch.wanted if self.is_last else None
-        check_rows(n_rows, wanted, self.params.n_batch, self.params.n_outputs_max)
+        in_blocks = batch.span is not None and self._stateful is None
+        check_rows(n_rows, None if in_blocks else wanted, self.params.n_batch, self._n_outputs)
         self._callback.begin(None if self._stateful else stop)
         if self._callback.stopped:
             return None
@@ -166,9 +174,9 @@ class LlamaStage:
         try:
             if self._stateful:
                 result = self._stateful.evaluate(batch, hidden)
-            elif batch.span:
-                self._prefills.evaluate(batch, hidden)
-                result = np.empty((0, self.n_vocab), np.float32) if self.is_last else self._decoder.out[:n_rows]
+            elif in_blocks:
+                logits = self._prefills.evaluate(batch, hidden)
+                result = logits if self.is_last else self._decoder.out[:n_rows]
             else:
                 result = self._evaluate_rows(batch, hidden, wanted)
         except EvaluationStopped:

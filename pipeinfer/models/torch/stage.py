@@ -145,7 +145,8 @@ class TorchStage:
     def _begin(self, batch: Batch, stop: Callable[[], bool], future: Future) -> Future | None:
         """The future, submitted; None when told to stop."""
         n_rows, wanted = len(batch.positions), batch.wanted if self.is_last else None
-        check_rows(n_rows, wanted, self.params.n_batch, self.params.n_outputs_max)
+        # of a prompt that is scored all rows of a block want logits
+        check_rows(n_rows, None if batch.span else wanted, self.params.n_batch, self.params.n_outputs_max)
         self._cells.place(batch)
         torch.set_num_threads(self.threads.begin())
         done = None
