@@ -122,7 +122,10 @@ NO_RING = Fault(
     "{command} hostname; if that prints the name of every host: mpirun -iface {used} and export "
     "UCX_NET_DEVICES={used} (MPICH), or --mca btl_tcp_if_include {used} (Open MPI)",
 )
-OTHER_HOSTS = Fault("the ranks ran on {names}, and not one on each host", "{command} hostname; slots in --hosts")
+OTHER_HOSTS = Fault(
+    "the ranks ran on {names}, and not one on each host",
+    "{command} hostname; hosts of one name need sudo hostnamectl set-hostname NAME; else see slots in --hosts",
+)
 
 
 @check("an MPI job brings a message round all hosts", NO_START, NO_RING, OTHER_HOSTS, of_all=True)

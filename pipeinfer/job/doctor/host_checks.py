@@ -49,7 +49,14 @@ BARRED = Fault(
     "ssh-copy-id {host} (no key yet: first ssh-keygen -t ed25519; a passphrase: ssh-add; another user there: "
     "User NAME in ~/.ssh/config)",
 )
-NO_SSHD = Fault("nothing takes ssh connections there", "on {host}: sudo apt-get install openssh-server")
+NO_SSHD = Fault(
+    "nothing takes ssh connections there",
+    "on {host}: sudo systemctl start ssh; if there is none: sudo apt-get install openssh-server",
+)
+SILENT_SSHD = Fault(
+    "something takes the connection at ssh's port and says nothing ({error})",
+    "at {host} itself: sudo systemctl restart ssh; is a disk or its memory full, or is another service at that port?",
+)
 UNREACHABLE = Fault("it cannot be reached ({error})", "ping {host}: is it on, and is the address right?")
 HANGS = Fault(
     "it does not answer within {seconds} s",
@@ -65,6 +72,7 @@ SSH_FAULTS = {
     "Host key verification failed": UNKNOWN_KEY,
     "Permission denied|Too many authentication failures": BARRED,
     "Connection refused": NO_SSHD,
+    "banner exchange": SILENT_SSHD,
     "timed out|No route|unreachable": UNREACHABLE,
     "No such file": NO_CLIENT,
 }
