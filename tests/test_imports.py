@@ -38,7 +38,7 @@ JOB_FLOORS = (
     ("profiling",),
     ("planning",),
     ("session",),
-    ("run", "chat", "batch", "serve", "bench", "inspect"),
+    ("run", "chat", "batch", "serve", "bench", "perplexity", "inspect"),
 )
 """The same of the rooms within `job`, folders and files."""
 

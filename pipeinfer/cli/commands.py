@@ -27,6 +27,7 @@ COMMANDS = {
     "plan": "plan:plan_command",
     "info": "info:info_command",
     "measure": "bench:measure_command",
+    "perplexity": "perplexity:perplexity_command",
     "submit": "submit:submit_command",
     "supervise": "supervise:supervise_command",
     "doctor": "doctor:doctor_command",

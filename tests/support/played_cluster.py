@@ -63,7 +63,7 @@ class PlayedStage:
 
     n_vocab, n_embd = 8, 4
 
-    def __init__(self, file: SliceFile, params: LlamaParams) -> None:
+    def __init__(self, file: SliceFile, params: LlamaParams, adapters: Sequence[object] = ()) -> None:
         self.own: Played = HERE.rank
         self.own.n_loads += 1
         on_gpu = params.n_gpu_layers != 0
