@@ -39,7 +39,7 @@ T = TypeVar("T")
 STALLS_S = 10.0  # how long one token may take on an idle server
 SMALL_BODY = 16 << 10  # bytes of a body that is read at once, within some 2 ms
 MAX_CONTENT = 1 << 17  # characters for /tokenize: their tokens become JSON within some 70 ms
-TOKENIZE_FIELDS = {"content", "prompt", "add_special", "parse_special", "with_pieces", "model"}
+TOKENIZE_FIELDS = {"content", "prompt", "add_special", "add_special_tokens", "parse_special", "with_pieces", "model"}
 PAGE = Path(__file__).with_name("page")
 POLICY = "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:"
 """The page may load nothing but its own files."""
@@ -89,6 +89,7 @@ class Api:
             **{f"{version}/models": self.models for version in ("", "/v1")},
             **{f"{version}/models/{{name:path}}": self.one_model for version in ("", "/v1")},
             "/props": self.props,
+            "/tokenizer_info": self.tokenizer_info,
             "/events": self.events,
             **({"/metrics": self.show_metrics} if self.http.metrics else {}),
             **({"/slots": self.slots} if self.http.slots else {}),
@@ -135,8 +136,11 @@ class Api:
         return JsonResponse(self._model())
 
     async def props(self, request: Request) -> Response:
+        return JsonResponse(self._properties())
+
+    def _properties(self) -> dict[str, Any]:
         template = self.prompting.prompts.format.template
-        return JsonResponse(props(self.setup, self.model, template.source, self.tokenizer))
+        return props(self.setup, self.model, template.source, self.tokenizer)
 
     async def slots(self, request: Request) -> Response:
         """The open texts."""
@@ -214,7 +218,8 @@ class Api:
     # -- tokens
 
     async def tokenize(self, request: Request) -> Response:
-        """llama.cpp's: `content` (or `prompt`), `add_special`, `parse_special`, `with_pieces`."""
+        """llama.cpp's: `content`, `add_special`, `parse_special`, `with_pieces`; vLLM's: `prompt` and
+        `add_special_tokens`."""
         fields = await self._body(request, dict)
         if self.http.strict and (unknown := set(fields) - TOKENIZE_FIELDS):
             refuse(f"the field {shown(min(unknown))} is unknown; leave it out")
@@ -223,7 +228,8 @@ class Api:
             refuse(f"content is {shown(text)}; give a text")
         if len(text) > MAX_CONTENT:
             refuse(f"content has {len(text)} characters; up to {MAX_CONTENT} are tokenised at a time, send it in parts")
-        add, parse = flag(fields, "add_special", False), flag(fields, "parse_special", True)
+        add = flag(fields, "add_special", flag(fields, "add_special_tokens", False))
+        parse = flag(fields, "parse_special", True)
         with_pieces = flag(fields, "with_pieces", False)
 
         def work() -> Response:
@@ -234,7 +240,7 @@ class Api:
         return await self.prompting.tokenise(_client(request), work)
 
     async def detokenize(self, request: Request) -> Response:
-        """llama.cpp's, of `tokens`."""
+        """llama.cpp's and vLLM's, of `tokens`."""
 
         def read(fields: dict[str, Any]) -> list[int]:
             tokens, n_vocab = fields.get("tokens"), self.tokenizer.n_vocab
@@ -244,7 +250,13 @@ class Api:
 
         tokens = await self._body(request, read)
         data = await self.prompting.tokenise(_client(request), lambda: b"".join(map(self.spell, tokens)))
-        return JsonResponse({"content": data.decode("utf-8", "replace")})
+        text = data.decode("utf-8", "replace")
+        return JsonResponse({"content": text, "prompt": text})
+
+    async def tokenizer_info(self, request: Request) -> Response:
+        """vLLM's: the chat template and the names of control tokens."""
+        properties = self._properties()
+        return JsonResponse({name: properties[name] for name in ("bos_token", "eos_token", "chat_template")})
 
     async def _body(self, request: Request, read: Callable[[dict[str, Any]], T]) -> T:
         """The body as `read` returns it. A thread reads large bodies, so that other clients are served meanwhile.

@@ -260,6 +260,7 @@ def _multiply_int8(rows: torch.Tensor, weight: Int8) -> torch.Tensor:
 
 SIZES = (8, 4, 2)  # of groups; the first that computes every row alike is taken, else rows are computed one by one
 THREADS = (1, 2, 3, 4, 8)  # numbers of threads that must compute alike
+LEAST_TRIED = 1 << 16  # products of rows and a matrix
 ONE_THREAD = 32768
 """Elementwise operations on up to so many numbers have one thread. Beyond, where a thread begins depends on their
 number, and its last numbers may be computed without vectors, with another rounding of exponentials."""
@@ -299,15 +300,24 @@ def rows_together(matrices: Sequence[Weight], n_threads: int) -> int:
     """The number of rows that may be multiplied at once so that each has the same bits in every place, beside any other
     rows and with any number of threads; 1 if there is none. Leaves `n_threads` set."""
     try:
-        return next((size for size in SIZES if all(_is_alike(each, size, n_threads) for each in matrices)), 1)
+        return next((size for size in SIZES if all(_are_alike(each, size, n_threads) for each in matrices)), 1)
     finally:
         torch.set_num_threads(n_threads)
 
 
-def _is_alike(matrix: Weight, size: int, n_threads: int) -> bool:
-    """Whether each of `size` rows has one result: in order, rotated, alone among zeros, and on more threads."""
+def _are_alike(matrix: Weight, size: int, n_threads: int) -> bool:
+    """Whether any `size` rows have one result each, as far as so many of LEAST_TRIED numbers tell: rounding to bf16
+    hides most differences of sums."""
     generator = torch.Generator().manual_seed(size)
-    rows = torch.randn(size, matrix.shape[1], generator=generator).to(matrix.device)
+    batches = (
+        torch.randn(size, matrix.shape[1], generator=generator) for _ in range(0, LEAST_TRIED, size * matrix.shape[0])
+    )
+    return all(_is_alike(matrix, rows.to(matrix.device), n_threads) for rows in batches)
+
+
+def _is_alike(matrix: Weight, rows: torch.Tensor, n_threads: int) -> bool:
+    """Whether each row has one result: in order, rotated, alone among zeros, and on more threads."""
+    size = len(rows)
     torch.set_num_threads(n_threads)
     expected, alone = multiply(rows, matrix), torch.zeros_like(rows)
     alone[size - 1] = rows[0]
