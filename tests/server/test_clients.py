@@ -27,10 +27,7 @@ TEMPLATE = (
 N_TOKENS = 8
 """Of each answer: what a client asks for is more than a test can wait for."""
 
-REFUSED = {
-    ("Claude Code", "the search of the web as a request of its own"): "name one of the tools",
-    ("lm-eval", "how likely two texts are, by their tokens"): "echo is true",
-}
+REFUSED = {("Claude Code", "the search of the web as a request of its own"): "name one of the tools"}
 """What would be another text, or no answer at all, without what is asked for."""
 
 

@@ -179,7 +179,7 @@ def test_a_page_of_another_site_is_not_told_anything(served: Served, headers: di
     [
         ({"logprobs": 6}, "logprobs is 6; of a prompt give how many"),
         ({"top_logprobs": 2}, "top_logprobs is 2, which is for chats"),
-        ({"echo": True}, "echo is true; only false"),
+        ({"echo": 1}, "echo is 1; give true or false"),
         ({"n_probs": 21}, "n_probs is 21; give a whole number from 0 to 20"),
         ({"mirostat": 2}, "mirostat is 2; only 0 can be served"),
         ({"n": 0}, "n is 0"),

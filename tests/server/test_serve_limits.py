@@ -257,7 +257,10 @@ def test_tokens_and_back(guarded: Served) -> None:
     text = "def f(x):\n    return 'é'\n"
     result = ask("/tokenize", content=text)
     assert ask("/detokenize", tokens=result["tokens"])["content"].lstrip() == text and result["count"] > 5
-    assert ask("/tokenize", prompt=text)["tokens"] == result["tokens"]
+    assert ask("/tokenize", prompt=text, add_special_tokens=False)["tokens"] == result["tokens"]
+    assert ask("/detokenize", tokens=result["tokens"])["prompt"].lstrip() == text
+    info = guarded.http.get("/tokenizer_info", headers=KEY).json()
+    assert set(info) == {"bos_token", "eos_token", "chat_template"} and info["eos_token"]
     pieces = ask("/tokenize", content=text, with_pieces=True)["tokens"]
     assert [piece["id"] for piece in pieces] == result["tokens"]
     assert len(ask("/tokenize", content=text, add_special=True)["tokens"]) >= result["count"]
