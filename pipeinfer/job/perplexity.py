@@ -4,7 +4,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -14,8 +14,9 @@ from pipeinfer.errors import StopRequested, UserError
 from pipeinfer.job.launch import Context
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.job_plan import JobPlan
+from pipeinfer.job.planning.deploy import deploy
 from pipeinfer.job.planning.plan_table import show_start
-from pipeinfer.job.planning.prepare import deploy_largest, make_request, open_job, start_prepared
+from pipeinfer.job.planning.prepare import make_request, open_job, start_prepared
 from pipeinfer.job.process.streams import complain
 from pipeinfer.job.requests.request import GenerationRequest, read_text
 from pipeinfer.job.session.result import describe_model
@@ -60,10 +61,9 @@ def _prepare(
     if tokenizer.adds_bos:
         prompts = [[tokenizer.bos, *prompt[1:]] for prompt in prompts]
     n_open = min(len(prompts), len(hosts) + 1)
-    options = options.changed(parallel=n_open, ctx_size=n_open * (size + 1), predict=0)
+    options = options.changed(parallel=n_open, ctx_size=size + 1, predict=0)
     requests = [make_request(options, info, tokenizer, prompt) for prompt in prompts]
-    requests = [replace(request, n_ctx=size + 1) for request in requests]
-    plan = deploy_largest(options, hosts, info, n_open * (size + 1), size + 1, size)
+    plan = deploy(options, hosts, info, n_open * (size + 1), size)
     return plan, PerplexityRun(plan, requests, tokenizer, options.output.json, options.output.verbose)
 
 
