@@ -56,7 +56,7 @@ def test_a_thread_reads_large_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (small[0], large[0]) == (400, 400)
     assert "content is 5;" in small[1]["error"]["message"]
     assert "content is [7, 7," in large[1]["error"]["message"]
-    assert tokens == (200, {"content": "a" * 20_000})
+    assert tokens == (200, dict.fromkeys(("content", "prompt"), "a" * 20_000))
     assert [thread is threading.main_thread() for thread in threads] == [True, False, False]
 
 
