@@ -13,6 +13,7 @@ from pipeinfer.job.chat.history import ChatNotes, History, Turn
 from pipeinfer.job.chat.lines import PipedLines, open_lines
 from pipeinfer.job.launch import CLOCK, Context
 from pipeinfer.job.options.options import RunOptions
+from pipeinfer.job.options.sections import OutputOptions
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.planning.deploy import deploy
 from pipeinfer.job.planning.plan_table import show_start
@@ -69,7 +70,7 @@ def _prepare(options: RunOptions, hosts: Sequence[Host]) -> "tuple[JobPlan, Chat
     model, special = model_id(plan), ["special"] if text.special_in_messages else []
     key = digest((noted, text.chat, model[0], options.numerics.rounding, *special))
     notes = ChatNotes(open_journal(options.output.resume, model), key)
-    return plan, Chat(plan, request, format, first, notes, options)
+    return plan, Chat(plan, request, format, first, notes, options.output, ExperimentSettings.of(options))
 
 
 class Interrupts:
@@ -125,10 +126,11 @@ class Chat:
         format: ChatFormat,
         first: str | None,
         notes: ChatNotes,
-        options: RunOptions,
+        output: OutputOptions,
+        settings: ExperimentSettings,
     ) -> None:
         self.plan, self.request, self.first, self.notes = plan, request, first, notes
-        self.output, self.settings = options.output, ExperimentSettings.of(options)
+        self.output, self.settings = output, settings
         self.console, self.history = stderr_console(), History(format)
         self.sampling = request.sampling
         if notes.past:

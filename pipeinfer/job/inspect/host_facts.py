@@ -20,7 +20,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.models.llama.ggml import describe_build
 
 if TYPE_CHECKING:
-    from pipeinfer.job.options.options import RunOptions
+    from pipeinfer.job.options.options import JobModels, RunOptions
 
 PACKAGES = ("numpy", "mpi4py")
 Fact = tuple[str, Any]
@@ -56,7 +56,7 @@ def _facts_of_job(options: "RunOptions") -> Iterator[Fact]:
         yield "host", asdict(host) | {"cores": sorted(host.cores), "lacks": sorted(host.lacks)}
     except UserError as error:
         yield "host_error", str(error)
-    yield "models", model_facts(options)
+    yield "models", model_facts(options.models)
 
 
 def host_of(fact: Mapping[str, Any], name: str) -> Host:
@@ -67,9 +67,9 @@ def host_of(fact: Mapping[str, Any], name: str) -> Host:
     return Host(**{**fact, **lists, **sets, "memory": memory, "gpu_names": gpu_names, "speed": None, "name": name})
 
 
-def model_facts(options: "RunOptions") -> dict[str, dict[str, Any]]:
+def model_facts(models: "JobModels") -> dict[str, dict[str, Any]]:
     """Path -> facts of the model's file on this host."""
-    return {str(path): _model(path, options.models.target) for path in options.models.files}
+    return {str(path): _model(path, models.target) for path in models.files}
 
 
 def _model(path: Path, target: Path) -> dict[str, Any]:

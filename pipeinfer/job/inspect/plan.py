@@ -266,7 +266,7 @@ def _plan_ranks(crew: "Crew", settings: _Settings) -> int:
     cost = replace(ETHERNET, bytes_per_s=1e9 / 8 * bandwidth_gbit(link)) if link.size > 1 else ETHERNET
     options = link.agree(lambda: with_files(settings.options, link.size))
     settings, hosts = replace(settings, options=options), find_hosts(crew, options)
-    files, nodes = link.all_gather(model_facts(options)), with_speeds(speeds, hosts, gpus)
+    files, nodes = link.all_gather(model_facts(options.models)), with_speeds(speeds, hosts, gpus)
     return link.agree(lambda: _report(settings, nodes, cost, _compare(options, hosts, files)))
 
 

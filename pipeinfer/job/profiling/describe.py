@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.disk_cache import user_cache
@@ -45,6 +46,13 @@ def describe_host(
             check_present(names, present)
     repacks = may_repack(options.numerics) and not devices[rank].target.is_torch
     gpu_aware = OFF if options.experiments.pace else options.numerics.gpu_aware
+    ranks = range(len(hosts)) if options.may_choose_draft_rank else options.target_ranks(len(hosts))
+    proves = options.numerics.numerics == "exact" and rank in ranks
+    threads = placement.threads
+    n_threads = threads[rank % len(threads)] if threads else min(2, host.n_cores)
+    params = LlamaParams(0, n_threads=n_threads, repack=False, cache=options.numerics.cache, devices=())
+    by_any = [devices[each].target for each in ranks]
+    target = options.models.target
     return replace(
         host,
         gpus=free_gpus(devices[rank], present),
@@ -52,7 +60,7 @@ def describe_host(
         lacks=frozenset(str(path) for path in options.models.files if not all(map(os.path.exists, part_paths(path)))),
         repacked=repacked_types() if repacks else (),
         grouped=grouped_types() if repacks else (),
-        exact_rows=exact_rows(options, hosts, devices, present, rank),
+        exact_rows=_exact_rows(target, params, devices[rank].target, by_any, present) if proves else (),
     )
 
 
@@ -98,21 +106,16 @@ def check_present(names: Sequence[str], present: Sequence[Device]) -> None:
     raise UserError(f"--device {missing} is not there; {there}; {others}")
 
 
-def exact_rows(
-    options: RunOptions, hosts: Sequence[Host], devices: Sequence[RankDevices], present: Sequence[Device], rank: int
+def _exact_rows(
+    model: Path, params: LlamaParams, device: DevicePlan, by_any: Sequence[DevicePlan], present: Sequence[Device]
 ) -> tuple[tuple[int, str], ...]:
-    """`Host.exact_rows` of this rank; no rows where its host lacks the target, or that is not known to be exact on
-    GPUs."""
-    n_ranks, numerics, device = len(hosts), options.numerics, devices[rank].target
-    ranks = range(n_ranks) if options.may_choose_draft_rank else options.target_ranks(n_ranks)
-    by_any = [devices[each].target for each in ranks]
-    if numerics.numerics != "exact" or not any(each.uses_gpus for each in by_any) or rank not in ranks:
+    """`Host.exact_rows` of a rank that computes the target's layers on `device`; no rows where its host lacks the
+    target, or that is not known to be exact on GPUs. `by_any`: by what the target's ranks compute."""
+    if not any(each.uses_gpus for each in by_any):
         return ()
-    if any(each.is_torch for each in by_any) or not options.models.target.exists():
+    if any(each.is_torch for each in by_any) or not model.exists():
         return ((0, ""),)
-    info, threads = read_model_info(options.models.target), options.placement.threads
-    n_threads = threads[rank % len(threads)] if threads else min(2, hosts[rank].n_cores)
-    params = LlamaParams(0, n_threads=n_threads, repack=False, cache=numerics.cache, devices=())
+    info = read_model_info(model)
     names = (device.devices or [each.name for each in present]) if device.uses_gpus else ()
     places = [replace(params, n_gpu_layers=ALL_LAYERS, devices=(name,)) for name in names]
     return tuple(_proof(info, place, present) for place in [params] * (device.n_gpu_layers != ALL_LAYERS) + places)
