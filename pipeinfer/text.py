@@ -2,7 +2,10 @@
 
 import json
 import math
+import shutil
+import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import groupby
 from typing import Any
 
 
@@ -65,3 +68,33 @@ def markdown_table(
     cells = [[cell.replace("|", "/") for cell in row] for row in rows]
     sides = ["right" if column in right_aligned else "left" for column in columns]
     return tabulate(cells, columns, "pipe", disable_numparse=True, colalign=sides if cells else None).splitlines()
+
+
+def printed(lines: Iterable[str]) -> str:
+    """The lines as stdout takes them: a terminal gets tables of its width, a pipe or a file gets them whole."""
+    return "\n".join(narrowed(lines, shutil.get_terminal_size().columns) if sys.stdout.isatty() else lines)
+
+
+def narrowed(lines: Iterable[str], width: int) -> Iterator[str]:
+    """Lines with each Markdown table that is wider as several, one below the other. All begin with the first column
+    that differs in each row, or else the first; what does not fit beside it stands alone with it, and is wider."""
+    for is_table, group in groupby(lines, lambda line: line.startswith("|")):
+        block = list(group)
+        if not is_table or len(block[0]) <= width:
+            yield from block
+            continue
+        columns = list(zip(*(line[1:-1].split("|") for line in block), strict=True))
+        first = next((column for column in columns if len(set(column)) == len(column)), columns[0])
+        columns.remove(first)
+        parts: list[list[tuple[str, ...]]] = []
+        free = 0
+        for column in columns:
+            taken = len(column[0]) + 1
+            if taken > free:
+                parts.append([first])
+                free = width - len(first[0]) - 2
+            parts[-1].append(column)
+            free -= taken
+        for index, part in enumerate(parts):
+            yield from [""] * bool(index)
+            yield from (f"|{'|'.join(cells)}|" for cells in zip(*part, strict=True))

@@ -159,6 +159,6 @@ def _fetch(path: Path) -> Path:
 
 
 def _print(report: dict[str, Any], lines: Iterable[str], json: bool) -> None:
-    from pipeinfer.text import json_text
+    from pipeinfer.text import json_text, printed
 
-    click.echo(json_text(report) if json else "\n".join(lines))
+    click.echo(json_text(report) if json else printed(lines))

@@ -20,6 +20,7 @@ from pipeinfer.observe.summary import print_simulated_loads, print_summary
 from pipeinfer.observe.table import LOADS, RESULTS
 from pipeinfer.outputs import check_separate, check_writable
 from pipeinfer.policies import POLICIES, USUAL
+from pipeinfer.text import printed
 from pipeinfer.virtual.choices import RecordedChoices, ranks_for, read_choices
 from pipeinfer.virtual.costs import Profile
 from pipeinfer.virtual.profile import load_profile, shipped_profiles
@@ -143,7 +144,7 @@ def simulate_command(**values: Any) -> int:
     if values["json"]:
         return 0
     if options.output == "md" and (texts or not options.policies):
-        print("\n".join(side_by_side(generations)))
+        print(printed(side_by_side(generations)))
     else:
         print_summary([RESULTS.as_read(result.columns()) for _, result in generations], options.output)
     return 0

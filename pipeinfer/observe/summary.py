@@ -18,6 +18,7 @@ from pipeinfer.text import (
     markdown_table,
     milliseconds,
     number,
+    printed,
     size_text,
     without_nan,
     without_suffixes,
@@ -103,7 +104,7 @@ def _print(
     summaries: Sequence[dict[str, Any]], output: str, as_table: Callable[[Sequence[dict[str, Any]]], list[str]]
 ) -> None:
     if output == "md":
-        print("\n".join(as_table(summaries)))
+        print(printed(as_table(summaries)))
     elif output == "csv" and summaries:
         writer = csv.DictWriter(sys.stdout, list(summaries[0]), lineterminator="\n")
         writer.writeheader()

@@ -29,7 +29,7 @@ from pipeinfer.job.placement.model_files import fetch_models
 from pipeinfer.job.planning.planner import ETHERNET
 from pipeinfer.models.gguf.model_info import part_paths
 from pipeinfer.models.hub import name_of
-from pipeinfer.text import count_text, json_text
+from pipeinfer.text import count_text, json_text, printed
 from pipeinfer.virtual.costs import LinkCost
 from pipeinfer.virtual.nodes import Node
 
@@ -126,7 +126,7 @@ class _Report:
         if self.level < Severity.ERROR:
             try:
                 plan = _plan(cluster)
-                self._print("\n" + "\n".join(plan_lines(plan)))
+                self._print("\n" + printed(plan_lines(plan)))
                 if not plan["fits"]:
                     raise UserError(plan["shortage"])
                 command = _command(cluster)

@@ -19,7 +19,7 @@ from pipeinfer.job.options.sections import PlacementOptions, Servers
 from pipeinfer.models.llama.ggml import describe_build
 from pipeinfer.models.llama.rpc import connect
 from pipeinfer.models.torch.params import load_torch, torch_version
-from pipeinfer.text import json_text, labelled, size_text
+from pipeinfer.text import json_text, labelled, printed, size_text
 
 if TYPE_CHECKING:
     from pipeinfer.job.launch import Crew
@@ -78,7 +78,7 @@ def by_host(facts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def print_report(question: InfoQuestion, hosts: Sequence[dict[str, Any]]) -> None:
-    print(json_text({"hosts": hosts}) if question.json else "\n".join(info_lines(hosts)), flush=True)
+    print(json_text({"hosts": hosts}) if question.json else printed(info_lines(hosts)), flush=True)
 
 
 # -- facts

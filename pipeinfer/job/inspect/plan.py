@@ -29,7 +29,7 @@ from pipeinfer.job.profiling.describe import describe_host, gpu_names
 from pipeinfer.job.profiling.speeds import host_speeds, rank_speed, with_speeds
 from pipeinfer.models.llama.ggml import has_gpu
 from pipeinfer.policies import POLICIES, make_policy
-from pipeinfer.text import json_text, markdown_table, number, size_text
+from pipeinfer.text import json_text, markdown_table, number, printed, size_text
 from pipeinfer.virtual.costs import LinkCost
 from pipeinfer.virtual.nodes import Node, first_ranks, profiled_nodes, read_hosts
 from pipeinfer.virtual.profile import load_profile
@@ -285,7 +285,7 @@ def _report(settings: _Settings, nodes: Sequence[Node], link: LinkCost, findings
     report = plan_report(settings.options, nodes, link, settings.question)
     lines = [f"{each.host}: {each.text} -> {each.fix}" for each in findings]
     report["warnings"] += lines
-    print(json_text(report) if settings.options.output.json else "\n".join(plan_lines(report)), flush=True)
+    print(json_text(report) if settings.options.output.json else printed(plan_lines(report)), flush=True)
     if not report["fits"]:
         raise UserError(report["shortage"])
     for finding, line in zip(findings, lines, strict=True):
