@@ -97,14 +97,56 @@ def test_the_page_talks_and_shows_the_pipeline(tmp_path: Path) -> None:
         page.until("document.querySelector('.turn.error')?.textContent.includes('max_tokens is -5; give a whole')")
         assert [error for error in page.errors if "status of 40" not in error] == [], "but for what was refused"
 
-        page.open(served.url)  # anew: the chat is kept, with a new one before it
-        page.until("document.querySelectorAll('#list li').length === 1 && chat.messages.length === 0")
-        page.evaluate("document.querySelector('#list button').click()")
+        page.open(served.url)  # anew: the chat that was open is open again
         page.until(
             "document.querySelectorAll('.turn').length === 6 && document.getElementById('system').value === 'of'"
         )
         page.evaluate("document.querySelectorAll('#list button')[1].click()")
         page.until("document.querySelectorAll('#list li, .turn').length === 0")
+
+
+def press(page: chromium.Page, key: str, where: str) -> None:
+    event = f"new KeyboardEvent('keydown', {{key: {key!r}, bubbles: true, cancelable: true}})"
+    page.evaluate(f"document.querySelector({where!r}).dispatchEvent({event})")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
+def test_keys_edit_and_close_and_tabs_share_chats(tmp_path: Path) -> None:
+    assert BROWSER
+    with Served(1, ["--temp", "0", "-n", "8"]) as served, chromium.Page(BROWSER, tmp_path, (375, 667)) as page:
+        page.open(served.url)
+        page.until("document.getElementById('model').textContent.startsWith('target.gguf')")
+        say(page, "def f(x):")
+        page.until(ENDED)
+
+        click(page, "Edit")
+        page.evaluate("document.querySelector('.turn textarea').value = 'dropped'")
+        press(page, "Escape", ".turn textarea")
+        assert page.evaluate("chat.messages[0].content") == "def f(x):"
+        assert page.evaluate("document.querySelectorAll('.turn textarea').length") == 0
+        press(page, "ArrowUp", "#text")
+        page.evaluate("document.querySelector('.turn textarea').value = 'class A:'")
+        press(page, "Enter", ".turn textarea")
+        page.until(f"chat.messages[0].content === 'class A:' && chat.messages.length === 2 && {ENDED}")
+
+        click(page, "Settings")
+        boxes = "['#said', '#form', 'aside'].map(each => document.querySelector(each).getBoundingClientRect())"
+        tops = page.evaluate(f"{boxes}.flatMap(box => [box.top, box.bottom])")
+        assert tops == sorted(tops) and tops[-1] <= 667, "nothing covers the pipeline"
+        press(page, "Escape", "#temperature")
+        assert page.evaluate("document.getElementById('drawer').hidden")
+
+        # another tab keeps a chat: this one has it too, and keeps its own
+        other = json.dumps([{"id": 1, "title": "other", "messages": []}])
+        page.evaluate(
+            f"localStorage.setItem(CHATS, JSON.stringify([...{other}, ...chats]));"
+            "dispatchEvent(new StorageEvent('storage', {key: CHATS}))"
+        )
+        assert page.evaluate("chats.map(each => each.title).join()") == "other,class A:"
+        page.evaluate("localStorage.setItem(CHATS, '[]'); dispatchEvent(new StorageEvent('storage', {key: CHATS}))")
+        say(page, "more")
+        page.until(f"chat.messages.length === 4 && {ENDED} && chats.length === 1")
+        assert page.errors == []
 
 
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")

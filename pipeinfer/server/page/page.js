@@ -1,10 +1,13 @@
 "use strict";
-const USES = ["busy", "cancelled", "waiting", "idle"], N_SHOWN = 60, CHATS = "pipeinfer.chats", FIELDS = "pipeinfer.fields";
+const USES = ["busy", "cancelled", "waiting", "idle"], N_SHOWN = 60;
+const CHATS = "pipeinfer.chats", FIELDS = "pipeinfer.fields", OPENED = "pipeinfer.opened";  // the last is this tab's
 const SAMPLING = {temperature: "temperature", top_p: "top_p", top_k: "top_k", min_p: "min_p", repeat_penalty: "repeat_penalty",
                   tokens: "max_tokens", seed: "seed"};
 const $ = id => document.getElementById(id);
 const read = (key, otherwise) => { try { return JSON.parse(localStorage.getItem(key)) ?? otherwise; } catch { return otherwise; } };
 let chats = read(CHATS, []), chat = null, stopping = null, watching = null;
+
+const LOST = "The server does not answer, or the connection was lost";
 
 const headers = () => $("key").value ? {authorization: `Bearer ${$("key").value}`} : {};
 
@@ -45,6 +48,7 @@ async function* events(answer) {
 function open(which) {
   stopping?.abort();
   chat = which;
+  try { sessionStorage.setItem(OPENED, chat.id); } catch { /* it is not kept then */ }
   $("system").value = chat.system ?? "";
   showList();
   showChat();
@@ -103,9 +107,13 @@ function tools(message, at) {
 function edit(at) {
   if (stopping || at < 0) return;
   const text = element("textarea", {value: chat.messages[at].content, ariaLabel: "What you said"});
-  const send = () => { chat.messages.length = at; showChat(); say(text.value.trim()); };
+  const send = () => { if (text.value.trim()) { chat.messages.length = at; showChat(); say(text.value.trim()); } };
+  text.addEventListener("keydown", event => {
+    if (event.key === "Escape") { event.stopPropagation(); showChat(); $("text").focus(); }
+    else if (sends(event)) { event.preventDefault(); send(); }
+  });
   $("said").children[at].replaceChildren(text, element("div", {className: "tools"},
-    element("button", {type: "button", onclick: () => text.value.trim() && send()}, "Send"),
+    element("button", {type: "button", onclick: send}, "Send"),
     element("button", {type: "button", onclick: showChat}, "Cancel")));
   text.focus();
 }
@@ -134,11 +142,9 @@ function asked() {
 
 async function say(text) {
   const mine = chat, answer = {role: "assistant", content: "", thought: ""}, shown = [];
-  if (!mine.messages.length) {
-    mine.title = text.slice(0, 60);
-    chats = [mine, ...chats.filter(each => each !== mine)];
-    showList();
-  }
+  if (!mine.messages.length) mine.title = text.slice(0, 60);
+  if (!chats.includes(mine)) chats.unshift(mine);  // it is new, or another tab has deleted it
+  showList();
   mine.messages.push({role: "user", content: text});
   showChat();
   stopping = new AbortController();
@@ -168,7 +174,7 @@ async function say(text) {
     }
   } catch (error) {
     if (error.name === "AbortError") answer.note = "stopped";
-    else mine.messages.push({role: "error", content: error.message});
+    else mine.messages.push({role: "error", content: error instanceof TypeError ? LOST : error.message});
   }
   shown.forEach(cancelAnimationFrame);
   if (answer.content || answer.thought) mine.messages.splice(mine.messages.findLastIndex(each => each.role === "user") + 1, 0, answer);
@@ -197,6 +203,7 @@ function state(text) {  // it is read aloud when it changes
   if ($("state").textContent !== text) $("state").textContent = text;
 }
 
+const sends = event => event.key === "Enter" && !event.shiftKey && !event.isComposing;
 $("form").addEventListener("submit", event => {
   event.preventDefault();
   const text = $("text").value.trim();
@@ -205,10 +212,15 @@ $("form").addEventListener("submit", event => {
   say(text);
 });
 $("text").addEventListener("keydown", event => {
-  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); $("form").requestSubmit(); }
+  if (sends(event)) { event.preventDefault(); $("form").requestSubmit(); }
   else if (event.key === "ArrowUp" && !$("text").value && !stopping) edit(chat.messages.findLastIndex(each => each.role === "user"));
 });
-document.addEventListener("keydown", event => { if (event.key === "Escape") { stopping?.abort(); close(); } });
+document.addEventListener("keydown", event => {
+  if (event.key !== "Escape") return;
+  if (stopping) stopping.abort();
+  else if (!$("drawer").hidden) { $("settings").click(); $("settings").focus(); }
+  close();
+});
 $("stop").addEventListener("click", () => stopping?.abort());
 $("clear").addEventListener("click", begin);
 $("menu").addEventListener("click", () => { $("menu").ariaExpanded = String($("chats").classList.toggle("open")); });
@@ -267,7 +279,7 @@ async function watch() {
       if (!answer.ok) throw new Error(await refused(answer));
       for await (const snapshot of events(answer)) draw(snapshot);
     } catch (error) {
-      if (mine === watching) $("load").textContent = error.message;
+      if (mine === watching) $("load").textContent = error instanceof TypeError ? LOST : error.message;
     }
     await new Promise(done => setTimeout(done, 2000));
   }
@@ -281,12 +293,19 @@ async function meet() {
     $("model").textContent = `${model.id}, up to ${model.max_model_len} tokens`;
     watch();
   } catch (error) {
-    $("model").textContent = error.message;
+    $("model").textContent = error instanceof TypeError ? LOST : error.message;
+    if (error instanceof TypeError) setTimeout(meet, 2000);
     if ($("drawer").hidden && /key/.test(error.message)) $("settings").click();
   }
 }
 
 $("key").addEventListener("change", meet);
-if (chats.length) open(chats[0]);
-begin();
+addEventListener("storage", event => {  // another tab has kept a chat
+  if (event.key !== CHATS) return;
+  chats = read(CHATS, []).map(each => each.id === chat.id ? chat : each);
+  showList();
+});
+const opened = chats.find(each => String(each.id) === sessionStorage.getItem(OPENED));
+if (opened) open(opened);
+else begin();
 meet();
