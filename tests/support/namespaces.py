@@ -65,9 +65,17 @@ class Hosts:
     prefix: str
     folder: Path
 
-    def limit(self, mbit: float) -> None:
-        """What each of them can send, from now on."""
-        for name in self.names:
+    def inside(self, name: str, script: str) -> list[str]:
+        """The command line that runs a script of the shell on one of them; words behind it are the script's."""
+        setup = f"hostname {name}; {script}"
+        return ["ip", "netns", "exec", self.prefix + name, "unshare", "--uts", "sh", "-c", setup]
+
+    def address(self, name: str) -> str:
+        return f"{NETWORK}.{self.names.index(name) + 1}"
+
+    def limit(self, mbit: float, names: Sequence[str] = ()) -> None:
+        """What each of them can send, from now on; `names`: these alone."""
+        for name in names or self.names:
             rate = ["rate", f"{mbit:g}mbit", "burst", f"{max(1600, 125 * mbit):.0f}b", "latency", "200ms"]
             where = ["-n", self.prefix + name, "qdisc", "replace", "dev", "eth0", "root", "tbf"]
             subprocess.run([_tool("tc") or "tc", *where, *rate], check=True, capture_output=True, text=True)
@@ -93,8 +101,7 @@ class Hosts:
                 self._neighbour(here, "del", there)
 
     def _neighbour(self, here: str, what: str, there: str, *words: str) -> None:
-        address = f"{NETWORK}.{self.names.index(there) + 1}"
-        _ip("-n", self.prefix + here, "neigh", what, address, "dev", "eth0", *words)
+        _ip("-n", self.prefix + here, "neigh", what, self.address(there), "dev", "eth0", *words)
 
     def start(self, arguments: Sequence[str], supervised: bool = False, **options: Any) -> subprocess.Popen[str]:
         """A job with a rank on each, launched from the first one, where a supervisor may be above it."""

@@ -1,5 +1,5 @@
-"""A Slurm on one host for the tests, of one node or several: its daemons run in a folder of their own and listen on
-loopback only."""
+"""A Slurm for the tests, its daemons in a folder of their own: of one node or several on this host, which listen on
+loopback only, or with a node on each of the hosts of `namespaces`."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.jobs import BY_MPICH
+from tests.support.namespaces import Hosts
 
 N_CPUS = 8
 """Tasks that fit on a node; the host need not have as many cores."""
@@ -30,7 +31,7 @@ START_TIMEOUT_S = 20.0
 
 CONFIG = """
 ClusterName=test
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({address})
 SlurmctldPort={port}
 SlurmUser={user}
 SlurmdUser={user}
@@ -54,7 +55,8 @@ KillWait=10
 {nodes}
 PartitionName=all Nodes=ALL Default=YES
 """
-NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs={n_cpus}"
+NODE = "NodeName={name} NodeHostname={host} NodeAddr={address} Port={port} CPUs={n_cpus}"
+LOOPBACK = "127.0.0.1"
 
 
 def missing_programs() -> list[str]:
@@ -63,10 +65,14 @@ def missing_programs() -> list[str]:
 
 
 class Slurm:
-    """The daemons, and the environment in which Slurm's commands find them. Started and stopped by `private_slurm`."""
+    """The daemons, and the environment in which Slurm's commands find them. Started and stopped by `private_slurm`.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    `hosts`: those of the nodes, of which the first one has the commands; `setups`: commands of the shell before a
+    node's daemon, such as mounts."""
+
+    def __init__(self, folder: Path, hosts: Hosts | None = None, setups: Mapping[str, str] | None = None) -> None:
+        self.folder, self.hosts, self.ports = folder, hosts, dict[str, int]()
+        self._setups = setups or {}
         self._daemons: list[subprocess.Popen[bytes]] = []
         self.environ = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": SEARCH_PATH}
         for name in [name for name in self.environ if name.startswith(("SLURM_", "SBATCH_", "SRUN_"))]:
@@ -79,25 +85,30 @@ class Slurm:
         (folder / "state").mkdir()
         (folder / "munge.key").touch(mode=0o600)
         (folder / "munge.key").write_bytes(secrets.token_bytes(64))
-        host, user = socket.gethostname().split(".")[0], pwd.getpwuid(os.geteuid()).pw_name
+        here, user = socket.gethostname().split(".")[0], pwd.getpwuid(os.geteuid()).pw_name
         # MPICH names a job's shared memory after the job's id, and what a killed job left there would stop its namesake
         first_job = 1 + secrets.randbelow(1 << 25)
-        port, *ports = _free_ports(1 + n_nodes)
-        names = [host if n_nodes == 1 else f"node{number}" for number in range(n_nodes)]
+        names = [here] if n_nodes == 1 else [f"node{number}" for number in range(n_nodes)]
+        names = list(self.hosts.names) if self.hosts else names
+        port, *ports = _free_ports(1 + len(names))
+        self.ports = dict(zip(names, ports, strict=True))
+        addresses = {name: self.hosts.address(name) if self.hosts else LOOPBACK for name in names}
         for name in names:
             (folder / f"spool-{name}").mkdir()
         config = CONFIG.format(
             folder=folder,
-            host=host,
+            host=names[0] if self.hosts else here,
+            address=addresses[names[0]],
             user=user,
             port=port,
             first_job=first_job,
             nodes="\n".join(
-                NODE.format(name=name, host=host, port=own, n_cpus=N_CPUS)
-                for name, own in zip(names, ports, strict=True)
+                NODE.format(name=name, host=name if self.hosts else here, address=address, port=own, n_cpus=N_CPUS)
+                for (name, address), own in zip(addresses.items(), ports, strict=True)
             ),
         )
         (folder / "slurm.conf").write_text(config)
+        (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")  # not looked for: a host has no such folders
         files = {"key-file": "munge.key", "socket": "munge.socket", "pid-file": "pid", "seed-file": "seed"}
         places = [f"--{name}={folder / file}" for name, file in (files | {"log-file": "munged.log"}).items()]
         # --force: the folder is closed to other users, which munged would have open
@@ -105,12 +116,12 @@ class Slurm:
         self._await(lambda: (folder / "munge.socket").exists())
         self._daemon("slurmctld", "-D")
         for name in names:
-            self._daemon("slurmd", "-D", "-N", name)
+            self._daemon("slurmd", "-D", "-N", name, node=name)
         self._await(lambda: self.output("sinfo", "--noheader", "--format=%T").strip() == "idle")
 
     def popen(self, *command: str, **options: Any) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            command,
+            [*self._inside(), *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -155,9 +166,16 @@ class Slurm:
         for daemon in self._daemons:
             daemon.wait()
 
-    def _daemon(self, name: str, *arguments: str) -> None:
+    def _inside(self, node: str = "") -> list[str]:
+        """The words before a command on the host of a node; by default of the first one."""
+        setup = self._setups.get(node, "true")
+        if self.hosts is None:
+            return []
+        return [*self.hosts.inside(node or self.hosts.names[0], f'{setup} && exec "$@"'), "sh"]
+
+    def _daemon(self, name: str, *arguments: str, node: str = "") -> None:
         # dies with the tests, even if nobody is left to stop it
-        command = ["setpriv", "--pdeathsig", "KILL", name, *arguments]
+        command = ["setpriv", "--pdeathsig", "KILL", *self._inside(node), name, *arguments]
         with (self.folder / f"{name}-{len(self._daemons)}.out").open("wb") as log:
             self._daemons.append(
                 subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self.environ)
@@ -173,10 +191,12 @@ class Slurm:
 
 
 @contextlib.contextmanager
-def private_slurm(n_nodes: int = 1) -> Iterator[Slurm]:
+def private_slurm(
+    n_nodes: int = 1, hosts: Hosts | None = None, setups: Mapping[str, str] | None = None
+) -> Iterator[Slurm]:
     """A running Slurm; at the end of the block, however it ends, nothing of it is left."""
     with tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder:
-        slurm = Slurm(Path(folder))
+        slurm = Slurm(Path(folder), hosts, setups)
         try:
             slurm.start(n_nodes)
             yield slurm

@@ -33,6 +33,9 @@ PidFile none
 MaxStartups 100
 {extra}
 """
+PLAIN_LOGIN = "[ -e ~/.bashrc ] && mount --bind /dev/null ~/.bashrc"
+"""Sixteen hosts have sixteen processors for what a login runs; here it may take longer than all else."""
+
 SSH_CONFIG = """
 IdentityFile {folder}/key
 UserKnownHostsFile {folder}/known_hosts
@@ -55,16 +58,14 @@ class SshHosts:
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
     def inside(self, name: str, script: str) -> list[str]:
-        """The command line that runs a script of the shell on a host."""
-        setup = f"hostname {name}; {script}"
-        return ["ip", "netns", "exec", self.made.prefix + name, "unshare", "--uts", "sh", "-c", setup]
+        return self.made.inside(name, script)
 
     def start(self, name: str, shell: str = "", extra: str = "") -> None:
         """Its sshd. `shell`: commands before, such as mounts; `extra`: lines of its configuration."""
         self.stop(name)
         config = self.folder / f"sshd-{name}"
         config.write_text(SSHD_CONFIG.format(folder=self.folder, name=name, extra=extra))
-        script = f"{shell or 'true'} && exec {SSHD} -D -e -f {config}"
+        script = f"{PLAIN_LOGIN}; {shell or 'true'} && exec {SSHD} -D -e -f {config}"
         with (self.folder / f"log-{name}").open("wb") as log:
             words = ["setpriv", "--pdeathsig", "KILL", *self.inside(name, script)]
             self._daemons[name] = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=log, stderr=log)

@@ -3,10 +3,11 @@ installed. Its library is loaded by a child process, so that no MPI starts here 
 
 import hashlib
 import json
+import os
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import pipeinfer
@@ -46,12 +47,14 @@ def _text(value: Any) -> str:
     return ",".join(map(_text, value)) if isinstance(value, tuple) and value else str(value)
 
 
+@cache
 def version_text() -> str:
     """The version and a digest of the program's files, because not every change has its own version."""
-    root = Path(pipeinfer.__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        digest.update(path.read_bytes())
+    root, digest = os.path.dirname(pipeinfer.__file__), hashlib.sha256()
+    files = [os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names]
+    for path in sorted(path for path in files if path.endswith(".py")):
+        with open(path, "rb", buffering=0) as file:
+            digest.update(file.read())
     return f"{pipeinfer.__version__} ({digest.hexdigest()[:8]})"
 
 
@@ -81,12 +84,17 @@ def _shown(text: str | None) -> str:
     return "nothing" if text is None else text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
+def library_name(text: str) -> str:
+    """Of what MPI says of its library, the first line."""
+    return " ".join(text.partition("\n")[0].split())
+
+
 PROBE = """
 import ctypes, json, mpi4py
 mpi4py.rc.initialize = False
 from mpi4py import MPI
-print(json.dumps({"library": " ".join(MPI.Get_library_version().split("\\n")[0].split()),
-                  "standard": ".".join(map(str, MPI.Get_version())), "mpi4py": mpi4py.__version__}))
+print(json.dumps({"library": MPI.Get_library_version(), "standard": ".".join(map(str, MPI.Get_version())),
+                  "mpi4py": mpi4py.__version__}))
 """
 
 PROBE_TIMEOUT_S = 20.0
@@ -99,7 +107,7 @@ def describe_mpi() -> dict[str, Any]:
             python_command(PROBE), capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=PROBE_TIMEOUT_S
         )
         versions: dict[str, Any] = json.loads(done.stdout)
-        return versions | {"error": None}
+        return versions | {"library": library_name(versions["library"]), "error": None}
     except subprocess.TimeoutExpired:
         why = f"it does not answer within {PROBE_TIMEOUT_S:.0f} s"
     except ValueError:

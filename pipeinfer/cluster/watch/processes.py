@@ -32,6 +32,8 @@ STATUS_S = 0.15
 HIGHEST_FILE = 1024  # what select(2) can take, and the usual limit
 N_SPARE_FILES = 8
 MAX_HOSTS = 8  # hosts that an inquiry looks at
+SCANCEL_TIMEOUT_S = 5.0
+FATAL = "! "
 KILLED = " of SIGKILL"
 ORDERLY = (" of SIGINT", " of SIGTERM", " of SIGHUP")
 LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "prterun", "prun", "orterun")
@@ -155,9 +157,20 @@ def _describe(status: int) -> str:
         return f" of signal {number}"
 
 
+def end_slurm_step() -> None:
+    """Kill all tasks of this process's Slurm step, if it is in one, and perhaps this process: srun leaves its tasks
+    running when one of them has died. Raises nothing."""
+    step = os.environ.get("SLURM_STEP_ID")
+    jobs = {value for name, value in os.environ.items() if name.startswith("SLURM_JOB_ID")}  # each group is a job
+    if step and jobs:
+        command = ["scancel", "--signal=KILL", *(f"{job}.{step}" for job in jobs)]
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SCANCEL_TIMEOUT_S)
+
+
 class Inquiry:
-    """`command`: prints a line about each host of its arguments, which are the number of ranks, rank 0's host and those
-    of missing ranks; empty: there is none."""
+    """`command`: prints lines about the hosts of its arguments, which are the number of ranks, rank 0's host and those
+    of missing ranks; empty: there is none. A line `! HOST: …` says why no rank can start on a host."""
 
     def __init__(self, command: Sequence[str], selector: selectors.BaseSelector) -> None:
         self._command, self._selector = command, selector
@@ -173,14 +186,19 @@ class Inquiry:
                 assert self._process.stdout
                 self._selector.register(self._process.stdout, selectors.EVENT_READ, self)
 
-    def hear(self) -> None:
-        """Pass a line on."""
+    def hear(self) -> tuple[str, str]:
+        """Pass a line on. Returns the host where no rank can start, and why; both are empty for other lines."""
         assert self._process and self._process.stdout
-        if line := self._process.stdout.readline().decode("utf-8", "replace").strip():
+        line = self._process.stdout.readline().decode("utf-8", "replace").strip()
+        if line.startswith(FATAL):
+            host, _, why = line.removeprefix(FATAL).partition(": ")
+            return host, why
+        if line:
             write_line(line)
             self.lines.append(line)
         else:
             self.end()
+        return "", ""
 
     def end(self) -> None:
         if self._process and self._process.stdout:

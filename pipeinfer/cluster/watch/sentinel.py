@@ -12,7 +12,6 @@ import os
 import selectors
 import signal
 import socket
-import subprocess
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
 
+from pipeinfer.cluster.hosts.launch import n_ranks_here
 from pipeinfer.cluster.hosts.launcher import hosts_by_rank
 from pipeinfer.cluster.watch import processes, protocol
 from pipeinfer.cluster.watch.processes import Inquiry, Process, ranks_beside
@@ -29,6 +29,9 @@ from pipeinfer.cluster.watch.rendezvous import Listener
 EXIT_CODE = 1
 ABORT_GRACE_S = 1.0
 """Time for rank 0 to end the job by MPI, before the sentinel kills it, which makes the launcher end the job."""
+
+HEAD_GRACE_S = 5.0
+"""Time for rank 0 to end the job after another rank has ended: it reports an error that both found."""
 
 LAUNCHER_GRACE_S = 0.3
 """Time for the launcher to end the job after a death: it does so without the many lines of MPI_Abort."""
@@ -42,7 +45,6 @@ NOTICE_S, NOTICE_HERE_S = 3.0, 10.0
 
 MAX_SHOWN = 8  # missing ranks that are named
 REMAINS_S = 2.0
-SCANCEL_TIMEOUT_S = 5.0
 
 
 @dataclass(eq=False)
@@ -77,6 +79,7 @@ class Sentinel:
         self._abouts: dict[int, str] = {}
         self._processes = {0: Process(self.head_pid)}
         self._beside: dict[int, Process] = {}  # ranks on this host, until every rank has joined
+        self._gone, self._gone_s = "", math.inf  # a rank on this host that ended before all have joined
         self._segments: set[Path] = set()
         self._stopping = False
         # epoll reports events in their order: the first death comes first, even if the launcher kills others meanwhile
@@ -93,7 +96,7 @@ class Sentinel:
                 elif isinstance(key.data, Listener):
                     key.data.accept()
                 elif isinstance(key.data, Inquiry):
-                    key.data.hear()
+                    self._cannot_start(*key.data.hear())
                 else:
                     self._receive(key.data)
             if self._complete:
@@ -114,6 +117,8 @@ class Sentinel:
         self._segments |= processes.segments_of(self.head_pid)
         if self._listener:
             self._admit(self._listener)
+        if time.monotonic() > self._gone_s + HEAD_GRACE_S:
+            self._end(self._gone)
         if waited_s > self.join_s:
             here = "" if self._key else f", nor does it run on host {self._hosts[0]}"
             about = "".join(f"; {line}" for line in self._inquiry.lines)
@@ -129,7 +134,12 @@ class Sentinel:
             return
         self._notice_s = math.inf
         launched = hosts_by_rank(*processes.launcher_of(self.head_pid), self.size)
-        if {rank for rank, host in enumerate(launched) if host == launched[0]} != {0, *ranks_beside(self.head_pid)}:
+        here, n_here = {0, *ranks_beside(self.head_pid)}, n_ranks_here()
+        if not self._key and len(here) < n_here:
+            self._note_end(
+                f"{len(here)} of {n_here} ranks run on host {self._hosts[0]}: the start of others has failed"
+            )
+        if {rank for rank, host in enumerate(launched) if host == launched[0]} != here:
             launched = []  # this launcher places ranks in another way
         if not self._key:
             self._hosts = dict(enumerate(launched)) | self._hosts
@@ -138,6 +148,10 @@ class Sentinel:
         hosts = dict(enumerate(launched)) or self._hosts
         others = dict.fromkeys(hosts[rank] for rank in missing if hosts.get(rank, hosts[0]) != hosts[0])
         self._inquiry.start(self.size, hosts[0], list(others))
+
+    def _cannot_start(self, host: str, why: str) -> None:
+        if ranks := [rank for rank in self._missing_ranks() if host and self._hosts.get(rank) == host]:
+            self._end(f"{self._listed(ranks)} cannot start: {why}", then="")
 
     def _find_ranks(self) -> None:
         for rank, pid in ranks_beside(self.head_pid).items():
@@ -252,6 +266,11 @@ class Sentinel:
             del self._beside[rank]
         if rank in self._links or processes.is_death(how):
             self._died(*processes.first_to_die(self._beside, rank, how))
+        self._note_end(f"{self._title(rank)} ended{how} before all have joined")
+
+    def _note_end(self, line: str) -> None:
+        if not self._gone:
+            self._gone, self._gone_s = line, time.monotonic()
 
     def _lost(self, rank: int) -> None:
         if rank in self._beside:  # wait for the process: processes are reported in the order of their ends
@@ -281,7 +300,7 @@ class Sentinel:
             os.kill(self.head_pid, signal.SIGKILL)
         self._clear_up()
         if len(self._links) < self.size:
-            end_slurm_step()  # missing ranks could not be told
+            processes.end_slurm_step()  # missing ranks could not be told
         os._exit(EXIT_CODE)
 
     def _await_head(self, timeout_s: float) -> None:
@@ -308,23 +327,14 @@ class Sentinel:
         return [rank for rank in range(self.size) if rank not in here]
 
     def _missing(self) -> str:
-        missing = self._missing_ranks()
-        more = f" and {len(missing) - MAX_SHOWN} more" if len(missing) > MAX_SHOWN else ""
-        return ", ".join(map(self._title, missing[:MAX_SHOWN])) + more or "a rank"
+        return self._listed(self._missing_ranks()) or "a rank"
+
+    def _listed(self, ranks: Sequence[int]) -> str:
+        more = f" and {len(ranks) - MAX_SHOWN} more" if len(ranks) > MAX_SHOWN else ""
+        return ", ".join(map(self._title, ranks[:MAX_SHOWN])) + more
 
     def _title(self, rank: int) -> str:
         return protocol.title(rank, self._hosts.get(rank, ""), self._abouts.get(rank, ""))
-
-
-def end_slurm_step() -> None:
-    """Kill all tasks of this process's Slurm step, if it is in one, and perhaps this process: srun leaves its tasks
-    running when one of them has died. Raises nothing."""
-    step = os.environ.get("SLURM_STEP_ID")
-    jobs = {value for name, value in os.environ.items() if name.startswith("SLURM_JOB_ID")}  # each group is a job
-    if step and jobs:
-        command = ["scancel", "--signal=KILL", *(f"{job}.{step}" for job in jobs)]
-        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
-            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SCANCEL_TIMEOUT_S)
 
 
 def main(arguments: str) -> None:

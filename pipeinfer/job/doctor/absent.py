@@ -7,16 +7,19 @@ import time
 from collections.abc import Iterator, Sequence
 
 from pipeinfer.cluster.hosts.launch import RANK_AND_SIZE
+from pipeinfer.cluster.watch.processes import FATAL
 from pipeinfer.job.doctor.checks import ports
-from pipeinfer.job.doctor.findings import NO_JOB, Cluster, HostReport, errors
+from pipeinfer.job.doctor.findings import NO_JOB, Cluster, Finding, HostReport, errors
 from pipeinfer.job.doctor.host_checks import build, mpi, name, program, python, shared_memory, ssh
 from pipeinfer.job.doctor.host_list import NODES, read_host_list
 from pipeinfer.job.doctor.host_session import NoAnswer
-from pipeinfer.job.doctor.inquiry import ANSWER_S, host_sessions, read_facts
+from pipeinfer.job.doctor.inquiry import host_sessions, read_facts, read_libraries
 from pipeinfer.job.doctor.pairs import connect_all
 
 OF_SYSTEM = (name, ssh, python, shared_memory, ports)
 OF_PROGRAM = (program, mpi, build)
+
+FATAL_CHECKS = {each.name for each in (python, *OF_PROGRAM)}
 
 SETTLE_S = 7.0
 """A host without a fault is reported after this time: its rank may merely be slow."""
@@ -39,18 +42,26 @@ def absent_lines(size: str, names: Sequence[str], launcher: str) -> Iterator[str
         sessions = {host: report.session for host, report in reports.items() if report.session}
         cluster.ways = connect_all(sessions, {host: report.address for host, report in reports.items()})
         faults = [finding for host in names for finding in errors(OF_SYSTEM, reports[host], cluster)]
-        yield from (f"{fault.host}: {fault}" for fault in faults)
+        yield from (_line(fault, reports[fault.host], size) for fault in faults)
         time.sleep(max(0.0, settled_s - time.monotonic()))
         good = [reports[host] for host in names[1:] if host not in {finding.host for finding in faults}]
         ranks = {report.name: _ranks(report, size) for report in good}
         idle = [report for report in good if not ranks[report.name]]
         if idle:
-            read_facts([reports[names[0]], *idle], NO_JOB)
+            read_facts(looked_at := [reports[names[0]], *idle], NO_JOB)
+            read_libraries(looked_at)
         for report in good:
             program_faults = errors(OF_PROGRAM, report, cluster) if report in idle else []
-            yield from (f"{fault.host}: {fault}" for fault in program_faults)
+            yield from (_line(fault, report, size) for fault in program_faults)
             if not program_faults:
                 yield f"{report.name}: no fault was found; {_running(ranks[report.name])} there"
+
+
+def _line(fault: Finding, report: HostReport, size: str) -> str:
+    """Where the program cannot run and no rank runs, none can start."""
+    is_late = report.facts_failure and report.facts_failure.code is None
+    is_fatal = fault.check in FATAL_CHECKS and not is_late and not _ranks(report, size)
+    return f"{FATAL if is_fatal else ''}{fault.host}: {fault}"
 
 
 def _running(ranks: Sequence[int]) -> str:
@@ -62,6 +73,6 @@ def _ranks(report: HostReport, size: str) -> list[int]:
     """The ranks of jobs of this size that run on a host."""
     assert report.session
     try:
-        return list(report.session.ask("ranks", ANSWER_S, size=size, names=RANK_AND_SIZE).get("ranks", []))
+        return list(report.session.ask("ranks", size=size, names=RANK_AND_SIZE).get("ranks", []))
     except NoAnswer:
         return []

@@ -24,8 +24,8 @@ import time
 
 MARK = "pipeinfer-doctor "
 OPEN_FILES, LOCKED_MEMORY, ADDRESS_SPACE = "open files (-n)", "locked memory (-l)", "address space (-v)"
-BLOCK_BYTES, N_PINGS = 1 << 16, 15
-REPLY_S = 10.0
+BLOCK_BYTES, N_PINGS, PINGS_S = 1 << 16, 9, 0.2
+REPLY_S = 30.0  # a busy host's agent takes its time, and its system does not
 PING, DATA = b"p", b"d"
 SIOCGIFADDR = 0x8915
 
@@ -121,31 +121,39 @@ def addresses() -> dict:
     return result
 
 
-def run(words: list, limit_s: float) -> dict:
-    """Run a program, and hand each line that it prints on. `errors`: the end of what it wrote to standard error."""
+def run(words: list, silent_s: float, limit_s: float) -> dict:
+    """Run a program, and hand each line that it prints on. It is killed after `silent_s` without a line, or after
+    `limit_s`. `errors`: the end of what it wrote to standard error."""
     with tempfile.TemporaryFile() as errors:
         streams: dict = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": errors}
         try:
             process = subprocess.Popen(words, universal_newlines=True, start_new_session=True, **streams)
         except OSError as error:
             return {"code": 127, "errors": str(error), "late": False}
-        late = threading.Event()
+        late, over, heard_s = threading.Event(), threading.Event(), [time.time()]
+        limit_s += heard_s[0]
 
         def end():
             late.set()
             os.killpg(process.pid, signal.SIGKILL)
 
-        timer = threading.Timer(limit_s, end)
-        timer.start()
+        def watch():
+            while not over.wait(max(0.0, min(heard_s[0] + silent_s, limit_s) - time.time())):
+                if time.time() >= min(heard_s[0] + silent_s, limit_s):
+                    end()
+                    break
+
+        threading.Thread(target=watch, daemon=True).start()
         try:
             for line in process.stdout or ():
+                heard_s[0] = time.time()
                 say({"line": line.rstrip("\n")})
             code = process.wait()
         except BaseException:  # whoever waits for the lines has gone
             end()
             raise
         finally:
-            timer.cancel()
+            over.set()
         errors.seek(max(0, errors.tell() - 2000))
         return {"code": code, "errors": errors.read().decode("utf-8", "replace"), "late": late.is_set()}
 
@@ -216,11 +224,12 @@ def connect(targets: list, token: str, limit_s: float) -> dict:
         usable = result["resolved"] if not result["resolved"].startswith(("127.", "::1")) else ""
         try:
             link = socket.create_connection((usable or address, port), limit_s)
+            result["state"] = f"its agent says nothing for {REPLY_S:.0f} s"
+            link.settimeout(REPLY_S)
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             result["interface"] = interfaces.get(link.getsockname()[0].replace("::ffff:", ""), "")
             link.sendall(token.encode())
             receive(link, 1)
-            link.settimeout(REPLY_S)
             links[host], result["state"] = link, "open"
         except socket.timeout:  # noqa: UP041 (until Python 3.9 it is another one)
             pass
@@ -235,7 +244,7 @@ def connect(targets: list, token: str, limit_s: float) -> dict:
         results.append({"to": target[0], "state": "silent", "interface": "", "resolved": ""})
         threads.append(threading.Thread(target=attempt, args=(results[-1], *target), daemon=True))
         threads[-1].start()
-    end_s = time.time() + limit_s + 1
+    end_s = time.time() + limit_s + REPLY_S + 1
     for thread in threads:
         thread.join(max(0.0, end_s - time.time()))
     return {"links": results}
@@ -251,8 +260,9 @@ def resolve(host: str) -> str:
 
 def measure(host: str, seconds: float) -> dict:
     """Over an open connection: seconds of a message one way, and bytes a second."""
-    link, times = links.pop(host), []
-    for _ in range(N_PINGS):
+    link, pinged_s = links.pop(host), time.perf_counter() + PINGS_S
+    times: list = []
+    while len(times) < N_PINGS and time.perf_counter() < pinged_s:
         start_s = time.perf_counter()
         link.sendall(PING)
         receive(link, 1)
@@ -264,7 +274,7 @@ def measure(host: str, seconds: float) -> dict:
     link.shutdown(socket.SHUT_WR)
     n_bytes, passed_s = struct.unpack("!dd", receive(link, 16))
     link.close()
-    return {"latency_s": sorted(times)[N_PINGS // 2] / 2, "bytes_per_s": n_bytes / max(passed_s, 1e-6)}
+    return {"latency_s": sorted(times)[len(times) // 2] / 2, "bytes_per_s": n_bytes / max(passed_s, 1e-6)}
 
 
 def ranks(size: str, names: list) -> dict:

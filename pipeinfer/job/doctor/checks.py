@@ -7,17 +7,17 @@ import shlex
 from collections import Counter
 from statistics import median
 
-from pipeinfer.job.doctor.findings import Cluster, Fault, HostReport, Result, Severity, check
-from pipeinfer.job.doctor.host_checks import HOST_CHECKS
+from pipeinfer.job.doctor.findings import Cluster, Fault, HostReport, Result, Severity, check, errors
+from pipeinfer.job.doctor.host_checks import HOST_CHECKS, mpi
 from pipeinfer.job.doctor.host_list import full_words
-from pipeinfer.job.doctor.pairs import OPEN, REFUSED, SILENT, Way
+from pipeinfer.job.doctor.pairs import OPEN, REFUSED, SILENT, SLOWER_BRIEFLY, Way
 from pipeinfer.text import size_text
 
 VIRTUAL = re.compile(r"docker|virbr|br-|veth|cni|flannel|cali|podman|lxc|lxd|tun|tap|wg|zt|tailscale")
 """Interfaces whose addresses other hosts have too, or cannot reach."""
 
-SLOWER, SLOWER_BRIEFLY = 3.0, 20.0
-"""A way is slow whose bandwidth is this part of the median, timed for a second or for a moment."""
+SLOWER = 3.0
+"""A way is slow whose bandwidth is this part of the median, timed for a second."""
 
 WARNING = Severity.WARNING
 
@@ -131,7 +131,7 @@ OTHER_HOSTS = Fault(
 @check("an MPI job brings a message round all hosts", NO_START, NO_RING, OTHER_HOSTS, of_all=True)
 def ring(report: HostReport, cluster: Cluster) -> Result:
     result, names = cluster.ring, list(cluster.reports)
-    if result is None:
+    if result is None or (not result.names and any(errors((mpi,), each, cluster) for each in cluster.reports.values())):
         return None
     used = next((way.interface for way in cluster.ways if way.interface), "eth0")
     command = " ".join(full_words(cluster.hosts.words(names, dict.fromkeys(names, 1))))
@@ -241,5 +241,5 @@ def _speed(mbit: int) -> str:
     return f", {mbit / 1000:g} Gbit/s" if mbit else ""
 
 
-NETWORK_CHECKS, LAST_CHECKS = (network, ports, links), (ring, models, hashes)
+NETWORK_CHECKS, LAST_CHECKS = (network, ports, links), (mpi, ring, models, hashes)
 CHECKS = (*HOST_CHECKS, *NETWORK_CHECKS, *LAST_CHECKS)

@@ -13,7 +13,7 @@ from pipeinfer.job.doctor import agent
 from pipeinfer.job.doctor.agent import ADDRESS_SPACE, LOCKED_MEMORY, OPEN_FILES
 from pipeinfer.job.doctor.findings import NO_JOB, Cluster, Fault, Finding, HostReport, Result, Severity, check, problems
 from pipeinfer.job.doctor.host_list import HostList, host_named
-from pipeinfer.job.doctor.host_session import FACTS_S
+from pipeinfer.job.doctor.host_session import CONNECTED, CONNECTING, FACTS_S
 from pipeinfer.text import size_text
 
 COPY, REPLACE = "{copy}", "{replace}"
@@ -76,6 +76,9 @@ SSH_FAULTS = {
     "timed out|No route|unreachable": UNREACHABLE,
     "No such file": NO_CLIENT,
 }
+LATE_FAULTS = {CONNECTING: UNREACHABLE, CONNECTED: SILENT_SSHD}
+"""How far ssh came within its time -> what is wrong."""
+
 OTHER_SSH_FAULTS = (HANGS, NO_LOGIN, NO_STEP, NO_PYTHON)
 
 
@@ -89,6 +92,8 @@ def ssh(report: HostReport, cluster: Cluster) -> Result:
     if cluster.hosts.launcher == "srun":
         late = f"no answer within {report.connect_s:.0f} s" if report.failure.code is None else ""
         return NO_STEP.on(report, error=late or line or f"exit code {report.failure.code}")
+    if report.failure.code is None and report.failure.step in LATE_FAULTS:
+        return LATE_FAULTS[report.failure.step].on(report, error=f"no answer within {report.connect_s:.0f} s")
     for pattern, fault in SSH_FAULTS.items():
         if re.search(pattern, errors) and (fault is not NO_CLIENT or report.failure.code == 127):
             return fault.on(report, error=line)
@@ -331,7 +336,7 @@ def _last_line(errors: str) -> str:
     return (errors.strip().splitlines() or [""])[-1].strip()
 
 
-HOST_CHECKS = (name, ssh, python, program, packages, mpi, build, kernels, machine, disk, shared_memory, limits, clock)
+HOST_CHECKS = (name, ssh, python, program, packages, build, kernels, machine, disk, shared_memory, limits, clock)
 
 
 def check_this_host(n_ranks: int) -> list[Finding]:

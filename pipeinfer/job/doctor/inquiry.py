@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -21,30 +21,40 @@ from pipeinfer.child import python_command
 from pipeinfer.cluster.hosts.roster import version_text
 from pipeinfer.job.doctor.findings import HostReport
 from pipeinfer.job.doctor.host_list import HostList
-from pipeinfer.job.doctor.host_session import CONNECT_S, FACTS_S, HostSession, NoAnswer, remote_words
+from pipeinfer.job.doctor.host_session import FACTS_S, HostSession, NoAnswer, remote_words
 from pipeinfer.job.doctor.pairs import at_once
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.observe.report import ProgressBar
 
-ANSWER_S = CONNECT_S + 15.0
-"""Until a host must have answered: a busy one takes its time. ssh ends after CONNECT_S without a connection."""
-
-SILENT_S, HASHES_S = 120.0, 24 * 3600.0
+ALL_FACTS_S = 300.0
+HASH_S, ALL_HASHES_S = 120.0, 24 * 3600.0
 """The longest between two lines while files are hashed, and the longest in all."""
+
+AGENT_S = 10.0
+"""How much longer the agent may take that ends the program."""
 
 
 @contextmanager
-def host_sessions(hosts: HostList, disk: Path = Path("/")) -> Iterator[dict[str, HostReport]]:
-    """`disk`: the folder for slices."""
+def host_sessions(
+    hosts: HostList, disk: Path = Path("/"), options: RunOptions | None = None, environ: Mapping[str, str] = os.environ
+) -> Iterator[dict[str, HostReport]]:
+    """`disk`: the folder for slices; `options`: of a job for which facts are read, too; `environ`: the launcher's."""
     reports = {name: HostReport(name, name in hosts.here) for name in hosts.names}
+    words = _facts_command(options) if options else []
+
+    def look(report: HostReport) -> None:
+        _open(report, hosts.launcher, disk, environ)
+        if words:
+            _read_facts(report, words)
+
     try:
-        at_once(partial(_open, launcher=hosts.launcher, disk=disk), reports.values())
+        at_once(look, reports.values())
         yield reports
     finally:
         at_once(HostSession.close, [report.session for report in reports.values() if report.session])
 
 
-def _open(report: HostReport, launcher: str, disk: Path) -> None:
+def _open(report: HostReport, launcher: str, disk: Path, launcher_environ: Mapping[str, str]) -> None:
     try:
         report.address = str(socket.getaddrinfo(report.name, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError:
@@ -54,9 +64,9 @@ def _open(report: HostReport, launcher: str, disk: Path) -> None:
     environ = dict(os.environ) if launcher == "mpich" and not report.is_here else {}
     place: dict[str, Any] = {"python": sys.executable, "folder": os.getcwd(), "disk": str(disk.expanduser())}
     try:
-        report.session = HostSession(remote_words(launcher, report.name, report.is_here))
+        report.session = HostSession(remote_words(launcher, report.name, report.is_here, launcher_environ))
         sent_s = time.time()
-        report.base = report.session.ask("base", ANSWER_S, **place, environ=environ)
+        report.base = report.session.ask("base", **place, environ=environ)
         if report.base:  # its clock was read between two readings of this one
             ahead_s, behind_s = report.base["time_s"] - time.time(), report.base["time_s"] - sent_s
             report.clock_s = max(0.0, ahead_s) + min(0.0, behind_s)
@@ -78,15 +88,25 @@ def _is_of_one_host(address: str) -> bool:
 
 def read_facts(reports: Iterable[HostReport], options: RunOptions) -> None:
     """Of hosts with this Python. `options`: with files in place of names; read there only by the same version."""
+    at_once(partial(_read_facts, words=_facts_command(options)), reports)
+
+
+def read_libraries(reports: Iterable[HostReport]) -> None:
+    """The MPI library of hosts where the program starts, loaded by itself."""
+    words = python_command("from pipeinfer.job.inspect.host_facts import tell_library; tell_library()")
+    present = [report for report in reports if "version" in report.facts]
+    at_once(lambda report: _run(report, words, FACTS_S, FACTS_S, lambda fact: report.facts.update([fact])), present)
+
+
+def _facts_command(options: RunOptions) -> Sequence[str]:
     arguments = version_text(), b64encode(pickle.dumps(options)).decode()
-    words = python_command("from pipeinfer.job.inspect.host_facts import main; main()", *arguments)
+    return python_command("from pipeinfer.job.inspect.host_facts import main; main()", *arguments)
 
-    def read(report: HostReport) -> None:
-        same = report.base.get("interpreter", "").split(".")[:2] == [str(each) for each in sys.version_info[:2]]
-        if report.session and same and not report.base["program"]:
-            report.facts_failure = _run(report, words, FACTS_S + 5, FACTS_S, lambda fact: report.facts.update([fact]))
 
-    at_once(read, reports)
+def _read_facts(report: HostReport, words: Sequence[str]) -> None:
+    same = report.base.get("interpreter", "").split(".")[:2] == [str(each) for each in sys.version_info[:2]]
+    if report.session and same and not report.base["program"]:
+        report.facts_failure = _run(report, words, FACTS_S, ALL_FACTS_S, lambda fact: report.facts.update([fact]))
 
 
 def read_hashes(reports: Iterable[HostReport], paths: Sequence[Path]) -> None:
@@ -103,7 +123,7 @@ def read_hashes(reports: Iterable[HostReport], paths: Sequence[Path]) -> None:
             with lock:
                 bar.advance(answer.get("progress", 0))
 
-        report.hashes_failure = _run(report, words, SILENT_S, HASHES_S, take)
+        report.hashes_failure = _run(report, words, HASH_S, ALL_HASHES_S, take)
 
     try:
         at_once(read, reachable)
@@ -122,7 +142,8 @@ def _run(
             take(json.loads(line))
 
     try:
-        end = report.session.ask("run", silent_s, on_line, words=words, limit_s=limit_s)
+        limits = {"silent_s": silent_s, "limit_s": limit_s}
+        end = report.session.ask("run", silent_s + AGENT_S, on_line, limit_s + AGENT_S, words=words, **limits)
     except NoAnswer as error:
         return error
     if end.get("late") or end.get("code", 1):  # without a code the agent has ended

@@ -4,15 +4,25 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from statistics import median
 from typing import Any, TypeVar
 
+from pipeinfer.job.doctor.agent import REPLY_S
 from pipeinfer.job.doctor.host_session import HostSession, NoAnswer
 
-CONNECT_S = 3.0
+CONNECT_S = 8.0
+"""Time for a system to take a connection, whatever its programs do: it is tried four times, in 7 s."""
+
 BRIEF_S, FULL_S = 0.02, 1.0
 """Seconds of data each way: as a rule, and with --bandwidth."""
 
-ANSWER_S = 15.0
+AGAIN_S, SLOWER_BRIEFLY = 0.2, 20.0
+"""A way looks slow after a moment whose bandwidth is this part of the median: it is timed again."""
+
+TOKEN = secrets.token_hex(8)
+"""Of this process's connections: agents close others."""
+
+ANSWER_S = CONNECT_S + REPLY_S + 10.0
 OPEN, SILENT, REFUSED = "open", "silent", "refused"
 T = TypeVar("T")
 R = TypeVar("R")
@@ -46,8 +56,7 @@ def connect_all(sessions: Mapping[str, HostSession], addresses: Mapping[str, str
     `addresses`: of hosts whose names do not resolve there."""
     if len(sessions) < 2:
         return []
-    token = secrets.token_hex(8)
-    answers = at_once(lambda session: _ask(session, "listen", token=token), sessions.values())
+    answers = at_once(lambda session: _ask(session, "listen", token=TOKEN), sessions.values())
     lost = {host: str(each.get("error")) for host, each in zip(sessions, answers, strict=True) if not each.get("port")}
     ports = {host: int(each["port"]) for host, each in zip(sessions, answers, strict=True) if host not in lost}
 
@@ -55,7 +64,7 @@ def connect_all(sessions: Mapping[str, HostSession], addresses: Mapping[str, str
         if host in lost:
             return [Way(host, to, 0, lost[host]) for to in sessions if to != host]
         targets = [(to, addresses[to], port) for to, port in ports.items() if to != host]
-        answer = _ask(sessions[host], "connect", targets=targets, token=token, limit_s=CONNECT_S)
+        answer = _ask(sessions[host], "connect", targets=targets, token=TOKEN, limit_s=CONNECT_S)
         if "links" not in answer:
             return [Way(host, to, port, str(answer.get("error"))) for to, _, port in targets]
         return [Way(host, port=ports[link["to"]], **link) for link in answer["links"]]
@@ -76,6 +85,27 @@ def measure_all(sessions: Mapping[str, HostSession], ways: Sequence[Way], second
 
     for pairs in rounds(list(sessions)):
         at_once(measure, pairs)
+
+
+def measure_again(sessions: Mapping[str, HostSession], ways: Sequence[Way], addresses: Mapping[str, str]) -> None:
+    """Ways that looked slow, until one of a host does so again: a busy host, or a lost packet, makes some look so."""
+    rates = [way.bytes_per_s for way in ways if way.bytes_per_s]
+    least = median(rates) / SLOWER_BRIEFLY if rates else 0.0
+    slow: dict[str, list[Way]] = {}
+    for way in ways:
+        if 0 < way.bytes_per_s < least:
+            slow.setdefault(way.start, []).append(way)
+
+    def measure(host: str) -> None:
+        for way in slow[host]:
+            targets = [(way.to, addresses[way.to], way.port)]
+            _ask(sessions[host], "connect", targets=targets, token=TOKEN, limit_s=CONNECT_S)
+            answer = _ask(sessions[host], "measure", host=way.to, seconds=AGAIN_S)
+            way.bytes_per_s = max(way.bytes_per_s, answer.get("bytes_per_s", 0.0))
+            if way.bytes_per_s < least:
+                return
+
+    at_once(measure, slow)
 
 
 def rounds(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:

@@ -18,8 +18,9 @@ from pipeinfer.job.doctor.checks import LAST_CHECKS, NETWORK_CHECKS, VIRTUAL
 from pipeinfer.job.doctor.findings import Check, Cluster, Finding, Severity
 from pipeinfer.job.doctor.host_checks import HOST_CHECKS
 from pipeinfer.job.doctor.host_list import LAUNCHERS, full_words, program_words, read_host_list
-from pipeinfer.job.doctor.inquiry import host_sessions, read_facts, read_hashes
-from pipeinfer.job.doctor.pairs import BRIEF_S, FULL_S, connect_all, measure_all
+from pipeinfer.job.doctor.host_session import one_connection
+from pipeinfer.job.doctor.inquiry import host_sessions, read_hashes, read_libraries
+from pipeinfer.job.doctor.pairs import BRIEF_S, FULL_S, connect_all, measure_again, measure_all
 from pipeinfer.job.doctor.ring import run_ring
 from pipeinfer.job.inspect.host_facts import host_of
 from pipeinfer.job.inspect.plan import plan_lines, plan_report
@@ -67,15 +68,22 @@ def doctor(options: RunOptions, request: DoctorRequest) -> int:
     models = replace(_with_files(options.models), hf_token=None)  # options are words of commands from here on
     options = replace(options, models=models)
     report = _Report(options.output.json)
-    with host_sessions(hosts, options.models.slice_cache or SLICES) as reports:
+    disk = options.models.slice_cache or SLICES
+    with one_connection(hosts.launcher) as environ, host_sessions(hosts, disk, options, environ) as reports:
         cluster = Cluster(hosts, options, reports, request.bandwidth)
-        read_facts(reports.values(), options)
         sessions = {name: each.session for name, each in reports.items() if each.session}
-        cluster.ways = connect_all(sessions, {name: each.address for name, each in reports.items()})
+        addresses = {name: each.address for name, each in reports.items()}
+        cluster.ways = connect_all(sessions, addresses)
         measure_all(sessions, cluster.ways, FULL_S if request.bandwidth else BRIEF_S)
+        if not request.bandwidth:
+            measure_again(sessions, cluster.ways, addresses)
         report.add(cluster, *HOST_CHECKS, *NETWORK_CHECKS)
         if report.level < Severity.ERROR:
-            cluster.ring = run_ring(hosts, hosts.names)
+            cluster.ring = run_ring(hosts, hosts.names, environ)
+            for each, library in zip(reports.values(), cluster.ring.libraries, strict=False):
+                each.facts["mpi"] = {"library": library, "error": None}
+        if not (cluster.ring and cluster.ring.names):
+            read_libraries(reports.values())
         if request.verify:
             paths = [part for path in options.models.files for part in part_paths(path)]
             read_hashes(reports.values(), paths)

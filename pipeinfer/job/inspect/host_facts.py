@@ -31,13 +31,16 @@ def main() -> None:
         print(json.dumps([name, value]), flush=True)
 
 
+def tell_library() -> None:
+    print(json.dumps(["mpi", describe_mpi()]), flush=True)
+
+
 def _facts(our_version: str, options_text: str) -> Iterator[Fact]:
     location = own_location()
     yield "version", version_text()
     yield "place", [location.host, location.where]
     yield "python", platform.python_version()
     yield "packages", {name: package_version(name) for name in PACKAGES}
-    yield "mpi", describe_mpi()
     yield "build", describe_build()
     from pipeinfer.models.llama.ggml import amx_works, load_library  # what follows may end this process
 

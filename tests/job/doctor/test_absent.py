@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -19,6 +20,10 @@ WHY = missing()
 pytestmark = pytest.mark.skipif(bool(WHY), reason=f"no hosts can be made here: {WHY}")
 RUN = ["run", "-p", "x", "-n", "4", "-t", "1", "--ignore-eos"]
 SLOW = '#!/bin/sh\n[ "${PMI_RANK:-$OMPI_COMM_WORLD_RANK}" = 0 ] || %s\nexec %s "$@"\n'
+OTHER_PYTHON = """#!/bin/sh
+[ "$1" = -S ] && shift
+PYTHONSAFEPATH=1 PYTHONPATH={other} exec {python} "$@"
+"""
 LIMIT = {"PIPEINFER_JOIN_TIMEOUT": "20"}
 
 
@@ -119,3 +124,48 @@ def test_a_script_without_its_python_ends_the_job(two: SshHosts, tmp_path: Path)
     lines = errors(two, job)
     assert job.returncode and time.monotonic() - start_s < 15, lines
     assert lines[0].startswith(f"host node2: {python} is a link to {there}/python3.99, which cannot"), lines
+
+
+def test_a_rank_that_another_python_ends_is_not_waited_for(two: SshHosts, tmp_path: Path) -> None:
+    """Python itself says there that it has no such module, and the launcher waits on."""
+    (other := tmp_path / "other").mkdir()
+    (other / "sitecustomize.py").write_text("import platform\nplatform.python_version = lambda: '3.99.1'\n")
+    here = Path(sys.executable)
+    programs = shutil.copytree(here.parent, tmp_path / "programs", symlinks=True)  # the launcher's helper too
+    (programs / here.name).unlink()
+    (programs / here.name).write_text(OTHER_PYTHON.format(other=other, python=os.path.realpath(here)))
+    (programs / here.name).chmod(0o755)
+    two.start("node2", f"mount --bind {programs} {here.parent}")
+    two.await_all()
+    start_s, job = time.monotonic(), start(two)
+    lines = errors(two, job)
+    assert job.returncode and time.monotonic() - start_s < 15, lines
+    *_, line = lines
+    assert (
+        line.startswith("rank 1 (host node2) cannot start: python: Python 3.99.1, and here it is 3.") and "->" in line
+    )
+
+
+@pytest.mark.skipif(not BY_MPICH, reason="Open MPI ends the job itself")
+@pytest.mark.parametrize(
+    ("end", "line"),
+    [
+        ("exit 3", "1 of 2 ranks run on host node1: the start of others has failed; ending the job"),
+        (
+            "exec sh -c 'sleep 2; exit 3'",
+            "rank 1 (host node1) ended with exit code 3 before all have joined; ending the job",
+        ),
+    ],
+)
+def test_a_rank_of_this_host_that_has_ended_is_not_waited_for(
+    two: SshHosts, tmp_path: Path, end: str, line: str
+) -> None:
+    script = tmp_path / "script"
+    script.write_text(SLOW % (end, " ".join(COMMAND)))
+    script.chmod(0o755)
+    command = " ".join([str(MPIRUN), "-np", "2", str(script), *RUN])
+    none, pipe = subprocess.DEVNULL, subprocess.PIPE
+    words, start_s = two.inside("node1", f"exec {command}"), time.monotonic()
+    job = subprocess.Popen(words, stdin=none, stdout=pipe, stderr=pipe, text=True, env=environment() | LIMIT)
+    *_, last = errors(two, job)
+    assert last == line and job.returncode and time.monotonic() - start_s < 15

@@ -29,7 +29,7 @@ from pipeinfer.job.doctor.findings import Cluster, Fault, Finding, HostReport, S
 from pipeinfer.job.doctor.host_checks import check_this_host
 from pipeinfer.job.doctor.host_list import HostList, read_host_list
 from pipeinfer.job.doctor.host_session import HostSession, NoAnswer, remote_words
-from pipeinfer.job.doctor.pairs import Way, connect_all, measure_all, rounds
+from pipeinfer.job.doctor.pairs import Way, connect_all, measure_again, measure_all, rounds
 from pipeinfer.job.doctor.ring import Ring, run_ring
 from pipeinfer.models.demo import TARGET
 from tests.support.jobs import COMMAND, ROOT, environment
@@ -291,9 +291,11 @@ def test_rings_that_fail() -> None:
 
 
 def test_a_ring_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "BASE_S", 0.5)
-    monkeypatch.setattr(ring, "full_words", lambda words: ["sleep", "1000"])
-    assert run_ring(read_host_list("localhost", "mpich"), ["localhost"]).late
+    monkeypatch.setattr(ring, "SILENT_S", 0.5)
+    monkeypatch.setattr(ring, "LIMIT_S", 3)
+    for script in ("exec sleep 1000", "while echo x; do sleep 0.1; done", "exec sleep 1000 >&-"):
+        monkeypatch.setattr(ring, "full_words", lambda words, script=script: ["sh", "-c", script])
+        assert run_ring(read_host_list("localhost", "mpich"), ["localhost"]).late
 
 
 @pytest.mark.parametrize("n", [2, 3, 8, 9])
@@ -326,14 +328,14 @@ def test_hosts_are_a_file_or_names(tmp_path: Path) -> None:
 
 
 def test_ssh_is_that_of_the_launcher() -> None:
-    assert remote_words("mpich", "node2", False, {})[:3] == ["ssh", "-x", "-o"]
+    assert remote_words("mpich", "node2", False, {})[:3] == ["ssh", "-x", "-v"]
     assert remote_words("openmpi", "n", False, {"OMPI_MCA_plm_rsh_agent": "/opt/rsh -q"})[:4] == [
         "/opt/rsh",
         "-q",
         "-x",
         "n",
     ]
-    assert remote_words("openmpi", "n", False, {"OMPI_MCA_plm_rsh_agent": "ssh : rsh"})[:3] == ["ssh", "-x", "-o"]
+    assert remote_words("openmpi", "n", False, {"OMPI_MCA_plm_rsh_agent": "ssh : rsh"})[:3] == ["ssh", "-x", "-v"]
     assert remote_words("srun", "node2", False, {})[0] == "srun"
 
 
@@ -351,16 +353,23 @@ def test_two_agents_reach_each_other_and_are_timed() -> None:
         assert [(way.start, way.to, way.state) for way in ways] == [(*pair, "open") for pair in ends]
         measure_all(sessions, ways, 0.05)
         assert all(0 < way.latency_s < 0.1 and way.bytes_per_s > 1e6 for way in ways)
+        ways[0].bytes_per_s = ways[1].bytes_per_s / 1000  # it looked slow
+        measure_again(sessions, ways, dict.fromkeys(sessions, "127.0.0.1"))
+        assert ways[0].bytes_per_s > 1e6
         base = sessions["localhost"].ask("base", 10, python="/no/python", folder="/", disk="/no/disk", environ={})
         assert base["program"] == "/no/python is not there" and base["disk_bytes"] > 0
         lines: list[str] = []
         answer = sessions["localhost"].ask(
-            "run", 10, lines.append, words=["sh", "-c", "echo a; echo b >&2; exit 3"], limit_s=5
+            "run", 10, lines.append, words=["sh", "-c", "echo a; echo b >&2; exit 3"], silent_s=5, limit_s=5
         )
         assert lines == ["a"] and answer["code"] == 3 and answer["errors"] == "b\n"
-        assert sessions["localhost"].ask("run", 10, words=["sleep", "99"], limit_s=0.2)["late"]
+        for words, limits in ((["sleep", "99"], (0.2, 9)), (["sh", "-c", "while echo; do sleep 0.1; done"], (9, 0.5))):
+            silent_s, limit_s = limits
+            answer = sessions["localhost"].ask("run", 10, words=words, silent_s=silent_s, limit_s=limit_s)
+            assert answer["late"]
+        assert sessions["localhost"].ask("run", words=["sleep", "0.5"], silent_s=0.6, limit_s=9)["code"] == 0
         with pytest.raises(NoAnswer) as error:
-            sessions["localhost"].ask("run", 0.2, words=["sleep", "3"], limit_s=5)
+            sessions["localhost"].ask("run", 0.2, words=["sleep", "3"], silent_s=5, limit_s=5)
         assert error.value.code is None
     finally:
         for session in sessions.values():

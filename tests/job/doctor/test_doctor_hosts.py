@@ -13,12 +13,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import pipeinfer
 from pipeinfer.job.doctor import findings, host_checks
 from pipeinfer.models.gguf.header import sample_extents
 from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.llama.ggml import library_folder
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import ROOT, environment
 from tests.support.ssh_hosts import SshHosts, missing, ssh_hosts
@@ -37,6 +39,10 @@ table inet doctor {{
     {verdict}
   }}
 }}
+"""
+LATE_CLOCK = """#!/bin/sh
+[ "$1" = -S ] && exec {python} -S -u -c "import time; real = time.time; time.time = lambda: real() - 30; $4"
+exec {python} "$@"
 """
 ALL = "node1,node2,node3,node4"
 COPY = "tar -C " if Path(ROOT) in (Path(sys.prefix), *Path(sys.prefix).parents) else "make install"
@@ -72,11 +78,17 @@ def doctor(hosts: SshHosts, model: Path, *words: str, names: str = ALL) -> subpr
 
 def problem(done: subprocess.CompletedProcess[str], host: str, check: str) -> str:
     """The one line that is no `ok` of this host, with its way out."""
-    checked, *_, summary = done.stdout.removesuffix("\n").split("\n\n")
+    checked, *others = done.stdout.removesuffix("\n").split("\n\n")
     lines = [line for line in checked.splitlines() if re.match(rf"(ERROR|warning) +{host} ", line)]
-    assert len(lines) == 1 and lines[0] in summary, f"{done.stdout}\n{done.stderr}"
+    assert len(lines) == 1 and lines[0] in "\n".join(others), f"{done.stdout}\n{done.stderr}"
     assert f" {check}: " in lines[0] and " -> " in lines[0], done.stdout
     return lines[0]
+
+
+def mpi_library() -> str:
+    code = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(open('/proc/self/maps').read())"
+    maps = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    return next(word for word in maps.split() if "/libmpi." in word)
 
 
 def is_fine(done: subprocess.CompletedProcess[str], host: str) -> bool:
@@ -246,6 +258,65 @@ def test_faults_of_the_machine(hosts: SshHosts, model: Path, tmp_path: Path) -> 
     assert "cannot be written" in problem(done, "node2", "shared memory")
     assert "200" in (line := problem(done, "node3", "limits")) and "nofile" in line
     assert "127.0.0.1, which is node4 itself" in problem(done, "node4", "ports")
+
+
+def test_more_faults_of_ssh(hosts: SshHosts, model: Path) -> None:
+    pythons = {os.path.realpath(place) for place in ("/usr/bin/python3", "/usr/local/bin/python3", sys.executable)}
+    hosts.stop("node2")
+    hosts.start("node3", extra="ForceCommand echo This account is not available. >&2; exit 1")
+    hosts.start("node4", " && ".join(f"mount --bind /dev/null {path}" for path in pythons if os.path.exists(path)))
+    hosts.await_all()
+    done = doctor(hosts, model)
+    assert done.returncode == 2 and is_fine(done, "node1"), done.stdout
+    assert "sudo systemctl start ssh" in problem(done, "node2", "ssh")
+    assert "no program can be started there: This account is not available." in problem(done, "node3", "ssh")
+    assert "there is no Python there" in problem(done, "node4", "ssh")
+
+
+def test_parts_of_the_program_that_are_broken(hosts: SshHosts, model: Path, tmp_path: Path) -> None:
+    (numpy,) = Path(np.__file__).parents[1].glob("numpy-*.dist-info")
+    text = (numpy / "METADATA").read_text()
+    (metadata := tmp_path / "METADATA").write_text(re.sub(r"^Version: .*$", "Version: 1.2.3", text, flags=re.M))
+    hosts.start("node3", f"mount --bind /dev/null {library_folder()}/libllama.so")
+    hosts.start("node4", f"mount --bind {metadata} {numpy / 'METADATA'}")
+    hosts.await_all()
+    done = doctor(hosts, model)
+    assert done.returncode == 2 and is_fine(done, "node1"), done.stdout
+    assert "llama.cpp cannot be loaded" in problem(done, "node3", "build")
+    assert "numpy 1.2.3" in problem(done, "node4", "packages")
+    hosts.start("node3", f"mount --bind /dev/null {mpi_library()}")
+    hosts.await_all()
+    start_s = time.monotonic()
+    done = doctor(hosts, model, names="node1,node2,node3")
+    assert done.returncode == 2 and is_fine(done, "node2"), done.stdout
+    assert "no MPI library can be loaded" in problem(done, "node3", "mpi")
+    assert time.monotonic() - start_s < 25, "the launcher waits for the others"
+
+
+def test_more_faults_of_the_machine(hosts: SshHosts, model: Path, tmp_path: Path) -> None:
+    (slices := tmp_path / "slices").mkdir()
+    (processor := tmp_path / "cpuinfo").write_text("flags\t\t: fpu sse2\n")
+    here = Path(sys.executable)
+    programs = shutil.copytree(here.parent, tmp_path / "programs", symlinks=True)
+    (programs / here.name).rename(programs / "real-python")
+    (programs / here.name).write_text(LATE_CLOCK.format(python=here.parent / "real-python"))
+    (programs / here.name).chmod(0o755)
+    hosts.start("node2", f"mount --bind {programs} {here.parent}")
+    hosts.start("node3", f"mount -t tmpfs -o size=4k none {slices}")
+    hosts.await_all()
+    hosts.made.limit(10, ["node4"])
+    try:
+        done = doctor(hosts, model, "--slice-cache", str(slices))
+    finally:
+        hosts.made.limit(1000)
+    assert done.returncode == 1, f"{done.stdout}\n{done.stderr}"
+    assert re.search(r"its clock is [23]\d\.\d s behind", problem(done, "node2", "clock"))
+    assert "on the disk for slices" in problem(done, "node3", "disk")
+    assert "0.01 Gbit/s to " in problem(done, "node4", "links")
+    hosts.start("node2", f"mount --bind {processor} /proc/cpuinfo")
+    hosts.await_all()
+    done = doctor(hosts, model, names="node1,node2")
+    assert "which this one lacks" in problem(done, "node2", "build")
 
 
 def test_sixteen_hosts_at_once(tmp_path: Path, model: Path) -> None:

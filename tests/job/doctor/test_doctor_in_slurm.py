@@ -1,14 +1,38 @@
-"""`pipeinfer doctor` within an allocation of a real Slurm, of two nodes on this host."""
+"""`pipeinfer doctor` within an allocation of a real Slurm, of two nodes on this host, or of nodes that are hosts of
+their own (namespaces of this machine)."""
 
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-from tests.support.jobs import COMMAND, ROOT
-from tests.support.slurm import Slurm, slurm
+import pytest
+
+from tests.job.doctor.test_doctor_hosts import FIREWALL, NFT
+from tests.support import namespaces
+from tests.support.jobs import BY_MPICH, COMMAND, ROOT
+from tests.support.slurm import Slurm, missing_programs, private_slurm, slurm
 
 __all__ = ["slurm"]
+ENVIRON = {"PYTHONPATH": str(ROOT), "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """Of three nodes; node3 lacks the program."""
+    if why := ", ".join(missing_programs()) or namespaces.missing(needs_hydra=False):
+        pytest.skip(f"no hosts with Slurm can be made here: {why}")
+    if not BY_MPICH:
+        pytest.skip("Open MPI needs Slurm's PMIx, which Debian's does not load")
+    with namespaces.hosts(3, tmp_path_factory.mktemp("hosts")) as made:
+        setups = {"node3": f"mount -t tmpfs none {sys.prefix}"}
+        with private_slurm(hosts=made, setups=setups) as running:
+            yield running
 
 
 def test_the_nodes_of_an_allocation(slurm: Slurm) -> None:
@@ -33,3 +57,51 @@ def test_a_rank_that_hangs_is_named_with_its_node(slurm: Slurm, tmp_path: Path) 
     assert waits == "pipeinfer: waiting for rank 1 (host node1), 15 s at most (PIPEINFER_JOIN_TIMEOUT)"
     assert found == "pipeinfer: node1: no fault was found; ranks 0, 1 run there"  # both nodes are this machine
     assert ends.startswith("pipeinfer: rank 1 (host node1) did not join within 15 s") and done.returncode
+
+
+def doctor(apart: Slurm, n_nodes: int) -> dict[str, Any]:
+    words = ["salloc", "-N", str(n_nodes), "-n", str(n_nodes), "-w", f"node[1-{n_nodes}]", *COMMAND, "doctor", "--json"]
+    done = apart.finish(*words, environ=ENVIRON, timeout_s=120)
+    assert done.stdout, done.stderr
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
+
+
+def problems(result: dict[str, Any]) -> list[tuple[str, str, str]]:
+    return [(each["host"], each["check"], each["text"]) for each in result["findings"] if each["level"] != "ok"]
+
+
+def test_nodes_that_are_hosts_of_their_own(apart: Slurm) -> None:
+    result = doctor(apart, 2)
+    assert problems(result) == []
+    assert [report["place"][0] for report in result["hosts"].values()] == ["node1", "node2"]
+    assert {(each["state"], each["interface"]) for each in result["links"]} == {("open", "eth0")}
+    words = ["salloc", "-N", "2", "-n", "2", "-w", "node[1-2]", "sh", "-c", f"{result['command']} -n 4 --json"]
+    run = apart.finish(*words, environ=ENVIRON)
+    assert run.returncode == 0, run.stderr
+    assert [rank["host"] for rank in json.loads(run.stdout)["ranks"]] == ["node1", "node2"]
+
+
+def test_a_node_without_the_program(apart: Slurm, tmp_path: Path) -> None:
+    ((host, check, text),) = problems(doctor(apart, 3))
+    assert (host, check) == ("node3", "python") and text.endswith("is not there")
+    words = ["salloc", "-N", "2", "-n", "2", "-w", "node[1,3]", "srun", "--mpi=pmi2", *COMMAND, "run", "-p", "x"]
+    start_s = time.monotonic()
+    done = apart.finish(*words, environ=ENVIRON)
+    passed_s = time.monotonic() - start_s
+    line = [line for line in done.stderr.splitlines() if line.startswith("pipeinfer: ")][-1]
+    assert line.startswith(f"pipeinfer: rank 1 (host node3) cannot start: python: {text} -> ")
+    assert done.returncode and passed_s < 30, done.stderr
+
+
+@pytest.mark.skipif(NFT is None, reason="there is no nft (nftables)")
+def test_a_firewall_that_lets_slurm_through(apart: Slurm) -> None:
+    assert apart.hosts
+    words = ["ip", "netns", "exec", apart.hosts.prefix + "node2", str(NFT)]
+    rules = FIREWALL.format(verdict="drop").replace("dport 22", f"dport {apart.ports['node2']}")
+    subprocess.run([*words, "-f", "-"], input=rules, text=True, check=True)
+    try:
+        ((host, check, text),) = problems(doctor(apart, 2))
+    finally:
+        subprocess.run([*words, "flush", "ruleset"], check=True)
+    assert (host, check) == ("node1", "ports") and text.startswith("node2 cannot be reached from it on TCP port")
