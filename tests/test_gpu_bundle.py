@@ -27,7 +27,7 @@ def test_what_is_carried_is_what_pipeinfer_wants_but_for_what_is_there() -> None
 
     found = {each.metadata["Name"]: each for each in needed(["pipeinfer"], HERE, {"torch", "numpy"})}
     assert {"mpi4py", "gguf", "click", "Jinja2", "rich"} <= set(found)
-    assert not {"torch", "numpy", "pipeinfer", "pytest", "fastapi"} & set(found)
+    assert not {"torch", "numpy", "pipeinfer", "pytest", "starlette"} & set(found)
     assert is_bound(found["mpi4py"]) and not is_bound(found["gguf"])
     fewer = needed(["pipeinfer"], HERE, {"torch", "numpy", "rich"})
     assert not {"Pygments", "rich"} & {each.metadata["Name"] for each in fewer}

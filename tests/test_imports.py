@@ -134,7 +134,7 @@ def test_importing_the_package_and_its_command_does_not_start_mpi() -> None:
 
 
 def test_the_process_that_speaks_http_knows_no_mpi() -> None:
-    pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+    pytest.importorskip("starlette", reason="the extra `serve` is not installed")
     code = "import sys, pipeinfer.server.process; sys.exit('mpi4py' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
@@ -148,7 +148,7 @@ import pipeinfer.job.launch, pipeinfer.job.loading.load
 from pipeinfer.models.llama.ggml import load_library
 load_library()
 heavy = {"rich", "matplotlib", "jinja2", "gguf", "torch", "llama_cpp.llama"}
-heavy |= {"pipeinfer.cli.bench", "pipeinfer.job.run", "fastapi", "uvicorn", "pydantic"}
+heavy |= {"pipeinfer.cli.bench", "pipeinfer.job.run", "starlette", "uvicorn", "pydantic"}
 sys.exit(", ".join(heavy & sys.modules.keys()) or 0)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -9,10 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
-from fastapi.responses import Response, StreamingResponse
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
 
 from pipeinfer.errors import UserError
 from pipeinfer.job.requests.answers import speller
@@ -83,7 +84,6 @@ class Api:
 
     def app(self, address: str) -> Access:
         """`address`: where it listens."""
-        app = FastAPI(title="pipeinfer", openapi_url=None, docs_url=None, redoc_url=None)
         get = {
             **{f"{version}/health": self.health for version in ("", "/v1")},
             **{f"{version}/models": self.models for version in ("", "/v1")},
@@ -103,11 +103,10 @@ class Api:
             "/detokenize": self.detokenize,
             **({"/slots/{id}": self.save_slot} if self.http.slots else {}),
         }
-        for method, endpoints in {"GET": get, "POST": post}.items():
-            for path, endpoint in endpoints.items():
-                app.add_route(path, endpoint, methods=[method])
-        for kind in (Refusal, UserError, HTTPException, ClientDisconnect, Exception):
-            app.add_exception_handler(kind, error_response)
+        methods = {"GET": get, "POST": post}
+        routes = [Route(*each, methods=[method]) for method, endpoints in methods.items() for each in endpoints.items()]
+        kinds = (Refusal, UserError, HTTPException, ClientDisconnect, Exception)
+        app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, error_response))
         return Access(app, self.http.api_keys, self.http.host, address, self.http.origins)
 
     # -- state

@@ -85,7 +85,7 @@ class HttpOptions:
     page: bool = setting(True, "--ui/--no-ui")
 
 
-NEEDS = ("fastapi", "uvicorn", "prometheus_client")
+NEEDS = ("starlette", "uvicorn", "prometheus_client")
 MAX_KEYS = 1 << 20
 BACKLOG = 2048  # connections that nothing has accepted yet
 MARGIN_S = 2.0  # how long the process may take to end, beside the time for its clients

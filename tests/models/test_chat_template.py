@@ -157,7 +157,7 @@ def test_a_broken_template_of_the_user_is_refused_before_loading(model: Path, tm
 
 
 def test_a_model_s_broken_template_leaves_completions_to_its_server(tmp_path: Path) -> None:
-    pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+    pytest.importorskip("starlette", reason="the extra `serve` is not installed")
     from tests.support.serving import Served
 
     model = write_model(tmp_path / "model.gguf", Shape(n_layer=2, n_vocab=384), template="{% if %}")

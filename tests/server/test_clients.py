@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 
 from tests.server import client_shapes
 from tests.server.client_shapes import SHAPES

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 pytest.importorskip("anthropic", reason="the extra `dev` is not installed")
 import anthropic
 import openai

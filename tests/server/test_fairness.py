@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 
-pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 
 from tests.support.server_hostile import ADDRESS
 from tests.support.serving import Served

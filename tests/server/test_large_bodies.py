@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 import httpx
 
 import pipeinfer.server.app as app

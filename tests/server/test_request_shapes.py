@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError

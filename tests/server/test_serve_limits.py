@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 import httpx
 from click.testing import CliRunner
 
@@ -353,7 +353,7 @@ def test_a_key_of_nothing_opens_no_server() -> None:
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeinfer.server.front.NEEDS", ("fastapi", "no_such_module"))
+    monkeypatch.setattr("pipeinfer.server.front.NEEDS", ("starlette", "no_such_module"))
     with pytest.raises(UserError, match=r"needs no_such_module, .* pip install 'pipeinfer\[serve\]'"):
         HttpServer(HttpOptions(port=0))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("fastapi", reason="the extra `serve` is not installed")
+pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 import openai
 
 from tests.support.serving import Served
