@@ -53,7 +53,12 @@ class DiskCache:
             Path(path).unlink(missing_ok=True)
 
 
-def user_cache(environ: Mapping[str, str] = os.environ) -> DiskCache:
-    """The user's cache: under XDG_CACHE_HOME, or ~/.cache."""
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """This program's folder in the user's cache: XDG_CACHE_HOME, or ~/.cache."""
     base = environ.get("XDG_CACHE_HOME", "")
-    return DiskCache((Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "pipeinfer" / "kept")
+    return (Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "pipeinfer"
+
+
+def user_cache(environ: Mapping[str, str] = os.environ) -> DiskCache:
+    """The user's cache."""
+    return DiskCache(cache_folder(environ) / "kept")

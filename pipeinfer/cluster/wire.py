@@ -184,7 +184,7 @@ class Transaction:
     """A view of a run's message, of which `buffer` may be longer.
 
     `rows`: SentRows as a structured array, which may be written to. `out_of_band`: activations on a device;
-    `received_memory`: in which they came.
+    `received_memory`: in which they came. `n_joined`: see `join`; None: it has no JOIN.
     """
 
     def __init__(self, buffer: Buffer, n_embd: int, wire_type: WireType = WireType.F32) -> None:
@@ -195,6 +195,7 @@ class Transaction:
         self.kind = Kind(kind)
         self.out_of_band: DeviceRows | None = None
         self.received_memory: Any = None
+        self.n_joined: int | None = None
         self.span = Span(*span) if span[1] else None
         rows_at = HEADER.itemsize + OP.itemsize * n_ops
         extra_at = rows_at + ROW.itemsize * self.n_rows
@@ -207,6 +208,10 @@ class Transaction:
     @property
     def ops(self) -> list[KvOp]:
         return [KvOp(OpKind(kind), *values) for kind, *values in self._ops.tolist()]
+
+    def join(self, n_blocks: int) -> None:
+        """Its one operation is a JOIN: note how many blocks this stage could read."""
+        self.n_joined = self._ops["last"][0] = min(n_blocks, int(self._ops["last"][0]))
 
     @property
     def sent_rows(self) -> Iterator[SentRow]:

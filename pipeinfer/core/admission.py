@@ -3,7 +3,7 @@ output does not depend on shared tokens: where prompts are evaluated in blocks, 
 evaluate in the same way are shared."""
 
 from bisect import insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -12,7 +12,9 @@ from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Active, ActiveRequest
 from pipeinfer.core.requests import Prefix, Request
 from pipeinfer.core.run_cost import RunCost
+from pipeinfer.core.runs import BlockKey
 from pipeinfer.core.speculator import Speculator
+from pipeinfer.core.stored_blocks import StoredBlocks
 
 AHEAD, SHARE_AHEAD = 64, 1 / 16
 """Tokens beyond its text for which an opened request must have cells: at most, and as a share of all cells. With more,
@@ -71,6 +73,11 @@ class Prefixes:
         is_whole = best.source.id in self._retained and best.n_tokens == best.source.n_retained
         return best._replace(moves=is_whole and (request.keep or not self._pool.rewinds))
 
+    def n_cached(self, request: Request) -> int:
+        """How many tokens the request need not evaluate, if it waits until open ones have."""
+        best = self.best(request)
+        return (best.n_tokens if best else 0) + self.n_saved(request)
+
     def n_saved(self, request: Request) -> int:
         """How many tokens more the request need not evaluate if it waits until an open one has."""
         reading = (each for each in self._sources if not each.n_generated)
@@ -118,7 +125,8 @@ UNLIMITED = OpenLimits()
 
 
 class Admission:
-    """`levels`: the target first. `waiting`: in the order in which they are opened."""
+    """`levels`: the target first. `waiting`: in the order in which they are opened. `stored`: None where no stage
+    stores cells."""
 
     def __init__(
         self,
@@ -132,8 +140,14 @@ class Admission:
         self.target, (self.n_open, self.n_prompts, ahead) = levels[0], limits
         self.ahead = ahead_of(self.target.pool.n_cells) if ahead is None else ahead
         self.prefixes = Prefixes(self.target, active)
+        self.stored: StoredBlocks | None = None
         self.waiting: list[ActiveRequest] = []
         self._n_arrived = 0
+
+    def store(self, keys: Collection[BlockKey]) -> None:
+        """Let the stages store cells on their disks. `keys`: of the blocks that all of them have there."""
+        prefixes = self.prefixes.n_cached, self.prefixes.retain, self.forget_oldest
+        self.stored = StoredBlocks(self.levels, self.speculator, keys, *prefixes)
 
     # -- who waits
 
@@ -143,6 +157,13 @@ class Admission:
             self._n_arrived += 1
             active.arrival = self._n_arrived
         insort(self.waiting, active, key=RANK)
+        if self.stored:
+            self.stored.request(active.request)
+
+    def closes(self, request: Request) -> None:
+        """Called before the levels close an open request."""
+        if self.stored:
+            self.stored.end(request)
 
     def would_pass(self, priority: int) -> bool:
         """Whether a request of this priority would be opened before one that waits."""
@@ -159,10 +180,12 @@ class Admission:
 
     def ready(self) -> Iterator[ActiveRequest]:
         """Dequeue requests for which there is room; each is opened before the next is asked for. Requests that are to
-        share what another one is about to evaluate are passed over."""
+        share what another one is about to evaluate, or what stages are reading, are passed over."""
         for active in list(self.waiting):
             if len(self.active) >= self.n_open:
                 break
+            if self.stored and self.stored.is_awaited(active.request):
+                continue
             if (n_rows := self.prefixes.n_saved(active.request)) and self._is_worth_waiting(n_rows):
                 continue
             if self._reads_enough(active.request) or not self._make_room(active.request):

@@ -44,8 +44,7 @@ class Engine:
     ) -> None:
         remote = [drafter] if isinstance(drafter, Level) else []
         self.target, self.levels = target, (target, *remote, *drafts)
-        self.waiter, self.clock, self.on_tokens = waiter, clock, on_tokens
-        self.version = 0
+        self.waiter, self.clock, self.on_tokens, self.version = waiter, clock, on_tokens, 0
         self._tried: dict[str, int] = {}  # the version at which something was last tried
         self._hold_s = math.inf  # when a run is due that was held back
         self._drains = False  # nothing is sent until cells are freed
@@ -73,8 +72,7 @@ class Engine:
     def stop(self, request: Request, reason: Finish = Finish.STOPPED) -> None:
         """End a request now. What it emitted stays."""
         self.version += 1
-        if request.finish is None:
-            request.finish = reason
+        request.finish = request.finish or reason
         if request.id in self._active:
             self._close(self._active[request.id])
         elif active := self.admission.withdraw(request):
@@ -197,7 +195,9 @@ class Engine:
         answered = self.target.poll()
         if answered is None:
             return False
-        flight, verdict = answered
+        (flight, verdict), stored = answered, self.admission.stored
+        if stored and stored.hear(flight, verdict):
+            return True
         left_s = sum([flight.cost_s for flight in self.target.useful_flights]) if self.target.busy else 0.0
         now_s = self._pacer.landed(flight, verdict.slowest_s, left_s)
         for part in flight.parts:
@@ -252,6 +252,7 @@ class Engine:
         self.admission.wait(active)
 
     def _release(self, active: ActiveRequest) -> None:
+        self.admission.closes(active.request)
         for level in self.levels:
             self._note_dead(level, level.close(active.request))
         del self._active[active.request.id]
@@ -262,10 +263,9 @@ class Engine:
         if level is not self.target or not flights:  # runs of drafts are not paced
             return
         self._pacer.given_up()
-        for flight in flights:
-            for part in flight.parts:
-                if flight.cancelled and (active := self._active.get(part.request.id)):
-                    active.observer.run_cancelled()
+        for part in [part for flight in flights if flight.cancelled for part in flight.parts]:
+            if active := self._active.get(part.request.id):
+                active.observer.run_cancelled()
 
     # -- sending
 

@@ -67,6 +67,19 @@ class StageModel(Protocol):
 
 
 @runtime_checkable
+class CellStage(Protocol):
+    """A StageModel whose cells can be taken out and put back, with the same bits."""
+
+    def next_position(self, seq: int) -> int: ...
+
+    def save_cells(self, seq: int, first: int, end: int) -> npt.NDArray[np.uint8]:
+        """The cells of a sequence at positions [first, end), BLOCK or up to LARGEST, as bytes."""
+
+    def load_cells(self, seq: int, cells: npt.NDArray[np.uint8]) -> None:
+        """Put such cells, which follow those of the sequence, into it. There must be room for them."""
+
+
+@runtime_checkable
 class FeatureStage(Protocol):
     """A StageModel some of whose layers drafts read."""
 

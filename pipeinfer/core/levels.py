@@ -102,6 +102,7 @@ class InFlightRun:
     dead: bool = False  # nobody needs any of its rows
     cancelled: bool = False  # and the stages were told
     whole: bool = True  # every stage evaluates all of its rows
+    reading: int | None = None  # of blocks, that ends with it; 0: none, but its end is an event
 
 
 @dataclass(eq=False)
@@ -242,8 +243,9 @@ class Level:
             return None
         run.ops = [*self._closes, *pool.take_pending()]
         self._closes.clear()
-        if len(run.ops) > MAX_OPS:
-            self._send_ahead(run)
+        if (n_ahead := len(run.ops) - MAX_OPS) > 0:
+            self.send_ops(run.ops[:n_ahead])
+            del run.ops[:n_ahead]
         run.id, self._next_run_id, run.span = self._next_run_id, self._next_run_id + 1, sent[0].span
         flight = self._flights[run.id] = InFlightRun(run.id, sent, len(run.rows), n_context, run.context)
         for part in sent:
@@ -251,14 +253,12 @@ class Level:
         self.pipeline.submit(run)
         return flight
 
-    def _send_ahead(self, run: Run) -> None:
-        """Send as runs without rows the operations that are too many for one run."""
-        while len(run.ops) > MAX_OPS:
-            ahead = Run(self._next_run_id, [], run.ops[:MAX_OPS])
-            del run.ops[:MAX_OPS]
-            self._next_run_id += 1
-            self._flights[ahead.id] = InFlightRun(ahead.id, [], n_rows=0, n_context=0, context=0, whole=False)
-            self.pipeline.submit(ahead)
+    def send_ops(self, ops: Sequence[KvOp], reading: int | None = None) -> None:
+        """Send operations as runs without rows. `reading`: see InFlightRun."""
+        for first in range(0, len(ops), MAX_OPS):
+            run, self._next_run_id = Run(self._next_run_id, [], [*ops[first : first + MAX_OPS]]), self._next_run_id + 1
+            self._flights[run.id] = InFlightRun(run.id, [], 0, 0, 0, whole=False, reading=reading)
+            self.pipeline.submit(run)
 
     def _place(self, part: RequestSlice, run: Run, n_free: int) -> int:
         """Give what fits of the part rows of the run and some of `n_free` cells; returns how many. Nodes that do not
@@ -293,7 +293,7 @@ class Level:
         waiting = self._of_request
         flight.parts = [part for part in flight.parts if waiting.get(part.request.id, {}).pop(verdict.run_id, None)]
         assert flight.cancelled or not verdict.cancelled, f"run {verdict.run_id} was cancelled by nobody"
-        return (flight, verdict) if flight.n_rows else self.poll()  # runs of operations alone have no answers
+        return self.poll() if not flight.n_rows and flight.reading is None else (flight, verdict)
 
     @property
     def busy(self) -> bool:

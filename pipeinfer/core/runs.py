@@ -17,6 +17,21 @@ class OpKind(IntEnum):
     COMPACT = 3
     CLOSE = 4
     SHARED = 5
+    STORE = 6
+    READ = 7
+    JOIN = 8
+    LOAD = 9
+
+
+OF_BLOCKS = frozenset([OpKind.STORE, OpKind.READ, OpKind.JOIN, OpKind.LOAD])
+"""Operations on blocks of cells on disk. A run with a JOIN has no other operation."""
+
+
+class BlockKey(NamedTuple):
+    """Names a block of a text, see `stored_blocks`: two numbers of 64 bits, with sign."""
+
+    high: int
+    low: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +44,11 @@ class KvOp:
     CLOSE   request `src` has ended: its state at the stages is freed
     SHARED  before a COMPACT: the cells of `dst` at positions [0, last) are those of `src`, and stay shared; at most one
             for each `dst`, after that of its `src`
+    STORE   write the cells of `src` at positions [first, last) to the stage's disk, as the block of a key
+    READ    begin to read the block of a key back, the next one of reading `src`
+    JOIN    wait until the blocks of reading `src` are read; `last` becomes the number that every stage could read
+    LOAD    the first blocks of reading `src`, positions [0, last), become the cells of the empty sequence `dst`, and
+            the rest is dropped; with `last` 0 there is no sequence
     """
 
     kind: OpKind
@@ -36,6 +56,12 @@ class KvOp:
     dst: int = 0
     first: int = 0
     last: int = POSITION_END
+    high: int = 0  # the key of a block
+    low: int = 0
+
+    @property
+    def key(self) -> BlockKey:
+        return BlockKey(self.high, self.low)
 
 
 @dataclass(slots=True)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pipeinfer.core.cells import Cells, Text, fork, give_up, n_held
 from pipeinfer.core.requests import Prefix
-from pipeinfer.core.runs import KvOp, OpKind
+from pipeinfer.core.runs import BlockKey, KvOp, OpKind
 from pipeinfer.core.tree import Node, State, with_ancestors
 
 
@@ -207,6 +207,21 @@ class SequencePool:
             n_freed = give_up(gone)
             self.n_committed -= n_freed
             self.n_parked += n_freed if self.parked else 0
+
+    # -- cells on disk
+
+    def store(self, request_id: int, first: int, last: int, key: BlockKey) -> None:
+        """Let the stages store these committed tokens of an open request, which they have evaluated."""
+        self._pending.append(KvOp(OpKind.STORE, self._texts[request_id].seq, 0, first, last, *key))
+
+    def load(self, request_id: int, reading: int, n_tokens: int) -> None:
+        """Retain for a finished request the cells that the stages have read. There must be room for them."""
+        self.open(request_id)
+        text = self._texts[request_id]
+        text.cells.end = self._paths[text.seq].end = n_tokens
+        self.n_committed += n_tokens
+        self._retained.add(request_id)
+        self._pending.append(KvOp(OpKind.LOAD, reading, text.seq, 0, n_tokens))
 
     # -- placing
 

@@ -73,6 +73,12 @@ class Speculator:
         if self.drafter:
             self.drafter.open(request)
 
+    def hold(self, request: Request) -> None:
+        """The request has finished without the drafter, which only holds its place until `forget`."""
+        if self.drafter:
+            self.drafter.open(request)
+            self._end(self.drafter.close, request)
+
     def add(self, active: ActiveRequest) -> None:
         """The request is open: its policy is asked for nodes from now on."""
         if active.policy.drafts:

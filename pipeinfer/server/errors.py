@@ -28,9 +28,8 @@ NOT_SERVED: Mapping[str, str] = {
 """Paths of other servers, and the reason why they are not served."""
 
 NOT_SAVED = (
-    "KV states are not written to disk, as each rank has those of its layers alone; while the server runs, requests "
-    "that begin alike share them, and texts that were being written go on after a restart under `pipeinfer supervise`, "
-    "in `run` and `batch` with --resume"
+    "KV states are saved by no request: with --kv-disk each rank keeps those of its layers on its disk, and requests "
+    "that begin alike share them, also after a restart; texts that were being written go on under `pipeinfer supervise`"
 )
 """The same for llama-server's `/slots/ID?action=save`, `restore`, `erase`."""
 

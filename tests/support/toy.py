@@ -5,6 +5,7 @@ A row's result depends on the whole path it sees, layer by layer, so any wrong c
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
@@ -123,6 +124,19 @@ class ToyStage:
 
     def next_position(self, seq: int) -> int:
         return _last(self.seqs.get(seq, {})) + 1
+
+    def save_cells(self, seq: int, first: int, end: int) -> npt.NDArray[np.uint8]:
+        values = [self.seqs[seq][position][1] for position in range(first, end)]
+        return np.frombuffer(bytearray(pickle.dumps((first, values))), np.uint8)
+
+    def load_cells(self, seq: int, cells: npt.NDArray[np.uint8]) -> None:
+        path, (first, values) = self.seqs.setdefault(seq, {}), pickle.loads(cells.tobytes())
+        assert len(path) == first == _last(path) + 1, f"cells at {first} follow those at {_last(path)}"
+        assert len(self.holders) + self.n_parked + len(values) <= self.n_cells, "no KV slot"
+        for position, value in enumerate(values, first):
+            path[position] = self.next_cell, value
+            self.holders[self.next_cell] += 1
+            self.next_cell += 1
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
         n_rows = len(batch.tokens)

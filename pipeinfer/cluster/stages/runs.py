@@ -114,6 +114,10 @@ class TokenHistory:
             elif op.kind is OpKind.REMOVE:
                 del tokens[op.first :]
 
+    def put(self, seq: int, tokens: Sequence[int]) -> None:
+        """The tokens of a sequence that had none."""
+        self._tokens[seq] = array("i", tokens)
+
     def add(self, seqs: Sequence[int], token: int) -> None:
         """Append the token of an evaluated row to all of its sequences."""
         for seq in seqs:

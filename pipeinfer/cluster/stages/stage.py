@@ -4,16 +4,18 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from typing import Any, ClassVar
 
 import numpy as np
 
+from pipeinfer.cluster.stages.cell_store import CellStore
 from pipeinfer.cluster.stages.runs import Evaluated, PendingRun, Pruned, Question, Samplers, TokenHistory
 from pipeinfer.cluster.verdicts import scored
 from pipeinfer.cluster.wire import Buffer, SentRow, Transaction, WireType, feature_bytes
 from pipeinfer.core.drafting import guess_next
 from pipeinfer.core.interfaces import AsyncStage, Batch, DeviceRows, DeviceStage, FeatureStage, StageFuture, StageModel
-from pipeinfer.core.runs import Guess, GuessVerdict, Opening, OpKind, Verdict
+from pipeinfer.core.runs import OF_BLOCKS, Guess, GuessVerdict, KvOp, Opening, OpKind, Verdict
 from pipeinfer.core.sampling import choose
 from pipeinfer.core.types import FAILED, NO_TOKEN, Allowed, Constraint, ConstraintFailed, FloatArray
 from pipeinfer.observe.trace import NO_TRACE, Tracer
@@ -37,7 +39,7 @@ NO_LOGITS = np.empty((0, 0), np.float32)
 class StageWorker:
     """One stage. `n_layers`: of the model, for the statistics. `constrain`: makes a Constraint of a request's grammar;
     None, as for drafts: grammars are ignored. `leaves_as`: the type of activations that stay on the model's device;
-    None: they go to the host."""
+    None: they go to the host. `store`: of its cells on disk."""
 
     UNIT: ClassVar = "run"  # a transaction's name in timelines
     NO_ANSWER: ClassVar[Any] = NO_TOKEN
@@ -49,6 +51,7 @@ class StageWorker:
     n_layers: int = 0
     constrain: Callable[[str], Constraint] | None = None
     leaves_as: WireType | None = None
+    store: CellStore | None = None
 
     def __post_init__(self) -> None:
         model = self.model
@@ -98,6 +101,8 @@ class StageWorker:
         if not transaction.cancelled:
             logits = self._result(pending)
         answers: list[Any] = [] if transaction.cancelled else [self.NO_ANSWER] * transaction.n_rows
+        if transaction.n_joined is not None:
+            answers = [transaction.n_joined]
 
         def answer(index: int, row_logits: FloatArray) -> None:
             answers[questions[index].row] = self._answer(row_logits, questions[index])
@@ -135,12 +140,24 @@ class StageWorker:
                     by_request.pop(op.src, None)
         opens = transaction.opens
         self._opened.update(opens)
-        self.model.apply([op for op in ops if op.kind is not OpKind.CLOSE])
+        self._apply(transaction, [op for op in ops if op.kind is not OpKind.CLOSE])
         if self.model.is_last and self.constrain:
             grammars = {id: new.sampling.grammar for id, new in opens.items() if new.sampling.grammar}
             self._constraints.update({id: self.constrain(text) for id, text in grammars.items()})
-        if self._history:
-            self._history.apply(ops)
+
+    def _apply(self, transaction: Transaction, ops: Sequence[KvOp]) -> None:
+        """Apply operations, in their order, to the cells and to the blocks on disk."""
+        for is_of_blocks, group in groupby(ops, lambda op: op.kind in OF_BLOCKS):
+            part = list(group)
+            if not is_of_blocks:
+                self.model.apply(part)
+                if self._history:
+                    self._history.apply(part)
+            elif part[0].kind is OpKind.JOIN:
+                transaction.join(self.store.join(part[0].src) if self.store else 0)
+            elif self.store:
+                for op in part:
+                    self.store.apply(op, self._history)
 
     def _evaluate(self, pending: PendingRun, pruned: Pruned) -> None:
         transaction = pending.transaction

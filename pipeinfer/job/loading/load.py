@@ -5,15 +5,18 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from pipeinfer.cluster.assignment import StagePlan
+from pipeinfer.cluster.stages.block_files import BlockFiles
+from pipeinfer.cluster.stages.cell_store import CellStore
 from pipeinfer.cluster.stages.pace import Courier, PacedHead, PacedStage
 from pipeinfer.cluster.stages.serve import N_POSTED, N_UNDER_WAY, Pipe, StageLoop
 from pipeinfer.cluster.stages.stage import DraftWorker, StageWorker
 from pipeinfer.cluster.transport import Outbox, progress_between
 from pipeinfer.cluster.verdicts import verdict_bytes
 from pipeinfer.cluster.watch.protocol import Flow
-from pipeinfer.core.interfaces import HeadModel, LoadedModel
+from pipeinfer.core.interfaces import CellStage, HeadModel, LoadedModel
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.settings import MAX_RUN, MAX_WIDTH
+from pipeinfer.disk_cache import cache_folder
 from pipeinfer.errors import UserError
 from pipeinfer.job.launch import CLOCK, Context
 from pipeinfer.job.loading.adapters import fetch_adapters
@@ -28,6 +31,7 @@ from pipeinfer.models.drafts.translation import TranslatedStage
 from pipeinfer.models.gguf.adapter import ScaledAdapter
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.slice import SliceFile, open_slice, read_model_info
+from pipeinfer.models.llama.ggml import describe_build
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaHead
 from pipeinfer.models.text.grammar import Grammars
@@ -77,6 +81,7 @@ def run_stage(context: Context, plan: JobPlan) -> int:
     progress = progress_between(context.link.comm, plan.hosts)
     flow = Flow() if plan.pace else context.flow  # paced messages are held back, and no way is cut
     StageLoop(context.link.comm, pipe, worker, report, ready_s, flow, progress).run()
+    context.close_store()
     for model in models:
         model.close()
     context.close_vocabulary()
@@ -156,8 +161,23 @@ def _read(file: ModelFile, target: ModelFile) -> ModelInfo:
 
 
 def stage_report(context: Context, plan: JobPlan, stage: LoadedModel) -> dict[str, Any]:
-    """The report of a loaded stage: `costs` of its runs, a `RunCosts`, and its `gpu`, as in `gpu_of`."""
-    return {"costs": time_stage(context, plan, stage), "gpu": gpu_of(plan.ranks[context.rank].target)}
+    """The report of a loaded stage: `costs` of its runs, a `RunCosts`, its `gpu`, as in `gpu_of`, and the keys of its
+    `blocks` on disk, if it stores any. Raises UserError."""
+    context.store = open_store(context, plan, stage) if plan.kv_disk else None
+    report = {"costs": time_stage(context, plan, stage), "gpu": gpu_of(plan.ranks[context.rank].target)}
+    return report | ({"blocks": context.store.files.keys} if context.store else {})
+
+
+def open_store(context: Context, plan: JobPlan, stage: LoadedModel) -> CellStore:
+    """The blocks of a loaded stage's cells on this host's disk, apart from those of other ranks. Raises UserError."""
+    (part, device), model = (plan.parts(context.rank)[TARGET], plan.ranks[context.rank].target), stage
+    if isinstance(model, PacedStage):
+        model = model.model
+    assert isinstance(model, CellStage), "the plan has no such stages"
+    slice = f"{plan.model.fingerprint} {part.layers} {plan.numerics} {device.decisions} {describe_build()}"
+    folder = (plan.kv_dir or cache_folder() / "kv") / f"rank-{context.rank}"
+    notice = lambda line: complain(f"{context.name}: {line}")  # noqa: E731
+    return CellStore(BlockFiles(folder, slice, plan.kv_disk, notice), model)
 
 
 def make_worker(context: Context, plan: JobPlan, model: LoadedModel) -> StageWorker:
@@ -169,7 +189,8 @@ def make_worker(context: Context, plan: JobPlan, model: LoadedModel) -> StageWor
     constrain = open_grammars(context, plan) if context.vocabulary else None
     following = stages[index + 1].rank if index + 1 < len(stages) else None
     leaves_as = plan.numerics.wire_type if plan.hop_is_out_of_band(context.rank, following) else None
-    return StageWorker(model, context.clock, index == 0, context.tracer, n_layers, constrain, leaves_as)
+    store = context.store
+    return StageWorker(model, context.clock, index == 0, context.tracer, n_layers, constrain, leaves_as, store)
 
 
 def open_grammars(context: Context, plan: JobPlan) -> Grammars:

@@ -8,7 +8,7 @@ from pathlib import Path
 from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_CTX, MAX_LAYERS, MAX_SEQUENCES
-from pipeinfer.job.options.values import LOGIT_BIAS, Delay, File, Listed, Number, TextType, Whole
+from pipeinfer.job.options.values import LOGIT_BIAS, SIZE, Delay, File, Folder, Listed, Number, TextType, Whole
 
 ESCAPES = r"\n is a new line; so are \t, \r, \', \", \\, and \x with two digits."
 MAX_REQUESTS, MIN_RATE, MAX_RATE = 100_000, 1e-6, 1e6
@@ -148,6 +148,9 @@ class ContextOptions:
     ctx_size: Context in tokens; 0: what prompt and -n need, within what the model was trained for.
     batch_size: Prompt tokens a run at most, up to 2048; a prompt is cut into smaller chunks where that fills the
         pipeline.
+    kv_disk: Keep keys and values of texts on each rank's disk, up to so much a rank (500M, 20G): a text that begins
+        like one of an earlier job goes on from there.
+    kv_dir: Where --kv-disk keeps them. [default: pipeinfer/kv in the user's cache folder]
     """
 
     heading = "Context and length"
@@ -155,6 +158,8 @@ class ContextOptions:
     ignore_eos: bool = setting(False, "--ignore-eos")
     ctx_size: int = setting(0, "--ctx-size", "-c", most=MAX_CTX, first=True, column=True)
     batch_size: int = setting(128, "--batch-size", "-b", least=1, column=True)
+    kv_disk: int = setting(0, "--kv-disk", type=SIZE, written="0", column=True)
+    kv_dir: Path | None = setting(None, "--kv-dir", type=Folder())
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,7 @@ CHOICES = (
 )
 
 DEVICE = re.compile(r"[A-Za-z][A-Za-z0-9_.:/\[\]-]{0,63}")
+SIZE_TEXT = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)([KMGTkmgt]?)(i?)B?")
 SERVER = re.compile(r"[A-Za-z0-9_.-]{1,253}:[0-9]{1,5}")
 
 
@@ -281,6 +282,14 @@ def _servers(text: str) -> tuple[str, ...]:
     return servers
 
 
+def _size(text: str) -> int:
+    match = SIZE_TEXT.fullmatch(text)
+    if not match:
+        raise ValueError("is no size, such as 500M or 20G (10^9 bytes each), or 20GiB")
+    number, unit, is_binary = match.groups()
+    return int(float(number) * (1024 if is_binary else 1000) ** " kmgt".index(unit.lower() or " "))
+
+
 LOGIT_BIAS = Parsed("token_id(+/-)bias", read_bias)
 PACE = Parsed("text", Pace.parse)
 GPU_LAYERS = Parsed("number, all or auto", _gpu_layers)  # layers on a rank's GPU: a number, ALL_LAYERS, or AUTO_LAYERS
@@ -288,6 +297,7 @@ DEVICES = Parsed("device", _devices)  # devices of a rank, libllama's names sepa
 SERVERS = Parsed("host:port", _servers)  # RPC servers of a rank, separated by +; empty: none
 BACKEND = Parsed("backend", Backend.parse)
 SCALED = Parsed("file:scale", ScaledFile.parse)
+SIZE = Parsed("size", _size)  # in bytes
 REPO = Parsed("user/model[:quant]", parse_name)  # a model on the hub
 
 

@@ -6,6 +6,7 @@ from pipeinfer.cluster.assignment import Assignment
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS
 from pipeinfer.job.options.sections import Numerics
+from pipeinfer.job.options.text_sections import ContextOptions
 from pipeinfer.job.placement.devices import RankDevices
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.models.gguf.adapter import ScaledAdapter, check_cut, check_exact
@@ -28,6 +29,19 @@ def check_head(draft_rank: int | None, drafts: Sequence[ModelInfo]) -> None:
     if head and draft_rank:
         why = f"{head.path} is a head, which drafts on rank 0, where features come"
         raise UserError(f"--draft-rank {draft_rank}: {why}; leave --draft-rank out")
+
+
+def not_on_disk(info: ModelInfo) -> str:
+    """Why --kv-disk does not keep this model's cells; empty: it does."""
+    if not info.layers.rewinds:
+        return f"layers of {info.path.name} keep states"
+    return f"layers of {info.path.name} have a sliding window" if info.layers.window else ""
+
+
+def check_kv_disk(context: ContextOptions) -> None:
+    """Raises UserError: torch computes layers of the target."""
+    if context.kv_disk:
+        raise UserError("--kv-disk keeps cells of llama.cpp alone, and --backend is torch; leave one of them out")
 
 
 def check_features(assignment: Assignment, devices: Sequence[RankDevices], drafts: Sequence[ModelInfo]) -> None:

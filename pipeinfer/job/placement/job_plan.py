@@ -87,6 +87,8 @@ class JobPlan:
     pace: Profile | None = None  # the profile to whose times ranks and links are slowed down
     dilation: float = 1.0  # real seconds that count as one of the profile
     slice_cache: Path | None = None  # directory in which hosts keep slices
+    kv_disk: int = 0  # bytes of cells that a rank keeps on its disk; 0: none
+    kv_dir: Path | None = None  # the folder for them; None: in the user's cache
     send_layers: bool = True  # rank 0 sends layers to hosts that lack a file
     prepare_ahead: bool = True
     post_ahead: bool = True

@@ -21,8 +21,10 @@ from pipeinfer.job.placement.checks import (
     check_draft_gpu_layers,
     check_features,
     check_head,
+    check_kv_disk,
     check_one_backend,
     head_of,
+    not_on_disk,
 )
 from pipeinfer.job.placement.devices import RankDevices, plan_devices
 from pipeinfer.job.placement.job_plan import JobPlan, ModelFile, RankPlan, check_memory, sizes_of
@@ -169,6 +171,8 @@ def lay_out(inputs: PlanInputs) -> JobPlan:
         dilation=pace.dilation if pace else 1.0,
         slice_cache=options.models.slice_cache,
         send_layers=options.models.send_layers,
+        kv_disk=0 if not_on_disk(info) else options.context.kv_disk,
+        kv_dir=options.context.kv_dir,
         prepare_ahead=options.experiments.prepare_ahead,
         post_ahead=options.experiments.post_ahead,
         notes=tuple(_notes(inputs)),
@@ -266,6 +270,7 @@ def _check_computable(
         check_draft_gpu_layers(options.placement.n_gpu_layers_draft, devices, drafting)
     if any(devices[rank].target.is_torch for rank in ranks):
         check_known(inputs.info)
+        check_kv_disk(options.context)
     check_adapters(adapters, inputs.info, devices, ranks, options.numerics.numerics == "exact")
     for model, stages in zip(inputs.drafts, assignment.drafts, strict=True):
         if any(devices[stage.rank].draft.is_torch for stage in stages):
@@ -276,6 +281,10 @@ def _unused(inputs: PlanInputs, plan: JobPlan) -> Iterator[str]:
     """Options without effect, a line each."""
     options, assignment = inputs.options, plan.assignment
     yield from without_effect(options, max(map(len, (assignment.stages, *assignment.drafts))))
+    if options.context.kv_disk and (why := not_on_disk(inputs.info)):
+        yield f"--kv-disk is without effect: {why}, and such cells are not kept on disk"
+    if options.context.kv_dir and not options.context.kv_disk:
+        yield "--kv-dir is without effect: --kv-disk SIZE is not given"
     hops = pairwise(stage.rank for stage in assignment.stages)
     if options.numerics.gpu_aware == ON and not any(plan.hop_is_out_of_band(*hop) for hop in hops):
         why = "messages are paced" if plan.pace else "no two stages that torch computes follow each other"

@@ -15,7 +15,7 @@ from pipeinfer.core.engine import Engine
 from pipeinfer.core.interfaces import Drafter, LoadedModel
 from pipeinfer.core.levels import Level
 from pipeinfer.core.requests import Emission
-from pipeinfer.core.runs import GuessVerdict, Verdict
+from pipeinfer.core.runs import BlockKey, GuessVerdict, Verdict
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.errors import JobError, UserError
 from pipeinfer.job.launch import CLOCK, Context
@@ -75,6 +75,7 @@ class LoadedRanks:
         self._draft_pipelines: dict[int, HeadPipeline[GuessVerdict]] = {}  # of remote drafts, by number
         self._drafter: ModelDrafter | None = None
         self._lookup: LookupDrafter | None = None
+        self._blocks = set[BlockKey]()  # that all stages have on disk
         self._draft_s = 0.0  # of a step of one row; 0 where no draft is on this rank
         self._local_figures: tuple[HeadLedger, dict[str, Any], dict[int, HeadLedger]] | None = None
         self._figures: dict[int, dict[str, Any]] = {}
@@ -111,6 +112,8 @@ class LoadedRanks:
         if error := first_error(reports):
             self.close()
             raise JobError(error)
+        if self.plan.kv_disk:
+            self._blocks = set.intersection(*(set(reports[rank]["blocks"]) for rank in self._ranks))
         gpus = {rank: reports[rank]["gpu"] for rank in self._ranks}
         if line := inexact_line(self.plan, gpus):
             complain(line)
@@ -164,6 +167,8 @@ class LoadedRanks:
             max_delay_s=plan.max_delay_s,
             draft_s=self._draft_s,
         )
+        if plan.kv_disk:
+            engine.admission.store(self._blocks)
         if not all(each.is_at_head for each in self._pipelines):  # else nothing comes while this rank evaluates
             for each in self._pipelines:
                 each.listen_by(engine.listen)
@@ -239,6 +244,7 @@ class LoadedRanks:
         """End the stages' loops and free this rank's models."""
         for pipeline in self._pipelines:
             pipeline.shutdown()
+        self.context.close_store()
         for model in (self._stage, *self._drafts.values()):
             if model:
                 model.close()

@@ -18,7 +18,7 @@ from pipeinfer.models.gguf.adapter import ScaledAdapter
 from pipeinfer.models.gguf.contents import SourceFile
 from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.llama import ggml
-from pipeinfer.models.llama.cell_state import CacheForm, Compaction
+from pipeinfer.models.llama.cell_state import CacheForm, Compaction, StateBytes, restore_state, save_state
 from pipeinfer.models.llama.decoder import BatchRefused, ContextSize, Decoder, EvaluationStopped, LlamaContext, Logits
 from pipeinfer.models.llama.params import LlamaParams, largest_part
 from pipeinfer.models.llama.prefill import Prefills
@@ -149,6 +149,7 @@ class LlamaStage:
         self._memory = self._lib.llama_get_memory(context.handle)
         # users have sequences up to the spare one, for parked cells; prompts' cells arrive in a further one
         self._spare, self._arrival = params.n_seq_max - 1, params.n_seq_max
+        self._transfer = self._arrival if params.exact else self._spare  # empty between calls
         self._compaction = Compaction(self._lib, context.handle, self._spare, form, has_states)
         self._logits = Logits(self._lib, context.handle, n_outputs, self.n_vocab)
         self._prefills = Prefills(decoder, context, form, self._arrival, self.n_vocab)
@@ -244,6 +245,21 @@ class LlamaStage:
                     # a freed hole would be refilled out of order, and attention adds up in the order of the cells
                     self._lib.llama_memory_seq_cp(self._memory, op.src, self._spare, op.first, last)
                 self._lib.llama_memory_seq_rm(self._memory, op.src, op.first, last)
+
+    def save_cells(self, seq: int, first: int, end: int) -> StateBytes:
+        """See CellStage."""
+        transfer = self._transfer
+        self._lib.llama_memory_seq_cp(self._memory, seq, transfer, first, end)
+        cells = save_state(self._lib, self._context.handle, transfer)
+        self._lib.llama_memory_seq_rm(self._memory, transfer, -1, -1)
+        return cells
+
+    def load_cells(self, seq: int, cells: StateBytes) -> None:
+        """See CellStage."""
+        if not restore_state(self._lib, self._context.handle, self._transfer, cells):
+            raise RuntimeError(f"{self._decoder.where}: cells cannot be restored; {ggml.last_errors()}")
+        self._lib.llama_memory_seq_cp(self._memory, self._transfer, seq, -1, -1)
+        self._lib.llama_memory_seq_rm(self._memory, self._transfer, -1, -1)
 
     def next_position(self, seq: int) -> int:
         return int(self._lib.llama_memory_seq_pos_max(self._memory, seq)) + 1

@@ -1,0 +1,180 @@
+"""Blocks of texts whose cells every stage keeps on its disk: which a text consists of, which the stages store, and
+which they read back for a request. Knows keys and runs; no file and no model.
+
+A block is one of a prompt that is evaluated in blocks (see `blocks`), or up to BLOCK rows that are not. Its key is a
+hash of all tokens up to its end and of how their rows are cut, so that cells of the same key have the same bits.
+
+Two runs without rows read blocks back. With the first each stage begins to read, with the second it waits for the end;
+the verdict of the second has the number of blocks that every stage could read. They become the cells of a finished
+request, with which others start as with any other's.
+"""
+
+import struct
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import NamedTuple
+
+import numpy as np
+
+from pipeinfer.core.blocks import BLOCK, Span
+from pipeinfer.core.levels import InFlightRun, Level
+from pipeinfer.core.requests import Finish, Request
+from pipeinfer.core.runs import BlockKey, KvOp, OpKind, Verdict
+from pipeinfer.core.speculator import Speculator
+
+IN_BLOCK, BY_ROW = b"b", b"r"
+
+
+class TextBlock(NamedTuple):
+    """Positions [start, end) of a text."""
+
+    start: int
+    end: int
+    key: BlockKey
+
+
+class TextBlocks:
+    """The blocks of a request's text, in order. `spans`: of the prompt where it is evaluated in blocks. `end`: of the
+    last one so far."""
+
+    def __init__(self, request: Request, spans: Sequence[Span]) -> None:
+        self.end, self._request, self._spans, self._digest = 0, request, spans, b""
+
+    def next(self, n_tokens: int) -> TextBlock | None:
+        """The next block, if it is within the first `n_tokens`."""
+        start, kind = self.end, BY_ROW
+        span = next((span for span in self._spans if start < span.end), None)
+        end = start + BLOCK
+        if span and start < span.start:
+            end = min(end, span.start)
+        elif span:
+            kind, end = IN_BLOCK, end if end + BLOCK <= span.end else span.end
+        if end > n_tokens:
+            return None
+        tokens = np.array(self._request.tokens[start:end], "<i4").tobytes()
+        self.end, self._digest = end, blake2b(self._digest + kind + tokens, digest_size=16).digest()
+        return TextBlock(start, end, BlockKey(*struct.unpack("<qq", self._digest)))
+
+
+@dataclass(slots=True)
+class _Reading:
+    """Blocks that are being read back for a request. `waiting`: requests that are not opened before."""
+
+    request: Request
+    blocks: list[TextBlock]
+    waiting: set[int]
+
+
+class StoredBlocks:
+    """`levels`: the target first, of which sequences rewind and all layers see all cells. `keys`: of the blocks that
+    every stage has; one may have lost some. `n_cached`: tokens of a request that need not be evaluated in any case.
+    `retain`: takes a finished request with which others can start; `forget_oldest`: frees one, False if there is none.
+    """
+
+    def __init__(
+        self,
+        levels: Sequence[Level],
+        speculator: Speculator,
+        keys: Collection[BlockKey],
+        n_cached: Callable[[Request], int],
+        retain: Callable[[Request], None],
+        forget_oldest: Callable[[], bool],
+    ) -> None:
+        self._levels, self._target, self._speculator, self._keys = levels, levels[0], speculator, set(keys)
+        self._n_cached, self._retain, self._forget_oldest = n_cached, retain, forget_oldest
+        self._texts: dict[int, TextBlocks] = {}  # of open requests
+        self._readings: dict[int, _Reading] = {}
+        self._n_readings = 0
+
+    def hear(self, flight: InFlightRun, verdict: Verdict) -> bool:
+        """Take in a verdict of the target; whether it has no answers."""
+        if flight.reading:
+            self._end_reading(self._readings.pop(flight.reading), flight.reading, verdict.tokens[0])
+        elif not verdict.cancelled:
+            for part in flight.parts:
+                self._store(part.request)
+        return flight.reading is not None
+
+    # -- storing
+
+    def _store(self, request: Request) -> None:
+        """Let the stages store what they have evaluated of an open request since the last call."""
+        if (text := self._texts.get(request.id)) is None:
+            text = self._texts[request.id] = self._blocks_of(request)
+        if self._target.pool.placed_end(request.id) - text.end < BLOCK or request.is_scored:
+            return
+        n_settled = self._target.n_settled(request)
+        while block := text.next(n_settled):
+            if block.key not in self._keys:
+                self._keys.add(block.key)
+                self._target.pool.store(request.id, *block)
+
+    def end(self, request: Request) -> None:
+        """Store the rest of an open request that is about to be closed."""
+        self._store(request)
+        del self._texts[request.id]
+        self._target.send_ops(self._target.pool.take_pending(), 0)  # there may be no further run
+
+    def _blocks_of(self, request: Request) -> TextBlocks:
+        return TextBlocks(request, (request.spans or ()) if self._target.blocks else ())
+
+    # -- reading back
+
+    def is_awaited(self, request: Request) -> bool:
+        """Whether blocks are being read back with which the request, which is not open, can start."""
+        return any(request.id in reading.waiting for reading in self._readings.values())
+
+    def request(self, request: Request) -> None:
+        """Let the stages read back the blocks with which the request starts, if the caches have less of its text."""
+        if request.is_scored or not (blocks := self._stored(request)):
+            return
+        if blocks[-1].end < self._n_cached(request) + BLOCK:
+            return
+        for reading in self._readings.values():
+            if blocks[-1] in reading.blocks:
+                reading.waiting.add(request.id)
+                return
+        self._n_readings += 1
+        self._readings[self._n_readings] = _Reading(request, blocks, {request.id})
+        ops = [KvOp(OpKind.READ, self._n_readings, high=key.high, low=key.low) for _, _, key in blocks]
+        self._target.send_ops(ops, 0)
+        self._target.send_ops([KvOp(OpKind.JOIN, self._n_readings)], self._n_readings)
+
+    def _end_reading(self, reading: _Reading, number: int, n_blocks: int) -> None:
+        """Every stage could read its first `n_blocks`: let them be cells, if there is room."""
+        request, blocks = reading.request, reading.blocks[:n_blocks]
+        self._keys.difference_update(block.key for block in reading.blocks[n_blocks:])
+        n_tokens = blocks[-1].end if blocks else 0
+        if not (blocks and self._make_room(n_tokens)):
+            self._target.send_ops([KvOp(OpKind.LOAD, number, last=0)], 0)
+            return
+        source = Request(-number, request.tokens[:n_tokens], 0, request.sampling, request.n_ctx, spans=request.spans)
+        source.finish, source.n_retained = Finish.STOPPED, n_tokens
+        self._target.pool.load(source.id, number, n_tokens)
+        for level in self._levels[1:]:
+            level.pool.open(source.id)
+            level.pool.retain(source.id, 0)
+        self._speculator.hold(source)
+        self._retain(source)
+
+    def _stored(self, request: Request) -> list[TextBlock]:
+        """The first blocks of its text that were stored. Its root is always evaluated."""
+        text, blocks = self._blocks_of(request), list[TextBlock]()
+        n_most = min(len(request.tokens) - 1, self._target.pool.n_cells)
+        while (block := text.next(n_most)) and block.key in self._keys:
+            blocks.append(block)
+        return blocks
+
+    def _make_room(self, n_tokens: int) -> bool:
+        """Whether there is room for a text of so many tokens; other finished requests make room."""
+        pool = self._target.pool
+        while not (has_room := self._has_room(n_tokens)) and self._forget_oldest():
+            pass
+        if not has_room and pool.can_compact:
+            pool.compact()
+        return self._has_room(n_tokens)
+
+    def _has_room(self, n_tokens: int) -> bool:
+        has_sequences = all(level.pool.n_free for level in self._levels) and self._speculator.can_open
+        return has_sequences and self._target.pool.n_free_cells >= n_tokens

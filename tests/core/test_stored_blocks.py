@@ -1,0 +1,196 @@
+"""Blocks of cells on disk: a job that reads them back says what it would say without, whatever became of the files."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from pipeinfer.cluster.stages.block_files import BlockFiles
+from pipeinfer.cluster.stages.cell_store import CellStore
+from pipeinfer.core.blocks import Span
+from pipeinfer.core.engine import Engine
+from pipeinfer.core.requests import Request
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.sequences import SequencePool
+from pipeinfer.core.stored_blocks import TextBlocks
+from pipeinfer.policies import Iterative
+from tests.core.test_engine import random_policy, toy_engine
+from tests.core.test_kept_prefixes import BlockStage, Chat, Counted, check, next_request, some_drafter
+from tests.core.test_levels import draft_levels
+from tests.support.audit import audit_engine
+from tests.support.toy import N_LAYERS, Reference, ToyPipeline
+
+N_CTX = 400
+
+
+class ToyJob:
+    """An engine whose stages keep blocks in `folder`, of `limit` bytes each."""
+
+    def __init__(self, rng: random.Random, folder: Path, cuts: list[int], kind: tuple[bool, bool], limit: int) -> None:
+        self.blocks, parked = kind
+        n_cells, n_seq = N_CTX + rng.choice([10, 60, 400]), rng.choice([1, 2, 5, 31])
+        stages = [BlockStage(first, last, last == N_LAYERS, n_cells, parked) for first, last in pairwise(cuts)]
+        pipeline = ToyPipeline(stages, rng, late=rng.choice([0.0, 0.5, 0.95]))
+        self.reference = Reference(N_LAYERS)
+        self.drafter = some_drafter(rng, self.reference, n_seq, n_cells + 64)
+        drafts = draft_levels(rng, n_cells, [rng.random() for _ in range(rng.choice([0, 0, 1]))])
+        pool, options = SequencePool(n_seq, n_cells, parked), {"n_chunk": rng.choice([3, 64, 128])}
+        self.engine: Engine = toy_engine(pipeline, pool, self.drafter, drafts, blocks=self.blocks, **options)
+        self.stores = [
+            CellStore(BlockFiles(folder / str(at), f"{kind} {cuts[at : at + 2]}", limit, print), stage)
+            for at, stage in enumerate(stages)
+        ]
+        for worker, store in zip(pipeline.workers, self.stores, strict=True):
+            worker.store = store
+        keys = set.intersection(*(set(store.files.keys) for store in self.stores))
+        self.engine.admission.store(keys)
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
+
+
+def talk(rng: random.Random, job: ToyJob, chats: list[Chat]) -> tuple[int, int]:
+    """Some turns of each chat, some of them at a time; tokens of prompts that were not evaluated, and all."""
+    engine, n_left, n_kept, n_prompt = job.engine, 6, 0, 0
+    while n_left or engine.busy:
+        chat = rng.choice(chats)
+        if n_left and (not chat.newest or chat.newest.finish) and (not engine.busy or rng.random() < 0.05):
+            n_left -= 1
+            chat.newest = next_request(rng, n_left, chat, job.blocks, N_CTX, 1.0)
+            chat.newest.keep = rng.random() < 0.5
+            chat.counted, chat.stopped = Counted(), False
+            engine.add(chat.newest, random_policy(rng) if job.drafter else Iterative(), chat.counted)
+        if chat.newest and not chat.newest.finish and rng.random() < 0.003:
+            chat.stopped = True
+            engine.stop(chat.newest)
+        engine.step() if engine.busy else None
+        if rng.random() < 0.1:
+            audit_engine(engine)
+        for each in chats:
+            if each.newest and each.newest.finish and each.counted.n_prompt:
+                check(each, job.reference, job.blocks)
+                n_kept, n_prompt = n_kept + each.counted.n_kept, n_prompt + each.counted.n_prompt
+                each.counted = Counted()
+    engine.forget()
+    pools = [level.pool for level in engine.levels]
+    assert all(pool.n_free == pool.n_seq and not pool.n_committed for pool in pools), "a sequence or a cell leaks"
+    return n_kept, n_prompt
+
+
+def damage(rng: random.Random, folder: Path) -> None:
+    """Do to some files what a crash, a disk or another program may do."""
+    files = {path: path.read_bytes() for path in sorted(folder.rglob("*.kv"))}
+    for path, written in files.items():
+        content, fate = bytearray(written), rng.random()
+        if fate < 0.03:
+            path.unlink()
+        elif fate < 0.06:
+            path.write_bytes(content[: rng.randrange(len(content) + 1)])
+        elif fate < 0.09:
+            content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+            path.write_bytes(content)
+        elif fate < 0.12:
+            path.write_bytes(rng.choice([*files.values()]) if rng.random() < 0.7 else rng.randbytes(len(content)))
+        elif fate < 0.14:
+            path.with_suffix(".new").write_bytes(content[:-9])
+    for path in {path.parent for path in files}:
+        (path / f"{'0' * 31}.kv").write_bytes(b"another program's")
+
+
+def run_case(seed: int, folder: Path) -> tuple[int, int]:
+    """Chats over three jobs of one split; tokens of prompts that later jobs did not evaluate, and all of theirs."""
+    rng = random.Random(seed)
+    cuts = [0, *sorted(rng.sample(range(1, N_LAYERS), rng.randrange(N_LAYERS))), N_LAYERS]
+    kind, limit = (rng.random() < 0.5, rng.random() < 0.5), rng.choice([1 << 30, 1 << 30, 60_000, 3_000])
+    chats, counts = [Chat() for _ in range(rng.choice([1, 2, 3]))], [0, 0]
+    for number in range(3):
+        job = ToyJob(rng, folder, cuts, kind, limit)
+        n_kept, n_prompt = talk(rng, job, chats)
+        job.close()
+        if number:
+            counts = [counts[0] + n_kept, counts[1] + n_prompt]
+        for store in job.stores:
+            sizes = [path.stat().st_size for path in store.files._root.rglob("*.kv")]
+            assert sum(sizes) == store.files.n_bytes <= limit
+        assert not list(folder.rglob("*.new"))
+        if rng.random() < 0.5:
+            damage(rng, folder)
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_what_is_read_back_changes_no_text(block: int, tmp_path: Path) -> None:
+    counts = [run_case(seed, tmp_path / str(seed)) for seed in range(block * 10, block * 10 + 10)]
+    assert sum(n_kept for n_kept, _ in counts) > 0.3 * sum(n_prompt for _, n_prompt in counts)
+
+
+def test_a_prompt_is_read_back_by_the_next_job(tmp_path: Path) -> None:
+    """Whole blocks of it: what another prompt begins with, too."""
+    prompt = [at % 11 for at in range(300)]
+    for number, (n_same, n_kept) in enumerate([(300, 0), (300, 299), (300, 299), (250, 192), (60, 0)]):
+        rng = random.Random(3)
+        job = ToyJob(rng, tmp_path, [0, 2, N_LAYERS], (True, True), 1 << 20)
+        chat = Chat(Request(0, [*prompt[:n_same], *[5] * (300 - n_same)], 5, SamplingParams(temp=0.0), N_CTX))
+        job.engine.add(chat.request, Iterative(), chat.counted)
+        job.engine.complete()
+        check(chat, job.reference, True)
+        assert chat.counted.n_kept == n_kept, number
+        job.close()
+
+
+def test_requests_of_one_prompt_wait_for_one_reading(tmp_path: Path) -> None:
+    prompt = [at % 11 for at in range(200)]
+    for number in range(2):
+        rng = random.Random(5)
+        job = ToyJob(rng, tmp_path, [0, N_LAYERS], (False, False), 1 << 20)
+        chats = [Chat(Request(at, prompt, 5, SamplingParams(at, 0.8), N_CTX)) for at in range(4)]
+        for chat in chats:
+            job.engine.add(chat.request, Iterative(), chat.counted)
+        assert job.engine.admission.stored and len(job.engine.admission.stored._readings) == number
+        job.engine.complete()
+        for chat in chats:
+            check(chat, job.reference, False)
+        assert sum(chat.counted.n_context for chat in chats) == (7 if number else 199)
+        job.close()
+
+
+def blocks_of(tokens: list[int], spans: tuple[Span, ...], n: int) -> list[tuple[int, int]]:
+    text, request = [], Request(0, tokens, 5, SamplingParams(), 1000, spans=spans)
+    blocks = TextBlocks(request, spans)
+    while block := blocks.next(n):
+        text.append(block)
+    return [(block.start, block.end) for block in text]
+
+
+def test_blocks_are_cut_as_rows_are_evaluated() -> None:
+    tokens = list(range(500))
+    assert blocks_of(tokens, (), 200) == [(0, 64), (64, 128), (128, 192)]
+    assert blocks_of(tokens, (Span(0, 199),), 300) == [(0, 64), (64, 128), (128, 199), (199, 263)]
+    spans = Span(0, 70), Span(100, 230)
+    assert blocks_of(tokens, spans, 300) == [(0, 70), (70, 100), (100, 164), (164, 230), (230, 294)]
+    for span in (Span(0, 64), Span(0, 127), Span(0, 128), Span(0, 191), Span(0, 192)):
+        assert [edge for edge, _ in blocks_of(tokens, (span,), span.end)] == span.edges[:-1]
+
+
+def test_a_key_has_all_tokens_and_how_they_are_cut() -> None:
+    def key(tokens: list[int], *spans: Span) -> object:
+        blocks = TextBlocks(Request(0, tokens, 5, SamplingParams(), 1000, spans=spans), spans)
+        last = None
+        while block := blocks.next(192):
+            last = block.key
+        return last
+
+    tokens = list(range(200))
+    keys = [
+        key(tokens),
+        key(tokens, Span(0, 192)),
+        key([1, *tokens[1:]]),
+        key(tokens, Span(64, 192)),
+        key([9, *tokens]),
+    ]
+    assert len(set(keys)) == 5
+    assert key(tokens) == key(tokens[:195])

@@ -1,0 +1,136 @@
+"""--kv-disk in real jobs: a later job reads the cells of an earlier one, with the same text, also if it was killed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import stat
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeinfer.core.interfaces import Batch
+from pipeinfer.models.demo import DRAFT, TARGET
+from tests.models.test_llama_stage import ARCHITECTURES, PARAMS, load
+from tests.support.gguf_factory import write_model
+from tests.support.jobs import descendants, finish, run_json, start
+from tests.support.serving import Served
+
+PROMPT = " ".join(f"{word} {at}" for at, word in enumerate(["one", "two", "three", "five"] * 30))
+ALONE = ["-m", str(TARGET), "-t", "1", "-n", "24", "-s", "4", "-p", PROMPT]
+WORDS = ["-md", str(DRAFT), *ALONE]
+
+
+def disk(folder: Path, size: str = "100M") -> list[str]:
+    return ["--kv-disk", size, "--kv-dir", str(folder)]
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*.kv"))
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("exact", [True, False])
+def test_cells_have_the_same_bits_in_another_stage(name: str, exact: bool, tmp_path: Path) -> None:
+    """They are saved and loaded in pieces, and what follows sees them as it saw the first."""
+    path, rng = tmp_path / "model.gguf", np.random.default_rng(3)
+    write_model(path, ARCHITECTURES[name])
+    first, second = (load(path, params=replace(PARAMS, exact=exact))[0] for _ in range(2))
+    tokens = rng.integers(0, 64, 200).astype(np.int32)
+
+    def rows(start: int, end: int) -> Batch:
+        n = end - start
+        positions = np.arange(start, end, dtype=np.int32)
+        return Batch(tokens[start:end], positions, [(0,)] * n, None, np.ones(n, np.bool_))
+
+    for at in range(0, 192, 64):
+        first.evaluate(rows(at, at + 64), lambda: False)
+    for at, end in ((0, 64), (64, 192)):
+        second.load_cells(0, first.save_cells(0, at, end))
+    assert second.next_position(0) == 192
+    assert np.array_equal(first.save_cells(0, 0, 192), second.save_cells(0, 0, 192))
+    for at in range(192, 200):
+        one, other = (stage.evaluate(rows(at, at + 1), lambda: False) for stage in (first, second))
+        assert one is not None and other is not None and np.array_equal(one, other)
+    for stage in (first, second):
+        stage.close()
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2, 3])
+@pytest.mark.parametrize("more", [["--policy", "iterative"], ["--policy", "pipeinfer"], ["--temp", "0"]])
+def test_a_later_job_reads_the_prompt_from_disk(n_ranks: int, more: Sequence[str], tmp_path: Path) -> None:
+    results = [run_json(n_ranks, [*WORDS, *more, *kept]) for kept in ([], disk(tmp_path), disk(tmp_path))]
+    assert len({result["text"] for result in results}) == 1
+    assert [result["timings"]["cache_n"] for result in results] == [0, 0, results[0]["timings"]["prompt_n"] - 1]
+    for path in tmp_path.rglob("*"):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+
+
+def test_no_file_of_another_split_or_model_is_used(tmp_path: Path) -> None:
+    text = run_json(2, [*ALONE, *disk(tmp_path)])["text"]
+    n_files = len(files_of(tmp_path))
+    assert n_files
+    for more in (["--layer-split", "3,6"], ["--numerics", "fast"], ["-ctk", "q8_0", "--numerics", "fast"]):
+        result = run_json(2, [*ALONE, *disk(tmp_path), *more])
+        assert result["timings"]["cache_n"] == 0
+        assert "fast" in more or result["text"] == text
+    assert len(files_of(tmp_path)) == 4 * n_files
+
+
+def test_files_take_no_more_than_the_size(tmp_path: Path) -> None:
+    for seed in range(4):
+        run_json(2, [*ALONE[:-1], f"{seed} {PROMPT}", *disk(tmp_path, "1M")])
+        for rank in tmp_path.iterdir():
+            assert 0 < sum(path.stat().st_size for path in files_of(rank)) <= 1_000_000
+
+
+def test_a_folder_is_one_jobs(tmp_path: Path) -> None:
+    with Served(1, ["-m", str(TARGET), *disk(tmp_path)]):
+        done = finish(1, ["run", *WORDS, *disk(tmp_path)])
+    assert done.returncode == 2 and "another job has" in done.stderr
+
+
+def test_models_whose_cells_are_not_kept_say_so(tmp_path: Path) -> None:
+    for arguments, line in (
+        (["--kv-dir", str(tmp_path)], "--kv-dir is without effect: --kv-disk SIZE is not given"),
+        (["--kv-disk", "1X"], "is no size"),
+    ):
+        assert line in finish(1, ["run", *WORDS, "-n", "1", *arguments]).stderr
+
+
+@pytest.mark.parametrize("n_ranks", [1, 3])
+def test_a_conversation_goes_on_after_a_restart(n_ranks: int, tmp_path: Path) -> None:
+    words, texts = ["-m", str(TARGET), "-md", str(DRAFT), "-c", "2048"], list[list[str]]()
+    cached = list[int]()
+    for kept in ([], disk(tmp_path)):
+        prompt, cached = PROMPT, []
+        texts.append([])
+        for turn in range(3):
+            body = {"prompt": prompt, "max_tokens": 20, "seed": 7, "temperature": 0.8}
+            with Served(n_ranks, [*words, *kept]) as server:
+                answer = server.http.post("/v1/completions", json=body).json()
+            texts[-1].append(answer["choices"][0]["text"])
+            cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+            prompt += f"{texts[-1][-1]} {turn} {PROMPT[:200]}"
+    assert texts[0] == texts[1]
+    assert cached[0] == 0 and min(cached[1:]) > 400
+
+
+def test_a_kill_while_blocks_are_written_harms_no_text(tmp_path: Path) -> None:
+    """Of any rank, at any moment: the next job says the same, and leaves no file that it does not use."""
+    rng, plain = random.Random(3), run_json(2, WORDS)["text"]
+    for _ in range(4):
+        job = start(2, ["run", "--json", *WORDS, *disk(tmp_path)], start_new_session=True)
+        time.sleep(rng.uniform(0.5, 4.5))
+        for pid in descendants(job.pid)[-1:]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        job.communicate(timeout=60)
+        assert run_json(2, [*WORDS, *disk(tmp_path)])["text"] == plain
+        assert not list(tmp_path.rglob("*.new"))
