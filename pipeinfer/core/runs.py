@@ -44,8 +44,8 @@ class KvOp:
     CLOSE   request `src` has ended: its state at the stages is freed
     SHARED  before a COMPACT: the cells of `dst` at positions [0, last) are those of `src`, and stay shared; at most one
             for each `dst`, after that of its `src`
-    STORE   write the cells of `src` at positions [first, last) to the stage's disk, as the block of a key
-    READ    begin to read the block of a key back, the next one of reading `src`
+    STORE   write the cells of `src` at the positions `rows` to the stage's disk, as the block of `key`
+    READ    begin to read the block of `key` back, the next one of reading `src`
     JOIN    wait until the blocks of reading `src` are read; `last` becomes the number that every stage could read
     LOAD    the first blocks of reading `src`, positions [0, last), become the cells of the empty sequence `dst`, and
             the rest is dropped; with `last` 0 there is no sequence
@@ -56,12 +56,21 @@ class KvOp:
     dst: int = 0
     first: int = 0
     last: int = POSITION_END
-    high: int = 0  # the key of a block
-    low: int = 0
+
+    @classmethod
+    def store(cls, seq: int, start: int, end: int, key: BlockKey) -> "KvOp":
+        """A STORE, whose positions share a field, so that operations stay short."""
+        return cls(OpKind.STORE, seq, key.high, key.low, start << 32 | end)
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """The positions [start, end) of a STORE."""
+        return self.last >> 32, self.last & 0xFFFFFFFF
 
     @property
     def key(self) -> BlockKey:
-        return BlockKey(self.high, self.low)
+        """Of a STORE or READ."""
+        return BlockKey(self.dst, self.first)
 
 
 @dataclass(slots=True)

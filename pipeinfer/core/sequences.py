@@ -212,7 +212,7 @@ class SequencePool:
 
     def store(self, request_id: int, first: int, last: int, key: BlockKey) -> None:
         """Let the stages store these committed tokens of an open request, which they have evaluated."""
-        self._pending.append(KvOp(OpKind.STORE, self._texts[request_id].seq, 0, first, last, *key))
+        self._pending.append(KvOp.store(self._texts[request_id].seq, first, last, key))
 
     def load(self, request_id: int, reading: int, n_tokens: int) -> None:
         """Retain for a finished request the cells that the stages have read. There must be room for them."""

@@ -137,7 +137,7 @@ class StoredBlocks:
                 return
         self._n_readings += 1
         self._readings[self._n_readings] = _Reading(request, blocks, {request.id})
-        ops = [KvOp(OpKind.READ, self._n_readings, high=key.high, low=key.low) for _, _, key in blocks]
+        ops = [KvOp(OpKind.READ, self._n_readings, key.high, key.low) for _, _, key in blocks]
         self._target.send_ops(ops, 0)
         self._target.send_ops([KvOp(OpKind.JOIN, self._n_readings)], self._n_readings)
 

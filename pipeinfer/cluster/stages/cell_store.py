@@ -38,8 +38,8 @@ class CellStore:
     def apply(self, op: KvOp, history: TokenHistory | None) -> None:
         """A STORE, READ or LOAD operation. `history`: of the last stage."""
         if op.kind is OpKind.STORE:
-            n_rows = op.last - op.first
-            tokens = np.array(history.last(op.src, op.last, n_rows), np.int32) if history else NO_TOKENS
+            start, end = op.rows
+            tokens = np.array(history.last(op.src, end, end - start), np.int32) if history else NO_TOKENS
             self._store(op, tokens)
         elif op.kind is OpKind.READ:
             reading = self._readings.setdefault(op.src, [])
@@ -68,7 +68,7 @@ class CellStore:
     def _store(self, op: KvOp, tokens: npt.NDArray[np.int32]) -> None:
         if self._n_waiting > WAITING_BYTES:
             return
-        block = CellBlock(tokens, self._model.save_cells(op.src, op.first, op.last))
+        block = CellBlock(tokens, self._model.save_cells(op.src, *op.rows))
         with self._counting:
             self._n_waiting += block.cells.nbytes
         self._thread.submit(self._write, op.key, block)
