@@ -14,6 +14,7 @@ import pytest
 from pipeinfer.cluster.hosts.launch import check_size, rank_from_environment, size_from_environment
 from pipeinfer.cluster.hosts.launcher import hosts_by_rank
 from pipeinfer.errors import UserError
+from pipeinfer.models.llama.ggml import describe_build, library_folder
 from tests.support.jobs import COMMAND, environment, installed_script, launcher
 
 # one write: the launcher may mix the ranks' output at any byte
@@ -107,6 +108,33 @@ def test_a_llama_cpp_that_cannot_be_loaded_is_one_line(tmp_path: Path, words: li
     assert done.returncode == 2 and not done.stdout
     (line,) = done.stderr.splitlines()
     assert line.startswith("pipeinfer: llama.cpp cannot be loaded (Failed to load shared library")
+
+
+def test_the_users_own_llama_cpp_is_the_only_one_that_is_loaded(tmp_path: Path) -> None:
+    shutil.copytree(library_folder(), folder := tmp_path / "own")
+    environ = environment() | {"LLAMA_CPP_LIB_PATH": str(folder)}
+    code = """
+from pipeinfer.models.llama.ggml import describe_build, mapped_buffers
+from pipeinfer.models.llama.repacking import repacked_types
+import llama_cpp
+mapped_buffers(), repacked_types()
+with open("/proc/self/maps") as maps:
+    print(*sorted({line.split()[-1] for line in maps if "libllama" in line or "libggml" in line}))
+print(describe_build())
+"""
+    output = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=environ
+    ).stdout
+    loaded, build = output.splitlines()
+    assert "/libllama." in loaded and all(Path(each).parent == folder for each in loaded.split())
+    assert build == f"{describe_build()}, LLAMA_CPP_LIB_PATH {folder}"
+
+    words = [*COMMAND, "run", "-p", "def f(x):", "-n", "20", "--temp", "0"]
+    texts = [
+        subprocess.run(words, check=True, capture_output=True, text=True, env=each).stdout
+        for each in (environment(), environ)
+    ]
+    assert texts[0] == texts[1]
 
 
 def test_the_host_of_each_rank_follows_from_the_launchers_words(tmp_path: Path) -> None:

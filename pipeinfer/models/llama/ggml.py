@@ -32,6 +32,7 @@ ABORTED = (
     "({build}) know such models? Another quantisation may avoid the fault"
 )
 SUFFIX = "dylib" if sys.platform == "darwin" else "so"
+OWN_LIBRARY = "LLAMA_CPP_LIB_PATH"  # a variable of llama-cpp-python: the folder of a libllama that the user compiled
 
 _errors: deque[str] = deque(maxlen=4)
 _callbacks: list[Any] = []  # held for libllama, which calls them until the process ends
@@ -135,6 +136,9 @@ def use_nodes(strategy: str) -> None:
 
 
 def library_folder() -> Path:
+    """As llama-cpp-python takes it: the user's own build, or the package's."""
+    if folder := os.environ.get(OWN_LIBRARY):
+        return Path(folder)
     spec = find_spec("llama_cpp")
     return Path((spec and spec.origin) or "").parent / "lib"
 
@@ -152,7 +156,9 @@ def describe_build() -> str:
     except PackageNotFoundError:
         return "llama-cpp-python is not installed"
     versions = (("llama.cpp", _version("llama_version")), ("ggml", _version("ggml_version")))
-    return ", ".join([*(f"{name} {number}" for name, number in versions if number), package])
+    folder = os.environ.get(OWN_LIBRARY)
+    own = [f"{OWN_LIBRARY} {folder}"] if folder else []
+    return ", ".join([*(f"{name} {number}" for name, number in versions if number), package, *own])
 
 
 def _version(function: str) -> str:
@@ -201,7 +207,8 @@ def type_name(ggml_type: int) -> str:
 def cache_key(subject: str) -> str:
     """The name under which properties of this libggml on this host are cached."""
     folder = library_folder()
-    return f"{subject}: {folder} of {folder.stat().st_mtime_ns} on {os.uname().nodename}"
+    newest = max((file.stat().st_mtime_ns for file in folder.glob("lib*")), default=0)
+    return f"{subject}: {folder} of {newest} on {os.uname().nodename}"
 
 
 @cache
