@@ -131,11 +131,14 @@ def tree_runs(params: SamplingParams, words: Sequence[int]) -> list[Run]:
 
 
 class Tree(OneBuffer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ends: dict[int, int] = {}
+
     def next_position(self, seq: int) -> int:
         return self.ends.get(seq, 0)
 
     def apply(self, ops: Sequence[KvOp]) -> None:
-        self.ends: dict[int, int] = getattr(self, "ends", {})
         self.ends |= {op.dst: op.last for op in ops if op.kind is OpKind.COPY}
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
