@@ -106,7 +106,8 @@ def list_command(json: bool) -> None:
 def verify_command(files: tuple[Path, ...], hosts: str | None, json: bool) -> int:
     """Hash whole files (SHA-256, as model hubs show it), on all hosts at once, and tell whether they are the same.
 
-    A hash is kept until its file is written to. Exit code 0 if all hosts have the same, 1 if not.
+    A hash is kept until its file is written to. Files are also compared with SHA256SUMS in their folder, which
+    `models split` writes. Exit code 0 if all are the same, 1 if not.
     """
     from pipeinfer.job.doctor.verify import verify_files, verify_lines
 
@@ -134,12 +135,16 @@ def split_command(
     """
     if sum(option is not None for option in (layer_split, plan, stages)) != 1:
         raise UserError("give one of --layer-split, --plan and --stages: which layers belong together")
+    from pipeinfer.job.doctor.hashes import write_manifest
     from pipeinfer.job.loading.split import write_slices
 
     split = parse_split(layer_split) if layer_split else read_plan(plan).layer_split if plan else None
+    paths = []
     for each in write_slices(_fetch(target), split, stages or 0, output, only):
+        paths.append(each.path)
         state = "written" if each.is_new else "is there"
         click.echo(f"{each.path}: {each.what}, {each.n_bytes / 1e6:.1f} MB, {state}")
+    click.echo(f"{write_manifest(paths)}: their SHA-256, for `pipeinfer models verify` and sha256sum")
 
 
 def _list_lines(cached: Sequence[Mapping[str, Any]]) -> Sequence[str]:

@@ -1,4 +1,5 @@
-"""SHA-256 of whole files, kept in the user's cache beside what tells that a file was not written since. Knows no GGUF.
+"""SHA-256 of whole files, kept in the user's cache beside what tells that a file was not written since, and in a
+manifest beside slices. Knows no GGUF.
 
 Run on each host by `doctor --verify` and `models verify`; progress and results are JSON lines.
 """
@@ -7,17 +8,20 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 
 from pipeinfer.disk_cache import user_cache
+from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.contents import FileState
+from pipeinfer.outputs import write_file
 
 STEP_BYTES = 1 << 24
 N_AT_ONCE = 4
 SAYING = Lock()
+MANIFEST = "SHA256SUMS"  # lines as those of sha256sum
 
 
 def main() -> None:
@@ -57,3 +61,25 @@ def file_hash(path: Path, on_bytes: Callable[[int], object]) -> str:
         raise OSError(f"{path} was changed while it was read")
     cache.put(name, digest.hexdigest())
     return digest.hexdigest()
+
+
+def read_manifest(folder: Path) -> dict[str, str]:
+    """File name -> hash, as the manifest of a folder has them; none without one."""
+    try:
+        lines = (folder / MANIFEST).read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return {}
+    return {name: digest for digest, mark, name in (line.partition("  ") for line in lines) if mark}
+
+
+def write_manifest(paths: Sequence[Path]) -> Path:
+    """Put files of one folder into its manifest, and files that are gone out of it. Raises UserError."""
+    folder = paths[0].parent
+    try:
+        new = {path.name: file_hash(path, lambda n_bytes: None) for path in paths}
+    except OSError as error:
+        raise UserError(f"the files of {folder} cannot be hashed: {error}; write them again") from None
+    digests = read_manifest(folder) | new
+    lines = [f"{digest}  {name}\n" for name, digest in sorted(digests.items()) if (folder / name).exists()]
+    write_file(manifest := folder / MANIFEST, "manifest", "".join(lines).encode())
+    return manifest

@@ -54,6 +54,32 @@ def test_slices_are_written_once_and_taken_as_they_are(model: Path, tmp_path: Pa
     assert again.stdout.count(" MB, is there") == 3 and before.items() <= slices(tmp_path / "new").items()
 
 
+def test_a_manifest_tells_what_was_damaged_since(model: Path, tmp_path: Path) -> None:
+    assert split(model, "--stages", 2, "-o", tmp_path).exception is None
+    files = [path for path in sorted(tmp_path.iterdir()) if path.name != "SHA256SUMS"]
+    assert subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=tmp_path, capture_output=True).returncode == 0
+    verify = ["verify", *map(str, files)]
+    fine = CliRunner().invoke(models, verify, standalone_mode=False)
+    assert fine.return_value == 0 and fine.stdout.count("\n") == len(files) == 3
+
+    with open(files[0], "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    damaged = CliRunner().invoke(models, verify, standalone_mode=False)
+    assert damaged.return_value == 1
+    assert [
+        f"{path}: " in line and "SHA256SUMS beside it has" in line
+        for path, line in zip(files, damaged.stdout.splitlines(), strict=False)
+    ] == [True, False, False]
+
+    files[1].unlink()
+    assert split(model, "--stages", 2, "--only", 0, "-o", tmp_path).exception is None
+    listed = [line.split("  ")[1] for line in (tmp_path / "SHA256SUMS").read_text().splitlines()]
+    assert files[1].name not in listed and len(listed) == 2
+
+
 def test_the_stages_of_a_plan(model: Path, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("a slots=1 memory=1G\nb slots=1 memory=1G\nc slots=1 memory=1G\n")
     words = ["--hosts", str(tmp_path / "hosts"), "-m", str(model), "--layer-split", "1,1,3", "--json"]
