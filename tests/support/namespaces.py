@@ -89,6 +89,20 @@ class Hosts:
         _ip("-n", f"{self.prefix}bridge", "link", "set", name, "up")
 
     @contextmanager
+    def joined(self, name: str, other: str, network: str) -> Iterator[None]:
+        """A cable between the `eth1` of these two, with addresses NETWORK.1 and NETWORK.2."""
+        ends = [self.prefix + name, self.prefix + other]
+        peer = ["type", "veth", "peer", "name", "eth1", "netns", ends[1]]
+        _ip("-n", ends[0], "link", "add", "eth1", *peer)
+        try:
+            for number, end in enumerate(ends, 1):
+                _ip("-n", end, "addr", "add", f"{network}.{number}/24", "dev", "eth1")
+                _ip("-n", end, "link", "set", "eth1", "up")
+            yield
+        finally:
+            _ip("-n", ends[0], "link", "del", "eth1")
+
+    @contextmanager
     def parted(self, name: str, other: str) -> Iterator[None]:
         """Nothing gets from one of these to the other any more, and all else does; nobody is told."""
         ways = [(name, other), (other, name)]

@@ -21,6 +21,13 @@ SLOWER = 3.0
 
 WARNING = Severity.WARNING
 
+
+def real_addresses(report: HostReport) -> list[str]:
+    """Of a host's interfaces, without virtual ones."""
+    interfaces: dict[str, tuple[str, int]] = report.base.get("addresses", {})
+    return [address for name, (address, _) in interfaces.items() if not VIRTUAL.match(name)]
+
+
 OTHER_NETWORK = Fault(
     "it has {others} beside {used}: MPI may take them, and other hosts are not there",
     "name the network: mpirun -iface {used} and export UCX_NET_DEVICES={used} (MPICH), or --mca "
@@ -29,7 +36,15 @@ OTHER_NETWORK = Fault(
 )
 
 
-@check("the interface that is taken, and others that MPI may take", OTHER_NETWORK, needs="base")
+FASTER_NETWORK = Fault(
+    "connections to {other} take {used} ({rate}), and {faster} gives {faster_rate}",
+    "name the hosts by their addresses of {faster} (that of {other} is {address}), and that network to MPI: mpirun "
+    "-iface {faster} and export UCX_NET_DEVICES={faster} (MPICH), or --mca btl_tcp_if_include {faster} (Open MPI)",
+    WARNING,
+)
+
+
+@check("the interface that is taken, and others that MPI may take", OTHER_NETWORK, FASTER_NETWORK, needs="base")
 def network(report: HostReport, cluster: Cluster) -> Result:
     interfaces: dict[str, tuple[str, int]] = report.base["addresses"]
     used = sorted({way.interface for way in cluster.ways_from(report) if way.interface})
@@ -38,7 +53,15 @@ def network(report: HostReport, cluster: Cluster) -> Result:
     ]
     if used and others:
         return OTHER_NETWORK.on(report, others=", ".join(others), used=used[0])
+    others_timed = [way for way in cluster.other_ways if way.start == report.name and way.bytes_per_s]
+    if best := max(others_timed, key=_bandwidth, default=None):
+        taken = next(way for way in cluster.ways_from(report) if way.to == best.to)
+        if 0 < taken.bytes_per_s < best.bytes_per_s / SLOWER:
+            rates = {"rate": _rate(taken.bytes_per_s), "faster_rate": _rate(best.bytes_per_s)}
+            names = {"other": best.to, "used": taken.interface, "faster": best.interface, "address": best.resolved}
+            return FASTER_NETWORK.on(report, **rates, **names)
     shown = [f"{name} ({interfaces[name][0]}{_speed(interfaces[name][1])})" for name in used or interfaces]
+    shown += [f"{way.interface} would give {_rate(way.bytes_per_s)}" for way in others_timed]
     return ", ".join(shown) or "loopback alone"
 
 

@@ -53,14 +53,15 @@ class HostReport:
 
 @dataclass(slots=True)
 class Cluster:
-    """All hosts. `is_timed`: `ways` were, for long enough. `ring`: None where it was not tried. `hashed`: the paths of
-    which whole files were read."""
+    """All hosts. `is_timed`: `ways` were, for long enough. `other_ways`: over interfaces that are not taken. `ring`:
+    None where it was not tried. `hashed`: the paths of which whole files were read."""
 
     hosts: HostList
     options: RunOptions
     reports: Mapping[str, HostReport]
     is_timed: bool = False
     ways: list[Way] = field(default_factory=list)
+    other_ways: list[Way] = field(default_factory=list)
     ring: Ring | None = None
     hashed: Sequence[str] = ()
 

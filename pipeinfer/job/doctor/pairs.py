@@ -3,7 +3,7 @@
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any, TypeVar
 
@@ -18,6 +18,9 @@ BRIEF_S, FULL_S = 0.02, 1.0
 
 AGAIN_S, SLOWER_BRIEFLY = 0.2, 20.0
 """A way looks slow after a moment whose bandwidth is this part of the median: it is timed again."""
+
+OTHER_S = 1.0
+"""Time to connect to another address of a host, which may be in a network that this one is not in."""
 
 TOKEN = secrets.token_hex(8)
 """Of this process's connections: agents close others."""
@@ -79,9 +82,7 @@ def measure_all(sessions: Mapping[str, HostSession], ways: Sequence[Way], second
     def measure(pair: tuple[str, str]) -> None:
         for start, to in (pair, pair[::-1]):
             if way := by_ends.get((start, to)):
-                answer = _ask(sessions[start], "measure", host=to, seconds=seconds)
-                way.latency_s = answer.get("latency_s", 0.0)
-                way.bytes_per_s = answer.get("bytes_per_s", 0.0)
+                _time(sessions[start], way, to, seconds)
 
     for pairs in rounds(list(sessions)):
         at_once(measure, pairs)
@@ -106,6 +107,35 @@ def measure_again(sessions: Mapping[str, HostSession], ways: Sequence[Way], addr
                 return
 
     at_once(measure, slow)
+
+
+def measure_others(
+    sessions: Mapping[str, HostSession], ways: Sequence[Way], addresses: Mapping[str, Sequence[str]], seconds: float
+) -> list[Way]:
+    """From each host to one other over every further address of that, where another interface is taken. `addresses`: of
+    each host's interfaces."""
+    first: dict[str, Way] = {}
+    for way in ways:
+        if way.state == OPEN and len(addresses[way.start]) > 1 and len(addresses[way.to]) > 1:
+            first.setdefault(way.start, way)
+
+    def measure(start: str) -> list[Way]:
+        way, result = first[start], []
+        targets = [(address, address, way.port) for address in addresses[way.to] if address != way.resolved]
+        answer = _ask(sessions[start], "connect", targets=targets, token=TOKEN, limit_s=OTHER_S)
+        for link in answer.get("links", ()):
+            if link["state"] == OPEN:
+                result.append(other := replace(way, resolved=link["resolved"], interface=link["interface"]))
+                _time(sessions[start], other, link["to"], seconds)
+        return [other for other in result if other.interface != way.interface]
+
+    return [way for ways in at_once(measure, first) for way in ways]
+
+
+def _time(session: HostSession, way: Way, name: str, seconds: float) -> None:
+    """`name`: that of the way's open connection."""
+    answer = _ask(session, "measure", host=name, seconds=seconds)
+    way.latency_s, way.bytes_per_s = answer.get("latency_s", 0.0), answer.get("bytes_per_s", 0.0)
 
 
 def rounds(hosts: Sequence[str]) -> list[list[tuple[str, str]]]:

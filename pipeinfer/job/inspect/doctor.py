@@ -14,13 +14,13 @@ from typing import Any
 from pipeinfer.cluster.hosts.cores import UNLIMITED, FreeMemory
 from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
-from pipeinfer.job.doctor.checks import LAST_CHECKS, NETWORK_CHECKS, VIRTUAL
+from pipeinfer.job.doctor.checks import LAST_CHECKS, NETWORK_CHECKS, VIRTUAL, real_addresses
 from pipeinfer.job.doctor.findings import Check, Cluster, Finding, Severity
 from pipeinfer.job.doctor.host_checks import HOST_CHECKS
 from pipeinfer.job.doctor.host_list import LAUNCHERS, full_words, program_words, read_host_list
 from pipeinfer.job.doctor.host_session import one_connection
 from pipeinfer.job.doctor.inquiry import host_sessions, read_hashes, read_libraries
-from pipeinfer.job.doctor.pairs import BRIEF_S, FULL_S, connect_all, measure_again, measure_all
+from pipeinfer.job.doctor.pairs import BRIEF_S, FULL_S, connect_all, measure_again, measure_all, measure_others
 from pipeinfer.job.doctor.ring import run_ring
 from pipeinfer.job.inspect.host_facts import host_of
 from pipeinfer.job.inspect.plan import plan_lines, plan_report
@@ -74,9 +74,12 @@ def doctor(options: RunOptions, request: DoctorRequest) -> int:
         sessions = {name: each.session for name, each in reports.items() if each.session}
         addresses = {name: each.address for name, each in reports.items()}
         cluster.ways = connect_all(sessions, addresses)
-        measure_all(sessions, cluster.ways, FULL_S if request.bandwidth else BRIEF_S)
+        seconds = FULL_S if request.bandwidth else BRIEF_S
+        measure_all(sessions, cluster.ways, seconds)
         if not request.bandwidth:
             measure_again(sessions, cluster.ways, addresses)
+        interfaces = {name: real_addresses(each) for name, each in reports.items()}
+        cluster.other_ways = measure_others(sessions, cluster.ways, interfaces, seconds)
         report.add(cluster, *HOST_CHECKS, *NETWORK_CHECKS)
         if report.level < Severity.ERROR:
             cluster.ring = run_ring(hosts, hosts.names, environ)
@@ -145,6 +148,7 @@ class _Report:
             result["findings"] = [asdict(each) | {"level": each.level.name.lower()} for each in self.findings]
             result["hosts"] = {name: report.base | report.facts for name, report in cluster.reports.items()}
             result["links"] = [asdict(way) for way in cluster.ways]
+            result["other_links"] = [asdict(way) for way in cluster.other_ways]
             print(json_text(result), flush=True)
         problems = [finding for finding in self.findings if finding.level > Severity.OK]
         n_errors = sum(finding.level == Severity.ERROR for finding in problems)

@@ -319,6 +319,21 @@ def test_more_faults_of_the_machine(hosts: SshHosts, model: Path, tmp_path: Path
     assert "which this one lacks" in problem(done, "node2", "build")
 
 
+def test_a_network_that_is_not_taken_and_faster(hosts: SshHosts, model: Path) -> None:
+    with hosts.made.joined("node1", "node2", "10.88.0"):
+        done = doctor(hosts, model, names="node1,node2,node3")
+        line = problem(done, "node1", "network")
+        assert re.search(r"connections to node2 take eth0 \([\d.]+ Gbit/s\), and eth1 gives [\d.]+ Gbit/s -> ", line)
+        assert "that of node2 is 10.88.0.2" in line and "mpirun -iface eth1" in line and done.returncode == 1
+        assert "10.88.0.1" in problem(done, "node2", "network") and is_fine(done, "node3")
+        hosts.made.limit(30_000, ["node1", "node2"])
+        try:
+            done = doctor(hosts, model, names="node1,node2")
+        finally:
+            hosts.made.limit(1000)
+    assert re.search(r"^ok +node1 +network: eth0 .*, eth1 would give [\d.]+ Gbit/s$", done.stdout, re.M), done.stdout
+
+
 def test_sixteen_hosts_at_once(tmp_path: Path, model: Path) -> None:
     with ssh_hosts(16, tmp_path) as many:
         names = ",".join(many.names)
