@@ -15,12 +15,13 @@ from pipeinfer.cli.run import chat_command, run, run_options
 from pipeinfer.cli.serve import serve_command
 from pipeinfer.cli.simulate import simulate_command
 from pipeinfer.errors import UserError
-from tests.support.jobs import finish, run_json
+from tests.support.jobs import ROOT, finish, run_json
 
 
-def test_every_option_of_llama_cpp_is_answered() -> None:
-    ours = own_options()
+def test_every_option_of_llama_cpp_is_answered_and_on_the_page() -> None:
+    ours, page = own_options(), (ROOT / "docs/reference/llama-cpp.md").read_text()
     for _, flags in ARGUMENTS:
+        assert [flag for flag in flags if f"`{flag}`" not in page] == []
         assert [flag for flag in flags if flag not in ours and flag not in INSTEAD and flag not in HARMLESS] == []
 
 
