@@ -131,7 +131,7 @@ def test_others_go_on_while_a_prompt_is_read_and_who_leaves_frees_its_place(serv
 def test_states_are_not_saved_and_what_helps_instead_is_said(served: Served) -> None:
     answer = served.http.post("/slots/0?action=save", json={"filename": "a.bin"})
     error = answer.json()["error"]
-    assert answer.status_code == 501 and error["type"] == "not_supported_error" and "--resume" in error["message"]
+    assert answer.status_code == 501 and error["type"] == "not_supported_error" and "--kv-disk" in error["message"]
 
 
 def test_a_prompt_that_does_not_fit_is_refused_at_once_with_the_way_out(served: Served) -> None:
