@@ -122,11 +122,12 @@ def test_info_and_a_plan_name_devices_and_their_memory() -> None:
         assert [(each["name"], each["description"]) for each in found[1:]] == [
             (f"RPC{number}", server.endpoint) for number, server in enumerate(two)
         ]
-        words = ["-md", "none", "-c", "16000", "--policy", "iterative", *ALL, *of(two)]
-        planned = json.loads(finish(2, ["plan", "--json", *words]).stdout)["ranks"]
+        words = ["-md", "none", "-c", "32000", "--policy", "iterative", *ALL]
+        planned = json.loads(finish(2, ["plan", "--json", *words, *of(two)]).stdout)["ranks"]
         assert [rank["device"] for rank in planned] == ["RPC0", "RPC0"]
+    with servers(1, 1) as two:  # new ones: others hold memory that what came before has freed, and use it again
         before = [address_space(server.process.pid) for server in two]
-        with start(2, ["run", "-p", "x", "-n", "8000", "--ignore-eos", *words]) as job:
+        with start(2, ["run", "-p", "x", "-n", "8000", "--ignore-eos", *words, *of(two)]) as job:
             assert job.stdout and job.stdout.read(1)
             used = [address_space(server.process.pid) - at for server, at in zip(two, before, strict=True)]
             job.terminate()
