@@ -86,15 +86,11 @@ def narrowed(lines: Iterable[str], width: int) -> Iterator[str]:
         columns = list(zip(*(line[1:-1].split("|") for line in block), strict=True))
         first = next((column for column in columns if len(set(column)) == len(column)), columns[0])
         columns.remove(first)
-        parts: list[list[tuple[str, ...]]] = []
-        free = 0
+        parts = [[first]]
         for column in columns:
-            taken = len(column[0]) + 1
-            if taken > free:
+            if len(parts[-1]) > 1 and 1 + sum(1 + len(each[0]) for each in [*parts[-1], column]) > width:
                 parts.append([first])
-                free = width - len(first[0]) - 2
             parts[-1].append(column)
-            free -= taken
         for index, part in enumerate(parts):
             yield from [""] * bool(index)
             yield from (f"|{'|'.join(cells)}|" for cells in zip(*part, strict=True))

@@ -36,6 +36,8 @@ def test_a_table_that_fits_stays_and_a_wide_cell_is_not_cut() -> None:
     assert list(narrowed(table, len(table[0]))) == table
     wide = markdown_table(("policy", "settings"), [["auto", "x" * 100]])
     assert list(narrowed(wide, 80)) == wide
+    alone = markdown_table(("settings",), [["x" * 100]])
+    assert list(narrowed(alone, 80)) == alone
 
 
 def test_plan_fits_the_terminal_and_a_pipe_gets_whole_tables() -> None:

@@ -115,10 +115,11 @@ def llama_cpp() -> str:
         if same := [flag for flag in flags if flag in ours]:
             is_read = variable and variable in (ours[same[0]].envvar or ())
             shared.append([_spelled(same), f"`{variable}`" if is_read else "", _help(ours[same[0]])])
-        if accepted := [flag for flag in flags if flag in HARMLESS and flag not in ours]:
+        others = [flag for flag in flags if flag not in ours]
+        if accepted := [flag for flag in others if flag in HARMLESS]:
             values = [value for value in HARMLESS[accepted[0]] or () if value != OPTIONAL]
             harmless.append([_spelled(accepted), "any" if ANY in values else ", ".join(values)])
-        for flag in (flag for flag in flags if INSTEAD.get(flag) and flag not in ours):
+        for flag in filter(INSTEAD.get, others):
             missing.setdefault(INSTEAD[flag], []).append(flag)
     theirs = {flag for _, flags in ARGUMENTS for flag in flags}
     further = {id(param): param for param in ours.values() if not theirs.intersection(_flags(param))}

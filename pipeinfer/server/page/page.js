@@ -4,11 +4,13 @@ const CHATS = "pipeinfer.chats", FIELDS = "pipeinfer.fields", OPENED = "pipeinfe
 const SAMPLING = {temperature: "temperature", top_p: "top_p", top_k: "top_k", min_p: "min_p", repeat_penalty: "repeat_penalty",
                   tokens: "max_tokens", seed: "seed"};
 const $ = id => document.getElementById(id);
-const read = (key, otherwise) => { try { return JSON.parse(localStorage.getItem(key)) ?? otherwise; } catch { return otherwise; } };
+const read = (key, otherwise, storage = "localStorage") => {  // it may be forbidden
+  try { return JSON.parse(window[storage].getItem(key)) ?? otherwise; } catch { return otherwise; }
+};
 let chats = read(CHATS, []), chat = null, stopping = null, watching = null;
 
-const LOST = "The server does not answer, or the connection was lost";
-
+const isLost = error => error instanceof TypeError;  // so fetch and its readers say it
+const reason = error => isLost(error) ? "The server does not answer, or the connection was lost" : error.message;
 const headers = () => $("key").value ? {authorization: `Bearer ${$("key").value}`} : {};
 
 function keep() {  // the oldest go where the browser has no more room
@@ -174,7 +176,7 @@ async function say(text) {
     }
   } catch (error) {
     if (error.name === "AbortError") answer.note = "stopped";
-    else mine.messages.push({role: "error", content: error instanceof TypeError ? LOST : error.message});
+    else mine.messages.push({role: "error", content: reason(error)});
   }
   shown.forEach(cancelAnimationFrame);
   if (answer.content || answer.thought) mine.messages.splice(mine.messages.findLastIndex(each => each.role === "user") + 1, 0, answer);
@@ -279,7 +281,7 @@ async function watch() {
       if (!answer.ok) throw new Error(await refused(answer));
       for await (const snapshot of events(answer)) draw(snapshot);
     } catch (error) {
-      if (mine === watching) $("load").textContent = error instanceof TypeError ? LOST : error.message;
+      if (mine === watching) $("load").textContent = reason(error);
     }
     await new Promise(done => setTimeout(done, 2000));
   }
@@ -293,8 +295,8 @@ async function meet() {
     $("model").textContent = `${model.id}, up to ${model.max_model_len} tokens`;
     watch();
   } catch (error) {
-    $("model").textContent = error instanceof TypeError ? LOST : error.message;
-    if (error instanceof TypeError) setTimeout(meet, 2000);
+    $("model").textContent = reason(error);
+    if (isLost(error)) setTimeout(meet, 2000);
     if ($("drawer").hidden && /key/.test(error.message)) $("settings").click();
   }
 }
@@ -305,7 +307,7 @@ addEventListener("storage", event => {  // another tab has kept a chat
   chats = read(CHATS, []).map(each => each.id === chat.id ? chat : each);
   showList();
 });
-const opened = chats.find(each => String(each.id) === sessionStorage.getItem(OPENED));
+const opened = chats.find(each => each.id === read(OPENED, null, "sessionStorage"));
 if (opened) open(opened);
 else begin();
 meet();
