@@ -26,7 +26,7 @@ from tests.job.batch.test_batch import texts_of
 from tests.support.architecture_factory import write_random_model
 from tests.support.architecture_models import MODELS
 from tests.support.heads import write_head
-from tests.support.jobs import environment, finish, plain_tokens, run_json, start
+from tests.support.jobs import environment, finish, plain_tokens, run_json, start, until
 from tests.support.rpc_server import Counter, Server, address_space, needs_rpc, servers
 from tests.support.supervised import Supervised
 
@@ -176,9 +176,12 @@ def test_a_run_waits_for_its_result_alone(one: Server, layers: tuple[int, int], 
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
     ) as child:
         assert child.stdin and child.stdout and child.stdout.readline() == "begun\n"
+        # a stage that has its output goes on while libllama waits for the logits
+        until(lambda: counter.counts[Counter.GET_TENSOR] >= 8 * waits)
         counter.counts.clear()
         print(file=child.stdin, flush=True)
         assert child.stdout.readline() == "done\n"
+        until(lambda: counter.counts[Counter.GET_TENSOR] >= 16 * waits)
         found = dict(counter.counts)
     again = Counter.GRAPH_RECOMPUTE if waits == 1 else Counter.GRAPH_COMPUTE
     assert found == {Counter.SET_TENSOR: found[Counter.SET_TENSOR], Counter.GET_TENSOR: 16 * waits, again: 16}
