@@ -95,7 +95,7 @@ def command_of(pid: int) -> bytes:
         return b""
 
 
-def until(done: Callable[[], bool], timeout_s: float = 30) -> None:
+def until(done: Callable[[], bool], timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not done():
         assert time.monotonic() < deadline, "it takes too long"

@@ -93,7 +93,7 @@ class Served:
     def stream(self, **asked: Any) -> contextlib.AbstractContextManager[httpx.Response]:
         return self.http.stream("POST", "/v1/completions", json=asked | {"stream": True})
 
-    def until(self, done: Any, timeout_s: float = 10) -> None:
+    def until(self, done: Any, timeout_s: float = 60) -> None:
         deadline = time.monotonic() + timeout_s
         while not done():
             assert time.monotonic() < deadline
