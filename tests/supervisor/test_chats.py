@@ -6,10 +6,11 @@ import time
 
 import pytest
 
+from pipeinfer.job.process.stop import ONE_PRESS_S
 from tests.support.jobs import COMMAND, environment, until
 from tests.support.supervised import Supervised
 
-WORDS = ["chat", "-n", "150", "-c", "2048", "-t", "1", "--temp", "0.8", "-s", "3", "--ignore-eos"]
+WORDS = ["chat", "-n", "80", "-c", "2048", "-t", "1", "--temp", "0.8", "-s", "3", "--ignore-eos"]
 TYPED = ["def f(x):\n", "/regen\n", "class \\\nA:\n", "/clear\n", "import os\n", "/nothing\n", "x = 3\n"]
 
 
@@ -31,8 +32,9 @@ def ranks_are_new(job: Supervised, before: dict[int, int]) -> bool:
     return len(now := job.ranks()) == len(before) and not {*now.values()} & {*before.values()}
 
 
-@pytest.mark.parametrize("at_once", [True, False])
-def test_a_chat_goes_on_whichever_rank_dies(text: str, at_once: bool) -> None:
+@pytest.mark.parametrize(("at_once", "struck"), [(True, {0: 2, 4: 0}), (False, {0: 0, 2: 1, 6: 2})])
+def test_a_chat_goes_on_whichever_rank_dies(text: str, at_once: bool, struck: dict[int, int]) -> None:
+    """`struck`: by the number of what was typed, a rank."""
     job = Supervised(3, WORDS, stdin=subprocess.PIPE)
     begun = ""
     if at_once:
@@ -42,7 +44,8 @@ def test_a_chat_goes_on_whichever_rank_dies(text: str, at_once: bool) -> None:
             say(job, line)
         if number % 2 == 0:  # those that are answered
             begun += job.read(30)
-            job.strike(number // 2 % 3)
+        if number in struck:
+            job.strike(struck[number])
     assert job.process.stdin
     job.process.stdin.close()
     job.process.stdin = None
@@ -56,7 +59,7 @@ def test_an_answer_that_was_stopped_stays_so() -> None:
     say(job, "def f(x):\n")
     begun = job.read(20)
     job.process.send_signal(signal.SIGINT)
-    time.sleep(1.0)
+    job.wait_for(b"prompt tokens read")
     before = job.ranks()
     job.strike(1)
     until(lambda: ranks_are_new(job, before), 30)
@@ -70,9 +73,10 @@ def test_it_is_left_with_an_interrupt() -> None:
     job = Supervised(2, WORDS, stdin=subprocess.PIPE)
     say(job, "def f(x):\n")
     job.read(20)
-    for _ in range(2):
-        job.process.send_signal(signal.SIGINT)
-        time.sleep(1.5)
+    job.process.send_signal(signal.SIGINT)
+    job.wait_for(b"prompt tokens read")
+    time.sleep(1.2 * ONE_PRESS_S)  # sooner it would be the same one
+    job.process.send_signal(signal.SIGINT)
     code, _, errors = job.finish()
     assert code == 130 and "starts again" not in errors, errors
 

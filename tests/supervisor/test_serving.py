@@ -102,7 +102,7 @@ def test_it_says_that_it_recovers() -> None:
 
 def test_health_is_known_while_nobody_asks() -> None:
     """A rank that stands still is silent for the watch after a minute; a token that does not come is noticed before."""
-    with service(3, [*WORDS[:-2], "--rank-timeout", "100"]) as served:
+    with service(2, [*WORDS[:-2], "--rank-timeout", "100"]) as served:
         rank = served.job.ranks()[1]
         os.kill(rank, signal.SIGSTOP)
         until(lambda: served.http.get("/health").json().get("status") == "stalled", 60)
@@ -113,7 +113,7 @@ def test_health_is_known_while_nobody_asks() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_the_process_that_speaks_http_is_replaced(number: int) -> None:
-    with service() as served:
+    with service(2) as served:
         text, http = ask(served.http, *random_request(3)), served.job.http()
         os.kill(http, number)
 
@@ -147,7 +147,7 @@ def test_another_model_in_its_place_ends_it(tmp_path: Path) -> None:
 
 def test_clients_are_told_when_the_supervisor_dies() -> None:
     """Nothing of the job is left then."""
-    served, found = Service(), list[httpx.Response]()
+    served, found = Service(2), list[httpx.Response]()
     path, asked = random_request(0)
     body = asked | {"max_tokens": 900, "ignore_eos": True}
     asking = threading.Thread(target=lambda: found.append(served.http.post(path, json=body)))

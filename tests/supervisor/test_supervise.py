@@ -42,8 +42,8 @@ def test_so_does_one_that_has_not_begun(text: str) -> None:
 
 
 def test_a_result_object_is_printed_once() -> None:
-    job = Supervised(3, [*TEXT, "--json"])
-    time.sleep(3)
+    job = Supervised(2, [*TEXT, "--json", "-v"])
+    job.wait_for(b" loaded in ")
     job.strike(1)
     code, out, errors = job.finish()
     assert code == 0 and len(json.loads(out)["tokens"]) == 300, errors
@@ -73,7 +73,7 @@ def test_bad_input_ends_at_once() -> None:
 
 
 def test_what_dies_again_and_again_is_given_up() -> None:
-    job = Supervised(3, TEXT, ["--restarts", "1"])
+    job = Supervised(2, TEXT, ["--restarts", "1"])
     for _ in range(2):
         job.read(20)
         job.strike(1)
@@ -83,7 +83,7 @@ def test_what_dies_again_and_again_is_given_up() -> None:
 
 
 def test_a_signal_is_handed_on_and_ends_it(text: str) -> None:
-    job = Supervised(3, TEXT)
+    job = Supervised(2, TEXT)
     begun = job.read(100)
     job.process.send_signal(signal.SIGINT)
     code, rest, errors = job.finish()
@@ -94,7 +94,7 @@ def test_a_signal_is_handed_on_and_ends_it(text: str) -> None:
 def test_one_that_comes_while_the_launcher_starts_ends_it_too() -> None:
     """Launchers may lose it then."""
     for delay_s in (0.0, 0.001, 0.002, 0.01, 0.1):
-        job = Supervised(3, TEXT)
+        job = Supervised(2, TEXT)
         children = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children")
         until(lambda children=children: bool(children.read_text()), 20)  # type: ignore[misc]
         time.sleep(delay_s)
@@ -104,7 +104,7 @@ def test_one_that_comes_while_the_launcher_starts_ends_it_too() -> None:
 
 
 def test_one_ends_it_while_a_rank_stands_still() -> None:
-    job = Supervised(3, [*TEXT, "--rank-timeout", "3"])
+    job = Supervised(2, [*TEXT, "--rank-timeout", "3"])
     job.read(50)
     job.strike(0, signal.SIGSTOP)
     job.process.send_signal(signal.SIGINT)
@@ -113,14 +113,14 @@ def test_one_ends_it_while_a_rank_stands_still() -> None:
 
 
 def test_its_own_death_leaves_nothing() -> None:
-    job = Supervised(3, TEXT)
+    job = Supervised(2, TEXT)
     job.read(20)
     os.kill(job.process.pid, signal.SIGKILL)
     job.finish()
 
 
 def test_a_rank_that_stands_still_is_a_lost_one(text: str) -> None:
-    job = Supervised(3, [*TEXT, "--rank-timeout", "3"])
+    job = Supervised(2, [*TEXT, "--rank-timeout", "3"])
     begun = job.read(50)
     job.strike(1, signal.SIGSTOP)
     code, rest, errors = job.finish()
@@ -154,7 +154,7 @@ def test_a_full_disk_is_named() -> None:
 
 
 def test_a_launcher_that_stands_still_hears_signals() -> None:
-    job = Supervised(3, TEXT)
+    job = Supervised(2, TEXT)
     job.read(20)
     (launcher,) = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
     os.kill(int(launcher), signal.SIGSTOP)

@@ -77,6 +77,14 @@ class Supervised:
             found += data
         return found.decode()
 
+    def wait_for(self, words: bytes) -> bytes:
+        """Standard error up to there; nothing of it is left for `finish`."""
+        found = b""
+        while words not in found and (data := os.read(self.process.stderr.fileno(), 1 << 16)):  # type: ignore[union-attr]
+            found += data
+        assert words in found, found
+        return found
+
     def end(self) -> None:
         for pid in self.processes():
             with contextlib.suppress(ProcessLookupError):
