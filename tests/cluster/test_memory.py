@@ -145,15 +145,15 @@ def test_a_larger_draft_is_cut_to_what_its_hosts_hold() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "words", "n_ranks"),
     [
-        ("10000000000", "2147482624"),
-        ("4294967000", "2147482624"),
-        ("2147482624", "of memory left"),
-        ("900000000", "it would fit with -c "),
+        ("10000000000", "2147482624", 1),
+        ("4294967000", "2147482624", 2),
+        ("2147482624", "of memory left", 1),
+        ("900000000", "it would fit with -c ", 1),
+        ("900000000", "it would fit with -c ", 2),
     ],
 )
-@pytest.mark.parametrize("n_ranks", [1, 2])
 def test_a_context_that_cannot_be_is_refused(value: str, words: str, n_ranks: int) -> None:
     done = finish(n_ranks, ["run", "-p", "x", "-n", "2", "-c", value])
     assert done.returncode == 2 and not done.stdout and "Traceback" not in done.stderr

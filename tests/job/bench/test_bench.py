@@ -448,25 +448,27 @@ def test_splits_go_to_the_policies_they_fit(pair: list[str], tmp_path: Path) -> 
     }
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2])
+BAD = [
+    (["--policy", "magic"], "magic"),
+    (["-n", "8,x"], "8,x"),
+    (["-n", "0"], "'0'"),
+    (["-p", "none.txt"], "none.txt"),
+    (["-p", "0"], "-p 0"),
+    (["--ablate", "luck"], "luck"),
+    (["--resume"], "--results"),
+    (["--layer-split", "1,1,1,1,1,1"], "6 parts"),
+    (["-m", "none.gguf"], "none.gguf"),
+    (["-p", "9000"], "9000"),
+    (["-p", "{folder}/bad.jsonl"], "line 2"),
+    (["-p", "{folder}/mixed.jsonl"], "line 1"),
+    (["-p", "{folder}/long.jsonl", "-n", "3000"], "--turns"),
+    (["--results", "{folder}/none/results.csv"], "results.csv"),
+]
+
+
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--policy", "magic"], "magic"),
-        (["-n", "8,x"], "8,x"),
-        (["-n", "0"], "'0'"),
-        (["-p", "none.txt"], "none.txt"),
-        (["-p", "0"], "-p 0"),
-        (["--ablate", "luck"], "luck"),
-        (["--resume"], "--results"),
-        (["--layer-split", "1,1,1,1,1,1"], "6 parts"),
-        (["-m", "none.gguf"], "none.gguf"),
-        (["-p", "9000"], "9000"),
-        (["-p", "{folder}/bad.jsonl"], "line 2"),
-        (["-p", "{folder}/mixed.jsonl"], "line 1"),
-        (["-p", "{folder}/long.jsonl", "-n", "3000"], "--turns"),
-        (["--results", "{folder}/none/results.csv"], "results.csv"),
-    ],
+    ("arguments", "words", "n_ranks"),
+    [(*bad, 1) for bad in BAD] + [(*bad, 2) for bad in BAD if bad[1] in ("magic", "6 parts", "none.gguf", "line 2")],
 )
 def test_bad_input_is_one_line(pair: list[str], tmp_path: Path, arguments: list[str], words: str, n_ranks: int) -> None:
     (tmp_path / "bad.jsonl").write_text('{"turns": ["a"]}\n{"turns": "a"}\n')
