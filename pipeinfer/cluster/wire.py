@@ -95,7 +95,7 @@ SHORT, INT, LONG = np.dtype("<u2"), np.dtype("<i4"), np.dtype("<i8")
 MAGIC = 0x50495046  # detects a stray message early
 ALL_ROWS = -1
 N_PRUNED_ROWS = 128  # of a message of prunings, at most
-N_OPEN_BYTES = 320  # of a new request, without its texts, at most
+N_OPEN_BYTES = 360  # of a new request, without its texts, at most
 
 
 class Kind(IntEnum):
@@ -229,7 +229,7 @@ class Transaction:
     @property
     def opens(self) -> dict[int, Opening]:
         opens = pickle.loads(self.buffer[self._opens_at : self._end].data) if self._end > self._opens_at else []
-        return {request: Opening(SamplingParams(*sampling), n_prompt) for request, n_prompt, *sampling in opens}
+        return {request: Opening(SamplingParams(*values), *others) for request, others, values in opens}
 
     @property
     def n_features(self) -> int:
@@ -312,7 +312,7 @@ class Transaction:
 def encode(run: Run, kind: Kind = Kind.RUN) -> Buffer:
     """A run's message as the head sends it: without activations."""
     extra = [(index, seq) for index, row in enumerate(run.rows) for seq in row.seqs[1:]]
-    opens = [(request, new.n_prompt, *astuple(new.sampling)) for request, new in run.opens.items()]
+    opens = [(request, others, astuple(sampling)) for request, (sampling, *others) in run.opens.items()]
     open_bytes = pickle.dumps(opens, protocol=3) if opens else b""
     open_bytes += bytes(-len(open_bytes) % INT.itemsize)  # aligns the activations
     rows = [(row.request, row.token, row.position, row.seqs[0], row.n_wanted, 0) for row in run.rows]

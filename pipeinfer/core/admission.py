@@ -107,7 +107,7 @@ class Prefixes:
 
     def _n_usable(self, source: Request, request: Request, n_there: int) -> int:
         """How many of the request's tokens need not be evaluated; its root, the last one, always is."""
-        if request.is_scored:
+        if request.is_scored or source.adapters != request.adapters:
             return 0
         n = min(common(source.tokens, request.tokens), n_there, len(request.tokens) - 1)
         return n_alike(source.spans or (), request.spans or (), n) if self._target.blocks else n

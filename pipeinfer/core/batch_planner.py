@@ -165,10 +165,12 @@ def choose(
     """The next run, from what each request wants, in the order in which they are due.
 
     The first request decides whether the run carries prompts or nodes: with both, every root in it would wait for a
-    whole chunk. Roots go before guesses, which fill the cheap rows that are left. `alone`: there is one request, whose
-    policy decides how many guesses pay. Without `chunk_rows` a chunk is as large as the budget allows."""
+    whole chunk. Requests with other adapters wait for another run. Roots go before guesses, which fill the cheap rows
+    that are left. `alone`: there is one request, whose policy decides how many guesses pay. Without `chunk_rows` a
+    chunk is as large as the budget allows."""
     if not wants:
         return []
+    wants = [want for want in wants if want.request.adapters == wants[0].request.adapters]
     return _prompts(wants, budget, chunk_rows) if wants[0].n_context else _nodes(wants, budget, alone)
 
 

@@ -13,7 +13,7 @@ from pipeinfer.core.blocks import Span
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess, GuessVerdict, KvOp, Run, Verdict
 from pipeinfer.core.tree import Node
-from pipeinfer.core.types import FloatArray, IntArray
+from pipeinfer.core.types import AdapterScales, FloatArray, IntArray
 
 
 class DeviceRows(Protocol):
@@ -40,6 +40,7 @@ class Batch:
     hidden: FloatArray | None  # (n_rows, n_embd) float32, the residual stream; None on the first stage
     wanted: npt.NDArray[np.bool_]  # (n_rows,) bool, rows whose logits the last stage must return
     span: Span | None = None  # the rows are whole blocks of it (see `blocks`), all in one sequence, and none is wanted
+    adapters: AdapterScales | None = None  # of all rows; None: as the job says
     on_device: DeviceRows | None = None  # replaces `hidden` for a model that `DeviceStage`
 
     @property

@@ -135,7 +135,7 @@ class Level:
         self.pool.open(request.id, prefix and prefix._replace(n_tokens=self.n_shared(prefix)))
         self._of_request[request.id] = {}
         if request.id not in self._known:
-            self._opens[request.id] = Opening(request.sampling, len(request.prompt))
+            self._opens[request.id] = Opening(request.sampling, len(request.prompt), request.adapters)
 
     def close(self, request: Request) -> list[InFlightRun]:
         """Free all but what the request retains; unfinished it may be opened again. Returns the runs now dead."""

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from pipeinfer.core.blocks import Span, spans_of
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.tree import Settled, TokenTree
-from pipeinfer.core.types import FAILED
+from pipeinfer.core.types import FAILED, AdapterScales
 
 
 class Finish(Enum):
@@ -47,6 +47,7 @@ class Request:
 
     priority: int = 0  # requests of lower numbers are opened first and preempted last
     resumed: Sequence[int] = ()  # its output so far, which another engine has emitted. It has not finished.
+    adapters: AdapterScales | None = None  # None: as the job says
     tokens: list[int] = field(init=False)
     tree: TokenTree = field(init=False)
     finish: Finish | None = field(default=None, init=False)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pipeinfer.core.blocks import Span
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.core.types import POSITION_END, FloatArray
+from pipeinfer.core.types import POSITION_END, AdapterScales, FloatArray
 
 MAX_OPS = 2048  # operations of a run at most
 
@@ -91,11 +91,13 @@ class Opening(NamedTuple):
 
     sampling: SamplingParams
     n_prompt: int  # tokens of the prompt: the position of the output's first token
+    adapters: AdapterScales | None = None  # see Request
 
 
 @dataclass(slots=True)
 class Run:
-    """One micro-batch through all stages, the unit of cancellation. Rows are in topological order."""
+    """One micro-batch through all stages, the unit of cancellation. Rows are in topological order, and of requests with
+    the same adapters."""
 
     id: int
     rows: list[Row]

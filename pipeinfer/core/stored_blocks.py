@@ -2,7 +2,8 @@
 which they read back for a request. Knows keys and runs; no file and no model.
 
 A block is one of a prompt that is evaluated in blocks (see `blocks`), or up to BLOCK rows that are not. Its key is a
-hash of all tokens up to its end and of how their rows are cut, so that cells of the same key have the same bits.
+hash of the request's adapters, of all tokens up to its end and of how their rows are cut, so that cells of the same key
+have the same bits.
 
 Two runs without rows read blocks back. With the first each stage begins to read, with the second it waits for the end;
 the verdict of the second has the number of blocks that every stage could read. They become the cells of a finished
@@ -39,7 +40,8 @@ class TextBlocks:
     last one so far."""
 
     def __init__(self, request: Request, spans: Sequence[Span]) -> None:
-        self.end, self._request, self._spans, self._digest = 0, request, spans, b""
+        self.end, self._request, self._spans = 0, request, spans
+        self._digest = b"" if request.adapters is None else repr(request.adapters).encode()
 
     def next(self, n_tokens: int) -> TextBlock | None:
         """The next block, if it is within the first `n_tokens`."""
@@ -150,6 +152,7 @@ class StoredBlocks:
             self._target.send_ops([KvOp(OpKind.LOAD, number, last=0)], 0)
             return
         source = Request(-number, request.tokens[:n_tokens], 0, request.sampling, request.n_ctx, spans=request.spans)
+        source.adapters = request.adapters
         source.finish, source.n_retained = Finish.STOPPED, n_tokens
         self._target.pool.load(source.id, number, n_tokens)
         for level in self._levels[1:]:

@@ -36,6 +36,10 @@ class Constraint(Protocol):
     def after(self, output: Sequence[int]) -> Allowed: ...
 
 
+AdapterScales = tuple[tuple[int, float], ...]
+"""(number of an adapter of the job, its factor) of each that is applied to a request's rows, in ascending order."""
+
+
 class Clock(Protocol):
     def __call__(self) -> float:
         """Seconds, monotonic."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.requests.answers import speller
 from pipeinfer.job.requests.body import read_json
 from pipeinfer.job.requests.fields import CHAT, COMPLETION, PassedOver, flag, is_whole, refuse, shown
+from pipeinfer.job.requests.lora import described, read_scales
 from pipeinfer.job.serve.channel import Setup
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import anthropic, responses
@@ -41,6 +43,7 @@ STALLS_S = 10.0  # how long one token may take on an idle server
 SMALL_BODY = 16 << 10  # bytes of a body that is read at once, within some 2 ms
 MAX_CONTENT = 1 << 17  # characters for /tokenize: their tokens become JSON within some 70 ms
 TOKENIZE_FIELDS = {"content", "prompt", "add_special", "add_special_tokens", "parse_special", "with_pieces", "model"}
+ADAPTERS = "/lora-adapters"
 PAGE = Path(__file__).with_name("page")
 POLICY = "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:"
 """The page may load nothing but its own files."""
@@ -90,6 +93,7 @@ class Api:
             **{f"{version}/models/{{name:path}}": self.one_model for version in ("", "/v1")},
             "/props": self.props,
             "/tokenizer_info": self.tokenizer_info,
+            ADAPTERS: self.adapters,
             "/events": self.events,
             **({"/metrics": self.show_metrics} if self.http.metrics else {}),
             **({"/slots": self.slots} if self.http.slots else {}),
@@ -101,6 +105,7 @@ class Api:
             "/apply-template": self.apply_template,
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
+            ADAPTERS: self.apply_adapters,
             **({"/slots/{id}": self.save_slot} if self.http.slots else {}),
         }
         methods = {"GET": get, "POST": post}
@@ -147,6 +152,19 @@ class Api:
 
     async def save_slot(self, request: Request) -> Response:
         raise Refusal(501, NOT_SAVED)
+
+    async def adapters(self, request: Request) -> Response:
+        """llama-server's: the adapters, and what applies where a request does not say."""
+        return JsonResponse(described(self.defaults.adapters, self.defaults.scales))
+
+    async def apply_adapters(self, request: Request) -> Response:
+        """llama-server's: other factors for requests to come, a list as in a request's `lora`."""
+        try:
+            value = json.loads(await self._data(request))
+        except (ValueError, RecursionError):
+            refuse('the body is not JSON; give a list such as [{"id": 0, "scale": 1.0}]')
+        self.defaults = replace(self.defaults, scales=read_scales(value, self.defaults.adapters))
+        return JsonResponse({"success": True})
 
     async def show_metrics(self, request: Request) -> Response:
         return Response(self.metrics.text(), media_type=CONTENT_TYPE)
@@ -260,12 +278,9 @@ class Api:
     async def _body(self, request: Request, read: Callable[[dict[str, Any]], T]) -> T:
         """The body as `read` returns it. A thread reads large bodies, so that other clients are served meanwhile.
 
-        Raises Refusal when it is too large or does not come, UserError when it is no JSON object, and as `read` does.
+        Raises what `_data` raises, UserError when it is no JSON object, and as `read` does.
         """
-        try:
-            data = await asyncio.wait_for(_read(request, self.http.max_body), self.http.timeout_s)
-        except asyncio.TimeoutError:
-            raise Refusal(408, f"the request was not complete after {self.http.timeout_s:g} s") from None
+        data = await self._data(request)
 
         def work() -> T:
             fields = read_json(data, "the body")
@@ -273,6 +288,13 @@ class Api:
             return read(fields)
 
         return work() if len(data) <= SMALL_BODY else await self.prompting.tokenise(_client(request), work)
+
+    async def _data(self, request: Request) -> bytes:
+        """Raises Refusal when the body is too large, or does not come."""
+        try:
+            return await asyncio.wait_for(_read(request, self.http.max_body), self.http.timeout_s)
+        except asyncio.TimeoutError:
+            raise Refusal(408, f"the request was not complete after {self.http.timeout_s:g} s") from None
 
 
 def _client(request: Request) -> str:

@@ -23,7 +23,6 @@ NOT_SERVED: Mapping[str, str] = {
     **dict.fromkeys(("/embedding", "/embeddings", "/v1/embeddings"), NO_EMBEDDINGS),
     **dict.fromkeys(("/rerank", "/reranking", "/v1/rerank", "/v1/reranking"), "nothing is ranked here"),
     **dict.fromkeys(("/v1/audio/transcriptions", "/v1/audio/speech", "/v1/images/generations"), "models read text"),
-    "/lora-adapters": "adapters are given to all requests while the server runs: serve --lora FILE",
 }
 """Paths of other servers, and the reason why they are not served."""
 

@@ -64,6 +64,8 @@ class CompletionForm(OpenAIForm):
         """The last object of a text."""
         choice, request = output.choice, output.choice.request
         settings = asdict(request.sampling) | {"n_predict": request.n_predict, "stop": request.stops}
+        if request.adapters is not None:
+            settings["lora"] = [{"id": number, "scale": scale} for number, scale in request.adapters]
         members: dict[str, Any] = {"index": output.index, "content": content, "tokens": [], "id_slot": -1, "stop": True}
         members |= {"model": self.common["model"], "tokens_predicted": choice.n_tokens, "truncated": False}
         members |= {"tokens_evaluated": choice.n_prompt, "tokens_cached": choice.timings.get("cache_n", 0)}

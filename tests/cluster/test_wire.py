@@ -42,12 +42,13 @@ rows = st.builds(Row, ids, ids, ids, st.lists(ids, min_size=1, max_size=5).map(t
 choices = (st.integers(0, 2**32 - 1), st.floats(0, 5), st.integers(-1, 10**6), st.floats(0, 1), st.floats(0, 1))
 penalties = (st.integers(0, 4096), st.floats(0.5, 2), st.floats(-2, 2), st.floats(-2, 2))
 params = st.builds(SamplingParams, *choices, *penalties, *2 * [st.text(max_size=9)])
+adapters = st.none() | st.lists(st.tuples(ids, st.floats(allow_nan=False)), max_size=2).map(tuple)
 runs = st.builds(
     Run,
     ids,
     st.lists(rows, max_size=8),
     st.lists(ops, max_size=8),
-    st.dictionaries(ids, st.builds(Opening, params, ids), max_size=3),
+    st.dictionaries(ids, st.builds(Opening, params, ids, adapters), max_size=3),
     st.none() | st.builds(Span, ids, st.integers(1, 2**31 - 1)),
 )
 

@@ -223,7 +223,9 @@ class StageWorker:
             hidden = None if hidden is None else hidden[alive]
             out_of_band = out_of_band.pick(alive) if out_of_band else None
         wanted = rows["n_wanted"] != 0
-        batch = Batch(rows["token"], rows["position"], list(seqs), hidden, wanted, transaction.span, out_of_band)
+        first = self._opened.get(int(rows["request"][0]))
+        how = transaction.span, first.adapters if first else None, out_of_band
+        batch = Batch(rows["token"], rows["position"], list(seqs), hidden, wanted, *how)
         stop = partial(self._is_cancelled, pruned, transaction.run_id)
         if self.leaves_as:
             assert isinstance(self.model, DeviceStage), "there is no device to leave activations on"

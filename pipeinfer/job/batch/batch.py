@@ -145,11 +145,11 @@ def _defaults(batch: BatchOptions, options: RunOptions, info: ModelInfo) -> Defa
     text = options.text
     others = "".join(f" {backend}" for backend in options.placement.backend if backend.is_torch)
     others += "" if text.parse_special else " no-special"
-    adapters = digest_of(read_adapters(options.models, info))
-    others += f" lora-{adapters}" if adapters else ""
+    adapters = read_adapters(options.models, info)
+    others += f" lora-{digest_of(adapters)}" if adapters else ""
     others += " special-in-messages" if text.special_in_messages else ""
     salt = f"{info.fingerprint} {options.numerics.rounding} {text.chat}{others}"
-    return defaults_of(options, as_chat=batch.as_chat, salt=salt, strict=batch.strict)
+    return defaults_of(options, as_chat=batch.as_chat, salt=salt, strict=batch.strict, adapters=adapters)
 
 
 def _tell_done(work: BatchWork) -> None:

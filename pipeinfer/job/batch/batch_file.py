@@ -37,7 +37,7 @@ N_ID_DIGITS, DEFAULTS = 24, SamplingParams()
 IF_ANY = ("tools", "variables", "more", "stop_tokens", "text_biases")
 """Fields of a body and of its messages that are left out of ids if they are empty."""
 
-ADDED = {"continues": False, "parse_special": None, "adds_special": True}
+ADDED = {"continues": False, "parse_special": None, "adds_special": True, "adapters": None}
 """Fields of a body that are left out of ids at these values."""
 
 IN_EVERY_ID = {"seed", "temp", "top_k", "top_p", "min_p", "repeat_last_n"}

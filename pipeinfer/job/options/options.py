@@ -42,7 +42,8 @@ class JobModels(sections.Adapters, sections.Loading):
 
     @property
     def adapters(self) -> list[ScaledFile]:
-        return [*map(ScaledFile, self.lora), *self.lora_scaled]
+        files = [*map(ScaledFile, self.lora), *self.lora_scaled]
+        return [ScaledFile(each.path, 0.0) for each in files] if self.lora_init_without_apply else files
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -98,11 +98,13 @@ class Adapters:
 
     lora: Adapter of the target (LoRA), GGUF; may be given again. Rank 0 reads it, and sends each rank its layers'.
     lora_scaled: FILE:SCALE, the same with a factor.
+    lora_init_without_apply: Adapters are applied only where a request says so (`lora`).
     """
 
     heading = "Models"
     lora: tuple[Path, ...] = setting((), "--lora", type=File(), repeated=True)
     lora_scaled: tuple[ScaledFile, ...] = setting((), "--lora-scaled", type=SCALED, repeated=True)
+    lora_init_without_apply: bool = setting(False, "--lora-init-without-apply")
 
 
 # -- ranks

@@ -11,6 +11,7 @@ from pipeinfer.cluster.verdicts import MAX_TOP
 from pipeinfer.core.biases import bias_text, is_bias
 from pipeinfer.core.samplers import OFF, SAMPLERS, order_text, sampler_names, switched_off
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.types import AdapterScales
 from pipeinfer.job.options.limits import INT32_MAX
 from pipeinfer.job.requests.chat_fields import continues, read_messages, read_tools, read_variables, splits_reasoning
 from pipeinfer.job.requests.fields import (
@@ -29,6 +30,8 @@ from pipeinfer.job.requests.fields import (
     whole,
     without_null,
 )
+from pipeinfer.job.requests.lora import read_scales
+from pipeinfer.models.gguf.adapter import ScaledAdapter
 from pipeinfer.models.text.answers import check_stops
 from pipeinfer.models.text.breakers import FIELD, breakers_json
 from pipeinfer.models.text.chat_template import ChatMessage
@@ -45,7 +48,8 @@ TextBiases = tuple[tuple[str, float], ...]  # texts, and the bias of all tokens 
 @dataclass(frozen=True, slots=True)
 class Defaults:
     """Values of fields that a request lacks. `as_chat`: a plain prompt is a user's message. `salt`: names all else that
-    texts depend on, above all the model. `strict`: nothing is passed over."""
+    texts depend on, above all the model. `strict`: nothing is passed over. `adapters`: those of the job; `scales`: if
+    theirs do not apply."""
 
     sampling: SamplingParams
     n_predict: int
@@ -54,6 +58,8 @@ class Defaults:
     as_chat: bool = False
     salt: str = ""
     strict: bool = False
+    adapters: tuple[ScaledAdapter, ...] = ()
+    scales: AdapterScales | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +85,7 @@ class Body:
     adds_special: bool = True
     stop_tokens: tuple[int, ...] = ()
     text_biases: TextBiases = ()
+    adapters: AdapterScales | None = None  # see GenerationRequest
 
     @property
     def forced_schemas(self) -> dict[str, Any]:
@@ -124,6 +131,7 @@ def read_body(fields: Mapping[str, Any], defaults: Defaults, as_chat: bool, pass
     sampling, text_biases = _sampling(fields, passed)
     sampling["n_logprobs"] = _n_logprobs(fields, bool(messages))
     tools = _tools(fields, bool(messages), bool(sampling.get("grammar")), passed)
+    lora = fields.get("lora", [])
     return Body(
         prompt,
         messages,
@@ -140,6 +148,7 @@ def read_body(fields: Mapping[str, Any], defaults: Defaults, as_chat: bool, pass
         adds_special=flag(fields, "add_special_tokens", True),
         stop_tokens=_stop_tokens(fields.get("stop_token_ids", [])),
         text_biases=text_biases,
+        adapters=read_scales(lora, defaults.adapters) if lora != [] else defaults.scales,
     )
 
 

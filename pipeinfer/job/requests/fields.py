@@ -127,14 +127,13 @@ IN_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "id_slot": (-1,),
     "length_penalty": (1,),
     "spaces_between_special_tokens": (True,),
-    "lora": ([],),
 }
 """Fields that are passed over with other values."""
 
 SAMPLING_SETTINGS = settings_of(SamplingParams)
 ALIASES = {alias: name for name, _, setting in SAMPLING_SETTINGS for alias in setting.aliases}
 OTHERS: tuple[str, ...] = ("stop", "ignore_eos", "logit_bias", "logprobs", "top_logprobs", "n_probs", "priority")
-OTHERS += ("parse_special", "dry_sequence_breakers", "samplers")
+OTHERS += ("parse_special", "dry_sequence_breakers", "samplers", "lora")
 SETTINGS = (name for name, _, _ in SAMPLING_SETTINGS)
 FIELDS = {*SETTINGS, *ALIASES, *LENGTHS, *PROMPTS, *WITHOUT_EFFECT, *FORMS, *ONLY, *IN_EFFECT, *CHAT_FIELDS}
 FIELDS |= {*TEMPLATE_FIELDS, *OTHERS, "add_special_tokens", "stop_token_ids"}

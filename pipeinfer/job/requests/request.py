@@ -10,6 +10,7 @@ from pipeinfer.core.blocks import Span
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.types import AdapterScales
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_CTX, STDIN
 from pipeinfer.job.options.text_sections import GrammarOptions, PromptOptions
@@ -43,11 +44,12 @@ class GenerationRequest:
     priority: int = 0  # lower ones start first
     begun: tuple[int, ...] = ()  # tokens from which an interrupted text resumes
     thought: str = ""  # the text that ends the reasoning that the prompt begins
+    adapters: AdapterScales | None = None  # None: as the job says
     policy: Policy = field(default_factory=Iterative, repr=False)
 
     def open(self, id: int) -> Request:
         """The state of this request in an engine."""
-        ends, how = self.end_tokens, (self.spans, self.keep, self.priority, self.begun)
+        ends, how = self.end_tokens, (self.spans, self.keep, self.priority, self.begun, self.adapters)
         sampling = self.sampling.with_ends(len(self.prompt), ends)
         return Request(id, self.prompt, self.n_predict, sampling, self.n_ctx, ends, *how)
 

@@ -172,11 +172,12 @@ def decode(line: bytes) -> Any:
 
 
 def _request(values: dict[str, Any]) -> GenerationRequest:
-    spans = values["spans"]
+    spans, adapters = values["spans"], values["adapters"]
     typed = {name: tuple(values[name]) for name in ("prompt", "stops", "begun")} | {
         "sampling": SamplingParams(**values["sampling"]),
         "end_tokens": frozenset(values["end_tokens"]),
         "spans": None if spans is None else tuple(Span(*each) for each in spans),
+        "adapters": None if adapters is None else tuple((number, scale) for number, scale in adapters),
     }
     return GenerationRequest(**(values | typed))
 

@@ -118,7 +118,8 @@ def _prepare(
     n_chat = min(info.n_ctx_train, DEFAULT_CTX)  # tokens
     n_ctx = context.ctx_size or parallel * n_chat
     plan = deploy_largest(options, hosts, info, n_ctx, n_chat, info.n_ctx_train)
-    n_ctx, defaults, timeout_s = plan.capacity.n_ctx, defaults_of(options), options.placement.rank_timeout_s
+    n_ctx, timeout_s = plan.capacity.n_ctx, options.placement.rank_timeout_s
+    defaults = defaults_of(options, adapters=plan.adapters)
     sizes = n_ctx, min(n_ctx, info.n_ctx_train), max(1, n_ctx // parallel)
     version = f"{info.fingerprint[:12]}-{plan.text_numerics}"
     setup = Setup(options.models.target, options.text, context, defaults, parallel, timeout_s, *sizes, version)

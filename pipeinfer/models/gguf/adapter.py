@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from pipeinfer.core.types import AdapterScales
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.contents import FileState
 from pipeinfer.models.gguf.header import BLOCKS, STRING, FileHead, Header, Tensor, damaged, read_header, value_of
@@ -231,13 +232,20 @@ def check_exact(adapter: Adapter) -> None:
         raise UserError(f"{adapter.path}: its {types}; give it in F32, F16 or BF16, or --numerics fast")
 
 
-def check_order(adapters: Sequence[ScaledAdapter]) -> None:
-    """Raises UserError for more than libllama adds up in one order: it takes them by their addresses."""
-    n = sum(len(each.adapter.ranks) for each in adapters)
-    if len(adapters) > 1 and n > 2:
-        several = f"{len(adapters)} adapters with {n} ranks of matrices"
+def active_scales(adapters: Sequence[ScaledAdapter]) -> AdapterScales:
+    """Those of which factors are not 0."""
+    return tuple((number, scale) for number, (_, scale) in enumerate(adapters) if scale)
+
+
+def check_order(adapters: Sequence[ScaledAdapter], name: str = "--lora") -> None:
+    """Raises UserError for more than libllama adds up in one order: it takes them by their addresses. `name`: of what
+    applies them."""
+    active = [adapter for adapter, scale in adapters if scale]
+    n = sum(len(adapter.ranks) for adapter in active)
+    if len(active) > 1 and n > 2:
+        several = f"{len(active)} adapters with {n} ranks of matrices"
         way_out = "give one, or two with one rank each, or merge some into the model's file"
-        raise UserError(f"--lora: {several} are added up in an order that changes from process to process; {way_out}")
+        raise UserError(f"{name}: {several} are added up in an order that changes from process to process; {way_out}")
 
 
 def digest_of(adapters: Iterable[ScaledAdapter]) -> str:

@@ -270,7 +270,6 @@ class Decoder:
         if not handle:
             what = f"no KV cache of {size.n_cells} cells for {self.where}"
             raise UserError(f"{what}: {ggml.last_errors()}; use a smaller context (-c) or more ranks")
-        self._adapters.apply(handle, size.are_blocks)
         if self._has_output:  # else some architectures drop rows without logits before
             ggml.load_extension().llama_set_embeddings_nextn(handle, True, False)
         return LlamaContext(handle, size)
@@ -287,6 +286,7 @@ class Decoder:
             self._tiles.use(context.size.are_blocks)
         if self._by_tokens:
             batch, hidden = replace(batch, tokens=np.zeros_like(batch.tokens)), None
+        self._adapters.apply(context.handle, context.size.are_blocks, batch.adapters)
         n_threads = self.threads.begin()
         self.lib.llama_set_n_threads(context.handle, n_threads, n_threads)
         try:

@@ -93,7 +93,9 @@ class Prefills:
     ) -> FloatArray:
         rows, n_rows = slice(start, end), end - start
         wanted = batch.wanted[rows] if self._decoder.is_last else None
-        block = Batch(batch.tokens[rows], batch.positions[rows], [(PROMPT,)] * n_rows, None, batch.wanted[rows])
+        seqs: list[tuple[int, ...]] = [(PROMPT,)] * n_rows
+        parts = batch.tokens[rows], batch.positions[rows], seqs, None, batch.wanted[rows]
+        block = Batch(*parts, adapters=batch.adapters)
         self._decoder.decode(prefill.context, block, None if hidden is None else hidden[rows], wanted, start)
         logits = prefill.logits.of(np.zeros(0, np.bool_) if wanted is None else wanted).copy()
         prefill.settle(int(block.positions[0]), int(block.positions[-1]) + 1)

@@ -57,7 +57,7 @@ def stateful_parts(batch: Batch, exact: bool) -> list[Indices]:
 def part_of(batch: Batch, rows: Indices) -> Batch:
     """These rows, without `hidden`, as a batch of their own, each in its first sequence alone."""
     seqs = [batch.seqs[row][:1] for row in rows]
-    return Batch(batch.tokens[rows], batch.positions[rows], seqs, None, batch.wanted[rows])
+    return Batch(batch.tokens[rows], batch.positions[rows], seqs, None, batch.wanted[rows], adapters=batch.adapters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def pad_to_groups(batch: Batch, hidden: FloatArray | None, wanted: Flags | None,
     rows = np.minimum(np.arange(n_rows + n_added), n_rows - 1)
     positions = np.concatenate([batch.positions, np.arange(n_added, dtype=np.int32)])
     seqs = [*batch.seqs, *[(seq,)] * n_added]
-    padded = Batch(batch.tokens[rows], positions, seqs, None, batch.wanted[rows])
+    padded = Batch(batch.tokens[rows], positions, seqs, None, batch.wanted[rows], adapters=batch.adapters)
     hidden = None if hidden is None else hidden[rows]
     if wanted is None:
         return PaddedBatch(padded, hidden, None, n_added=n_added)
