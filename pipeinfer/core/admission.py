@@ -180,13 +180,16 @@ class Admission:
 
     def ready(self) -> Iterator[ActiveRequest]:
         """Dequeue requests for which there is room; each is opened before the next is asked for. Requests that are to
-        share what another one is about to evaluate, or what stages are reading, are passed over."""
+        share what another one is about to evaluate, or what stages are reading, are passed over, and so are those that
+        would be scored beside another one."""
         for active in list(self.waiting):
             if len(self.active) >= self.n_open:
                 break
             if self.stored and self.stored.is_awaited(active.request):
                 continue
             if (n_rows := self.prefixes.n_saved(active.request)) and self._is_worth_waiting(n_rows):
+                continue
+            if self._is_scoring_beside(active.request):
                 continue
             if self._reads_enough(active.request) or not self._make_room(active.request):
                 break
@@ -217,6 +220,13 @@ class Admission:
         read = [other.spans[-1].end for other in self._open if other.spans and self.target.reads_blocks(other)]
         is_full = sum(read) + request.spans[-1].end > self.target.pool.n_cells
         return len(read) >= self.n_prompts or (bool(read) and is_full)
+
+    def _is_scoring_beside(self, request: Request) -> bool:
+        """Whether this is a prompt to be scored in blocks, and another one is being read: the last stage would hold the
+        logits of a block for each, and one keeps all stages busy."""
+        if not (request.is_scored and self.target.blocks and request.spans):
+            return False
+        return any(other.is_scored and self.target.reads_blocks(other) for other in self._open)
 
     # -- room
 

@@ -168,6 +168,26 @@ def test_the_caches_of_prompts_have_no_more_cells_than_the_cache() -> None:
     assert not full(Request(0, [3] * 60, 4, SamplingParams(), 200)), "it has no blocks"
 
 
+def test_prompts_are_scored_one_after_another_and_others_pass_them() -> None:
+    """Each would have the logits of its blocks in the last stage's memory."""
+    pipeline = ToyPipeline([BlockStage(0, N_LAYERS, True, 999, False)], random.Random(0), late=0.0)
+    options = {"blocks": True, "n_chunk": 64, "n_rows": 64, "cancel": True}
+    engine = toy_engine(pipeline, SequencePool(9, 999, False), None, [], **options)
+    scored = SamplingParams(temp=0.0, n_prompt_logprobs=0)
+    requests = [Request(n, [3 + n] * n_tokens, 1, scored, 300) for n, n_tokens in enumerate((200, 201, 200, 20))]
+    requests.append(Request(4, [9] * 202, 1, SamplingParams(temp=0.0), 300))
+    for request in requests:
+        engine.add(request, Iterative(), RequestMetrics())
+    begun = list[int]()
+    while engine.busy:
+        engine.step()
+        opened = [active.request for active in engine.admission.active.values()]
+        begun += [each.id for each in opened if each.id not in begun]
+        assert sum(each.is_scored and engine.target.reads_blocks(each) for each in opened) <= 1
+    assert begun == [0, 3, 4, 1, 2], "a short prompt has no blocks"
+    assert all(len(each.scores) >= len(each.prompt) - 1 for each in requests[:4])
+
+
 def test_who_is_preempted_goes_on_with_the_same_text() -> None:
     counts = Counts()
     for seed in range(40):

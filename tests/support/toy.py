@@ -186,11 +186,11 @@ def _last(path: dict[int, Any]) -> int:
 
 
 def check_blocks(batch: Batch) -> None:
-    """Rows of a prompt in blocks are whole blocks, in one sequence, and none is wanted."""
+    """A prompt in blocks has whole blocks, in one sequence; none is wanted, or all are where it is scored."""
     if batch.span:
         ends = {int(batch.positions[0]), int(batch.positions[-1]) + 1}
         assert ends <= set(batch.span.edges), f"{batch.positions} cut blocks"
-        assert len(set(batch.seqs)) == 1 and not batch.wanted.any()
+        assert len(set(batch.seqs)) == 1 and batch.wanted.any() == batch.wanted.all()
 
 
 class Reference:
