@@ -27,7 +27,7 @@ WAYS = {"alone": [], "mpirun": launcher(2), "supervised": [*COMMAND, "supervise"
 def test_lines_are_edited_and_each_ctrl_c_stops_an_answer(way: str) -> None:
     with Typist([*WAYS[way], *CHAT, *LONG]) as typist:
         typist.wait_for("> ")
-        for _ in range(5):
+        for _ in range(3):
             typist.type("def\r")
             typist.wait_for("\n")
             time.sleep(0.3)

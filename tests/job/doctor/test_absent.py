@@ -33,13 +33,15 @@ def two(tmp_path: Path) -> Iterator[SshHosts]:
         yield made
 
 
-def start(hosts: SshHosts, *words: str, program: list[str] | None = None) -> subprocess.Popen[str]:
+def start(
+    hosts: SshHosts, *words: str, program: list[str] | None = None, limit: dict[str, str] = LIMIT
+) -> subprocess.Popen[str]:
     """A job with a rank on each, started on node1."""
     hosts_words = ["-hosts", "node1:1,node2:1", "-iface", "eth0"]
     if not BY_MPICH:
         hosts_words = ["--host", "node1:1,node2:1", "--bind-to", "none", "-x", "PYTHONPATH"]
     command = " ".join([str(MPIRUN), *hosts_words, "-np", "2", *(program or COMMAND), *(words or RUN)])
-    environ = environment() | LIMIT | {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}
+    environ = environment() | limit | {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}
     inside, none, pipe = hosts.inside("node1", f"exec {command}"), subprocess.DEVNULL, subprocess.PIPE
     return subprocess.Popen(inside, stdin=none, stdout=pipe, stderr=pipe, text=True, env=environ)
 
@@ -70,9 +72,9 @@ def test_a_rank_that_hangs_is_told_from_one_that_is_not_there(two: SshHosts, tmp
     slow = tmp_path / "slow"
     slow.write_text(SLOW % ("exec sleep 60", " ".join(COMMAND)))
     slow.chmod(0o755)
-    lines = errors(two, start(two, program=[str(slow)]))
+    lines = errors(two, start(two, program=[str(slow)], limit={"PIPEINFER_JOIN_TIMEOUT": "12"}))
     assert lines[1] == "node2: no fault was found; rank 1 runs there"
-    assert lines[2].startswith("rank 1 (host node2) did not join within 20 s") and lines[1] in lines[2]
+    assert lines[2].startswith("rank 1 (host node2) did not join within 12 s") and lines[1] in lines[2]
     assert len(lines) == 3
 
 

@@ -7,10 +7,10 @@ import os
 import random
 import signal
 import stat
-import time
-from collections.abc import Sequence
+import subprocess
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -62,12 +62,30 @@ def test_cells_have_the_same_bits_in_another_stage(name: str, exact: bool, tmp_p
         stage.close()
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2, 3])
-@pytest.mark.parametrize("more", [["--policy", "iterative"], ["--policy", "pipeinfer"], ["--temp", "0"]])
-def test_a_later_job_reads_the_prompt_from_disk(n_ranks: int, more: Sequence[str], tmp_path: Path) -> None:
-    results = [run_json(n_ranks, [*WORDS, *more, *kept]) for kept in ([], disk(tmp_path), disk(tmp_path))]
-    assert len({result["text"] for result in results}) == 1
-    assert [result["timings"]["cache_n"] for result in results] == [0, 0, results[0]["timings"]["prompt_n"] - 1]
+@pytest.fixture(scope="module")
+def plain() -> dict[str, Any]:
+    """By the temperature: what is said without a disk."""
+    return {temp: run_json(1, [*WORDS, "--policy", "iterative", "--temp", temp]) for temp in ("0.8", "0")}
+
+
+@pytest.mark.parametrize(
+    ("n_ranks", "policy", "temp"),
+    [
+        (1, "iterative", "0.8"),
+        (2, "iterative", "0"),
+        (3, "iterative", "0.8"),
+        (1, "pipeinfer", "0"),
+        (2, "pipeinfer", "0.8"),
+        (3, "auto", "0"),
+    ],
+)
+def test_a_later_job_reads_the_prompt_from_disk(
+    n_ranks: int, policy: str, temp: str, plain: dict[str, Any], tmp_path: Path
+) -> None:
+    words, alone = [*WORDS, "--policy", policy, "--temp", temp, *disk(tmp_path)], plain[temp]
+    results = [run_json(n_ranks, words) for _ in range(2)]
+    assert [result["text"] for result in results] == [alone["text"]] * 2
+    assert [result["timings"]["cache_n"] for result in (alone, *results)] == [0, 0, alone["timings"]["prompt_n"] - 1]
     for path in tmp_path.rglob("*"):
         assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
 
@@ -84,7 +102,7 @@ def test_no_file_of_another_split_or_model_is_used(tmp_path: Path) -> None:
 
 
 def test_files_take_no_more_than_the_size(tmp_path: Path) -> None:
-    for seed in range(4):
+    for seed in range(3):
         run_json(2, [*ALONE[:-1], f"{seed} {PROMPT}", *disk(tmp_path, "1M")])
         for rank in tmp_path.iterdir():
             assert 0 < sum(path.stat().st_size for path in files_of(rank)) <= 1_000_000
@@ -104,33 +122,36 @@ def test_models_whose_cells_are_not_kept_say_so(tmp_path: Path) -> None:
         assert line in finish(1, ["run", *WORDS, "-n", "1", *arguments]).stderr
 
 
-@pytest.mark.parametrize("n_ranks", [1, 3])
-def test_a_conversation_goes_on_after_a_restart(n_ranks: int, tmp_path: Path) -> None:
-    words, texts = ["-m", str(TARGET), "-md", str(DRAFT), "-c", "2048"], list[list[str]]()
-    cached = list[int]()
-    for kept in ([], disk(tmp_path)):
-        prompt, cached = PROMPT, []
-        texts.append([])
-        for turn in range(3):
-            body = {"prompt": prompt, "max_tokens": 20, "seed": 7, "temperature": 0.8}
-            with Served(n_ranks, [*words, *kept]) as server:
-                answer = server.http.post("/v1/completions", json=body).json()
-            texts[-1].append(answer["choices"][0]["text"])
-            cached.append(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
-            prompt += f"{texts[-1][-1]} {turn} {PROMPT[:200]}"
-    assert texts[0] == texts[1]
-    assert cached[0] == 0 and min(cached[1:]) > 400
+@pytest.mark.parametrize(("n_ranks", "n_turns"), [(1, 3), (3, 2)])
+def test_a_conversation_goes_on_after_a_restart(n_ranks: int, n_turns: int, tmp_path: Path) -> None:
+    words, prompts = ["-m", str(TARGET), "-md", str(DRAFT), "-c", "2048"], [PROMPT]
+
+    def ask(server: Served, prompt: str) -> tuple[str, int]:
+        body = {"prompt": prompt, "max_tokens": 20, "seed": 7, "temperature": 0.8}
+        answer = server.http.post("/v1/completions", json=body).json()
+        return answer["choices"][0]["text"], answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    found = list[tuple[str, int]]()
+    for turn in range(n_turns):
+        with Served(n_ranks, [*words, *disk(tmp_path)]) as server:
+            found.append(ask(server, prompts[-1]))
+        prompts.append(f"{prompts[-1]}{found[-1][0]} {turn} {PROMPT[:200]}")
+    assert found[0][1] == 0 and min(n_cached for _, n_cached in found[1:]) > 400
+    with Served(n_ranks, words) as server:
+        assert [ask(server, prompt)[0] for prompt in prompts[:-1]] == [text for text, _ in found]
 
 
-def test_a_kill_while_blocks_are_written_harms_no_text(tmp_path: Path) -> None:
+@pytest.mark.parametrize("n_kills", [2, pytest.param(10, marks=pytest.mark.long)])
+def test_a_kill_while_blocks_are_written_harms_no_text(n_kills: int, plain: dict[str, Any], tmp_path: Path) -> None:
     """Of any rank, at any moment: the next job says the same, and leaves no file that it does not use."""
-    rng, plain = random.Random(3), run_json(2, WORDS)["text"]
-    for _ in range(4):
-        job = start(2, ["run", "--json", *WORDS, *disk(tmp_path)], start_new_session=True)
-        time.sleep(rng.uniform(0.5, 4.5))
+    rng, words = random.Random(3), [*WORDS, "--temp", "0.8", *disk(tmp_path)]
+    for _ in range(n_kills):
+        job = start(2, ["run", "--json", *words], start_new_session=True)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.wait(timeout=rng.uniform(0.3, 2.5))
         for pid in descendants(job.pid)[-1:]:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         job.communicate(timeout=60)
-        assert run_json(2, [*WORDS, *disk(tmp_path)])["text"] == plain
+        assert run_json(2, words)["text"] == plain["0.8"]["text"]
         assert not list(tmp_path.rglob("*.new"))
