@@ -17,6 +17,9 @@ export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM ?= 1
 export PRTE_MCA_rmaps_default_mapping_policy ?= :oversubscribe
 export PRTE_MCA_hwloc_default_binding_policy ?= none
 
+# Where Python is told to write no bytecode, each process of the tests would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 BIN := .venv/bin
 METADATA := setup.cfg setup.py pyproject.toml pipeinfer/__init__.py pipeinfer/models/llama/eval_callback.c
 LIBGGML_RPC := .venv/lib/python3*/site-packages/llama_cpp/lib/libggml-rpc.*

@@ -26,6 +26,7 @@ from pipeinfer.models.drafts.model_drafter import ModelDrafter
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import Auto, FlowSpec, Iterative, PipeDec, PipeInfer, PipeSpec, Speculative
 from tests.support.audit import audit_engine, audit_pool, emitted
+from tests.support.cases import cases
 from tests.support.toy import (
     N_LAYERS,
     N_VOCAB,
@@ -135,7 +136,7 @@ def run_case(seed: int, n_predict: int = 40) -> int:
     return n_trees
 
 
-@pytest.mark.parametrize("block", range(10))
+@pytest.mark.parametrize("block", cases(1, 10))
 def test_any_tree_split_order_and_cancellation_gives_the_targets_text(block: int) -> None:
     n_trees = sum(run_case(seed) for seed in range(block * 100, block * 100 + 100))
     assert n_trees > 1000
@@ -164,7 +165,7 @@ def test_samplers_that_look_back_or_toss_a_coin_give_one_text(n_stages: int, tem
         assert request.tokens == [*prompt, *expected], policy
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", cases(10, 40))
 def test_prompts_in_blocks(seed: int) -> None:
     """Long and short prompts, two at a time, in chunks of any size: the toy stage looks at every block."""
     rng = random.Random(seed)
@@ -196,20 +197,21 @@ def test_prompts_in_blocks(seed: int) -> None:
     assert pool.n_free == 8
 
 
+@pytest.mark.parametrize("n", [600, pytest.param(2_000, marks=pytest.mark.long)])
 @pytest.mark.parametrize("parked", [False, True])
-def test_a_long_generation_leaks_nothing(parked: bool) -> None:
-    """2 000 tokens with few cells to spare: removed cells are won back again and again, and all ends in order."""
+def test_a_long_generation_leaks_nothing(parked: bool, n: int) -> None:
+    """So many tokens with few cells to spare: removed cells are won back again and again, and all ends in order."""
     rng, reference, params = random.Random(3), Reference(N_LAYERS), SamplingParams(temp=0.0)
-    pipeline = toy_pipeline(rng, 3, 2_100, parked)
-    pool = SequencePool(8, 2_100, parked)
+    pipeline = toy_pipeline(rng, 3, n + 100, parked)
+    pool = SequencePool(8, n + 100, parked)
     engine = toy_engine(pipeline, pool, OracleDrafter(reference, 0.6))
-    request = Request(0, [5], 20_000, params, 2_001)
+    request = Request(0, [5], 20_000, params, n + 1)
     engine.add(request, PipeInfer(microbatch=2))
     n_nodes = 0
     for _ in emitted(engine):
         n_nodes = max(n_nodes, len(request.tree.nodes))
-    assert request.finish is Finish.CONTEXT and request.n_generated == 2_000
-    assert request.tokens[-50:] == reference.generate([5], 2_000, params)[-50:]
+    assert request.finish is Finish.CONTEXT and request.n_generated == n
+    assert request.tokens[-50:] == reference.generate([5], n, params)[-50:]
     assert pool.n_free == 8 and n_nodes < 100 and not any(pipeline.queues)
 
 
@@ -319,10 +321,11 @@ def plain_toy(token: int, n: int) -> list[int]:
     return tokens[1:]
 
 
+@pytest.mark.parametrize("n", [2_000, pytest.param(10_000, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("parked", "n_spare"), [(False, 0), (True, 6)])
-def test_ten_thousand_tokens_end_with_the_context_and_leak_nothing(parked: bool, n_spare: int) -> None:
+def test_thousands_of_tokens_end_with_the_context_and_leak_nothing(parked: bool, n_spare: int, n: int) -> None:
     """Five sequences and no or few cells more than context, for the target and for the draft, a model too."""
-    n_ctx, n_seq, rng = 10_001, 5, random.Random(3)
+    n_ctx, n_seq, rng = n + 1, 5, random.Random(3)
     n_cells = n_ctx + n_spare
     stages = [QuickStage(first, last, n_cells, parked) for first, last in ((0, 1), (1, 3), (3, N_LAYERS))]
     pipeline = ToyPipeline(stages, rng)
@@ -337,11 +340,11 @@ def test_ten_thousand_tokens_end_with_the_context_and_leak_nothing(parked: bool,
         n_nodes = max(n_nodes, len(request.tree.nodes))
         if index % 100 == 0:
             audit_engine(engine)
-    assert request.finish is Finish.CONTEXT and request.n_generated == 10_000
-    assert request.tokens == [5, *plain_toy(5, 10_000)]
-    assert metrics.n_matched > 2_000 and metrics.n_cancelled > 1_000, "hardly any speculation"
+    assert request.finish is Finish.CONTEXT and request.n_generated == n
+    assert request.tokens == [5, *plain_toy(5, n)]
+    assert metrics.n_matched > n / 5 and metrics.n_cancelled > n / 10, "hardly any speculation"
     assert n_nodes < 100
-    assert stages[0].n_packed > 5 or not parked, "the parked cells were never won back"
+    assert stages[0].n_packed > n // 2_000 or not parked, "the parked cells were never won back"
     audit_engine(engine)
     for every in (pool, draft_pool):
         audit_pool(every, {})
@@ -374,8 +377,9 @@ def test_the_root_may_move_while_the_draft_catches_up() -> None:
         assert request.tokens == [5, *plain_toy(5, 60)]
 
 
-def test_concurrent_requests_do_not_mix() -> None:
-    for seed in range(60):
+@pytest.mark.parametrize("block", cases(1, 4))
+def test_concurrent_requests_do_not_mix(block: int) -> None:
+    for seed in range(15 * block, 15 * block + 15):
         rng = random.Random(seed)
         reference = Reference(N_LAYERS)
         pipeline = toy_pipeline(rng, 3, 10_000, parked=False)

@@ -21,6 +21,7 @@ from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import PipeInfer, PipeSpec, Speculative
 from tests.core.test_engine import N_LAYERS, random_drafter, random_policy, toy_engine, toy_pipeline
 from tests.support.audit import audit_engine, audit_tree, emitted
+from tests.support.cases import cases
 from tests.support.toy import N_VOCAB, NoisyStage, OracleDrafter, Reference, ToyDraftPipeline
 
 
@@ -74,7 +75,7 @@ def run_case(
     return n_refined
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", cases(1, 4))
 def test_whatever_larger_drafts_say_the_text_is_the_targets(block: int) -> None:
     n_refined = sum(run_case(seed) for seed in range(block * 50, block * 50 + 50))
     assert n_refined > 500

@@ -24,7 +24,7 @@ from pipeinfer.virtual.drafts import SimDrafter, SimDraftLevel
 from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
 from tests.support.audit import audit_engine
 
-N_CASES = 60
+N_CASES = 20
 """Cases of a block; `tests/long` runs thousands."""
 
 

@@ -16,6 +16,7 @@ from pipeinfer.core.tree import Node
 from pipeinfer.job.options.options import Speculation
 from pipeinfer.policies import Speculative
 from tests.support.audit import audit_pool
+from tests.support.cases import cases
 
 N_TOKENS, N_CELLS, N_PREDICT = 5, 400, 30
 
@@ -153,7 +154,7 @@ def text_to(request: Request, node: Node) -> list[int]:
     return [*request.tokens, *reversed(below)]
 
 
-@pytest.mark.parametrize("block", range(4))
+@pytest.mark.parametrize("block", cases(1, 4))
 def test_a_row_finds_the_state_of_the_row_before_it(block: int) -> None:
     cases = [Case(seed) for seed in range(500 * block, 500 * block + 500)]
     for case in cases:

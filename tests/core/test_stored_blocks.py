@@ -21,6 +21,7 @@ from tests.core.test_engine import random_policy, toy_engine
 from tests.core.test_kept_prefixes import BlockStage, Chat, Counted, check, next_request, some_drafter
 from tests.core.test_levels import draft_levels
 from tests.support.audit import audit_engine
+from tests.support.cases import cases
 from tests.support.toy import N_LAYERS, Reference, ToyPipeline
 
 N_CTX = 400
@@ -122,7 +123,7 @@ def run_case(seed: int, folder: Path) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-@pytest.mark.parametrize("block", range(8))
+@pytest.mark.parametrize("block", cases(2, 8))
 def test_what_is_read_back_changes_no_text(block: int, tmp_path: Path) -> None:
     counts = [run_case(seed, tmp_path / str(seed)) for seed in range(block * 10, block * 10 + 10)]
     assert sum(n_kept for n_kept, _ in counts) > 0.3 * sum(n_prompt for _, n_prompt in counts)

@@ -21,6 +21,7 @@ from pipeinfer.job.planning.deploy import DoesNotFit, deploy
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.policies import POLICIES
+from tests.support.cases import cases
 from tests.support.jobs import finish, run_json
 from tests.support.planned import options_of
 
@@ -78,7 +79,7 @@ def written(plan: JobPlan, folder: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("seed", range(300))
+@pytest.mark.parametrize("seed", cases(100, 300))
 def test_a_job_by_a_plan_is_that_plan(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)
     hosts = random_hosts(rng)
@@ -98,14 +99,14 @@ def test_a_job_by_a_plan_is_that_plan(seed: int, tmp_path: Path) -> None:
 def test_most_of_them_have_a_plan() -> None:
     """Else the test above says little."""
     n_plans = 0
-    for seed in range(300):
+    for seed in range(100):
         rng = random.Random(seed)
         hosts = random_hosts(rng)
         try:
             n_plans += bool(deploy(random_options(rng, len(hosts)), hosts, INFO, 512, 100))
         except UserError:
             continue
-    assert n_plans > 150
+    assert n_plans > 50
 
 
 HERE = [Host(name, frozenset(range(4)), 4, repacked=((Q8_0, 32, "x"),)) for name in ("a", "b")]
