@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+from bisect import bisect_left
+from functools import cache
 
 import pytest
 
@@ -24,7 +26,7 @@ N_READ = 40  # bytes of text, after which a rank is lost
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     shape = Shape(n_layer=16, n_embd=1024, n_head=16, n_head_kv=16, n_ff=4096)
     model = write_model(tmp_path_factory.mktemp("model") / "model.gguf", shape, "Q4_0")
-    settings = "-md none -p the -n 300 -c 512 --temp 0 --ignore-eos -t 1"
+    settings = "-md none -p the -n 100 -c 512 --temp 0 --ignore-eos -t 1"
     return ["run", "-m", str(model), *settings.split(), "--slice-cache", str(model.parent / "slices")]
 
 
@@ -36,17 +38,20 @@ def limits(words: list[str]) -> tuple[int, int, str]:
 
 
 def _limits(group: MemoryGroup, words: list[str]) -> tuple[int, int, str]:
-    least = 0
-    for limit in range(300 * MIB, 1200 * MIB, 20 * MIB):
+    steps = range(300 * MIB, 1200 * MIB, 20 * MIB)
+
+    @cache
+    def repacks(limit: int) -> int:
+        """-1: it does not fit; 0: it fits as it is in the file; 1: repacked too."""
         group.limit(limit)
         done = group.finish(2, [*words, "-n", "1"])
-        if done.returncode == 0 and "no memory to repack" in done.stderr:
-            least = least or limit
-        elif done.returncode == 0:
-            assert least, "the file's own layout never fitted alone"
-            assert limit - least > 2 * SUPERVISOR_BYTES, "the two layouts need about as much"
-            return limit + SUPERVISOR_BYTES, least + SUPERVISOR_BYTES, group.finish(2, words).stdout
-    raise AssertionError(done.stderr)
+        return -1 if done.returncode else int("no memory to repack" not in done.stderr)
+
+    least, enough = (steps[bisect_left(steps, wanted, key=repacks)] for wanted in (0, 1))
+    assert repacks(least) == 0, "the file's own layout never fitted alone"
+    assert enough - least > 2 * SUPERVISOR_BYTES, "the two layouts need about as much"
+    group.limit(enough)
+    return enough + SUPERVISOR_BYTES, least + SUPERVISOR_BYTES, group.finish(2, words).stdout
 
 
 def strike(group: MemoryGroup, words: list[str], enough: int, short: int) -> tuple[int, str, str]:
