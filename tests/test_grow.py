@@ -9,8 +9,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
-from experiments.grow import grow, scaled, search_noise
+from experiments.grow import grow, main, scaled, search_noise
 from pipeinfer.errors import UserError
 from pipeinfer.job.inspect.pair_report import acceptance
 from pipeinfer.models.gguf.model_info import read_model_info
@@ -128,6 +129,6 @@ def test_bad_input_is_refused(tmp_path: Path, arguments: list[str], words: str) 
     write_model(tmp_path / "model.gguf", Shape(n_layer=2))
     before = (tmp_path / "model.gguf").read_bytes()
     paths = ["-m", str(tmp_path / "model.gguf"), "-o", str(tmp_path / "grown.gguf")]
-    done = command(*paths, *(part.format(folder=tmp_path) for part in arguments))
-    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
+    done = CliRunner().invoke(main, [*paths, *(part.format(folder=tmp_path) for part in arguments)])
+    assert done.exit_code == 2 and words in done.stderr and "Traceback" not in done.stderr, done.stderr
     assert (tmp_path / "model.gguf").read_bytes() == before

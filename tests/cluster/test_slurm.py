@@ -122,10 +122,7 @@ def test_a_stopped_job_keeps_its_text(slurm: Slurm, how: str) -> None:
     wait_until_empty(slurm)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [(["--policy", "magic"], "magic"), (["-m", "none.gguf"], "none.gguf"), (["-n", "9000"], "9000")],
-)
+@pytest.mark.parametrize(("arguments", "words"), [(["--policy", "magic"], "magic"), (["-m", "none.gguf"], "none.gguf")])
 def test_bad_input_is_one_line(slurm: Slurm, arguments: list[str], words: str) -> None:
     job = slurm.finish(*SRUN, *COMMAND, "run", "-p", "x", *arguments, environ=PACKAGE)
     assert job.returncode == 2 and job.stdout == "", job.stderr

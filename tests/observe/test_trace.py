@@ -17,6 +17,7 @@ from matplotlib import pyplot as plt
 from pipeinfer.cli.simulate import simulate_command
 from pipeinfer.errors import UserError
 from pipeinfer.observe.trace import Arrow, TraceSpan, write_chrome_trace
+from plot import write_timelines
 from plots.timeline import Trace, draw_timelines, paint, window
 from tests.support.jobs import ROOT, run_json
 
@@ -155,9 +156,17 @@ def test_a_bad_trace_is_one_line(tmp_path: Path, content: str | None, words: str
     path = tmp_path / "trace.json"
     if content is not None:
         path.write_text(content, encoding="latin-1")
-    done = plot(path)
-    assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
-    assert len(done.stderr) < 400
+    with pytest.raises((UserError, OSError)) as caught:
+        write_timelines([path], tmp_path, None, None)
+    said = str(caught.value)
+    assert words in said and "\n" not in said and len(said) < 400
+
+
+def test_what_cannot_be_drawn_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    (tmp_path / "trace.json").write_text("{}")
+    for name, words in (("trace.json", "not a trace"), ("none.json", "none.json: No such file")):
+        done = plot(tmp_path / name)
+        assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 
 def test_arrows_and_moments(tmp_path: Path) -> None:

@@ -429,7 +429,7 @@ def test_what_is_in_no_file_is_not_said_to_be_kept(pair: list[str]) -> None:
 
 def interrupted(n_ranks: int, words: list[str]) -> tuple[int, str, str]:
     """A sweep that got Ctrl-C after its second generation: exit code, output, errors."""
-    job = start(n_ranks, ["bench", *words, "-p", "16", "-n", "64", "-r", "5000"])
+    job = start(n_ranks, ["bench", *words, "-p", "16", "-n", "64", "-r", "300"])
     assert job.stderr
     while "[2]" not in job.stderr.readline():
         assert job.poll() is None
