@@ -1,5 +1,5 @@
-"""Programs and packages that are installed beside this Python; Python child processes: their command line, and the side
-of a child that answers within limits. Knows no model and no MPI."""
+"""Programs and packages that are installed beside this Python; other processes; Python child processes: their command
+line, and the side of a child that answers within limits. Knows no model and no MPI."""
 
 import subprocess
 import sys
@@ -44,6 +44,14 @@ def package_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
+
+
+def process_stat(pid: int) -> list[str]:
+    """The fields of /proc/PID/stat from the state on; none if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return []
 
 
 def answer_within(module: str, cpu_s: str, n_bytes: str) -> None:

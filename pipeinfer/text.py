@@ -31,6 +31,11 @@ def milliseconds(value_s: float) -> str:
     return "-" if math.isnan(value_s) else f"{1e3 * value_s:.1f} ms"
 
 
+def shortened(text: str, n_most: int = 60) -> str:
+    """Its first `n_most` characters, and a mark if there are more."""
+    return text if len(text) <= n_most else f"{text[:n_most]}…"
+
+
 def or_dash(value: object) -> str:
     return "-" if value is None else str(value)
 

@@ -16,6 +16,7 @@ from typing import Any
 from pipeinfer.errors import UserError
 from pipeinfer.observe.columns import COLUMNS, LOAD_COLUMNS, Column, Record
 from pipeinfer.outputs import check_writable, write_error
+from pipeinfer.text import shortened
 
 MAX_CELL = 1 << 16
 Line = tuple[int, list[str]]  # the number of a row's line, from 1 on, and its cells
@@ -182,11 +183,9 @@ def value_of(path: Path, number: int, column: Column, cell: str) -> Any:
             return tuple(number_of(column, part) for part in cell.split(",") if part)
         return number_of(column, cell) if cell else math.nan
     except ValueError:
-        shown = cell if len(cell) <= 40 else f"{cell[:40]}…"
         kind = "an integer" if column.kind.startswith("integer") else "a number"
-        raise UserError(
-            f"{path}, line {number}: {column.name} is {shown!r}, {kind} from 0 on is wanted; delete that line"
-        ) from None
+        wrong = f"{path}, line {number}: {column.name} is {shortened(cell, 40)!r}"
+        raise UserError(f"{wrong}, {kind} from 0 on is wanted; delete that line") from None
 
 
 def number_of(column: Column, text: str) -> float:

@@ -11,10 +11,10 @@ from typing import Any
 from pipeinfer.cluster.assignment import Sizes
 from pipeinfer.core.run_cost import interpolate
 from pipeinfer.errors import UserError
+from pipeinfer.text import shortened
 from pipeinfer.virtual.costs import MANY_ROWS
 
 LEAST, MOST = 1e-9, 1e12  # beyond any machine in any of the units, and no sum or product of them overflows
-MAX_SHOWN = 80
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class TomlTable:
 
 def _shown(value: object) -> str:
     text = repr(value) if not isinstance(value, int) or abs(value) < MOST else f"{'-' * (value < 0)}{MOST:g} and more"
-    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"
+    return shortened(text, 80)
 
 
 GUESSES_MAX = 32  # rows of a run of guesses; more are a chunk of a prompt

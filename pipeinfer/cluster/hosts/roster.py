@@ -14,11 +14,11 @@ import pipeinfer
 from pipeinfer.child import python_command
 from pipeinfer.cluster.watch.rendezvous import own_location
 from pipeinfer.errors import UserError
+from pipeinfer.text import shortened
 
 RankInfo = tuple[str, str, str, dict[str, str]]
 """(version, host, location, settings by name): plain types, which another version of this program can unpickle."""
 
-SHOWN = 60
 COMMAND = "the command"  # the name of the entry with the settings' type, which differs between commands
 
 
@@ -81,7 +81,7 @@ def check_alike(infos: Sequence[RankInfo]) -> None:
 
 
 def _shown(text: str | None) -> str:
-    return "nothing" if text is None else text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+    return "nothing" if text is None else shortened(text)
 
 
 def library_name(text: str) -> str:

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from pipeinfer.child import process_stat
 from pipeinfer.cluster.hosts.launch import rank_from_environment, size_from_environment
 from pipeinfer.cluster.watch.protocol import write_line
 
@@ -69,7 +70,7 @@ class Process:
 
     def _status(self) -> int | None:
         """Its wait status: from /proc until its parent has reaped it, then from the pidfd."""
-        fields = _stat(self.pid)
+        fields = process_stat(self.pid)
         if fields and fields[0] in "ZX" and self.pid:
             return int(fields[49])
         with contextlib.suppress(OSError):
@@ -136,15 +137,8 @@ def launcher_of(pid: int) -> tuple[list[str], Path]:
 
 def _parent(pid: int) -> int:
     """0 of a process that has ended."""
-    fields = _stat(pid)
+    fields = process_stat(pid)
     return int(fields[1]) if fields and fields[0] not in "ZX" else 0
-
-
-def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; none if there is no such process."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    return []
 
 
 def _describe(status: int) -> str:

@@ -11,6 +11,7 @@ from pipeinfer.cluster.wire import WireType
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import AUTO_LAYERS, NO_DEVICE
 from pipeinfer.job.options.values import Backend, Parsed
+from pipeinfer.text import shortened
 
 N_SHOWN = 4  # differences in a message
 T = TypeVar("T")
@@ -110,7 +111,7 @@ def _plain(value: Any, where: str) -> Any:
 
 def _text(value: Any) -> str:
     text = json.dumps(value) if isinstance(value, list | dict) else str(value)
-    return text if len(text) <= 40 else f"{text[:40]}…"
+    return shortened(text, 40)
 
 
 def _split(text: str) -> str:

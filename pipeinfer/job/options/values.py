@@ -21,9 +21,9 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS, INT32_MAX, MAX_CTX, MAX_THREADS, NO_DEVICE
 from pipeinfer.models.hub import parse_name
 from pipeinfer.models.torch.params import AUTO, CUDA
+from pipeinfer.text import shortened
 
 NAME_MAX, PATH_MAX = 255, 4095  # Linux's limits of the bytes of a file's name, and of a path
-MAX_SHOWN = 60
 WHOLE = re.compile(r"[+-]?[0-9]{1,40}")
 DECIMAL = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,6})?")
 
@@ -128,8 +128,7 @@ class Numeral(click.ParamType):
                 return super().convert(value, param, ctx)
         except click.BadParameter:
             pass
-        shown = value if len(str(value)) <= MAX_SHOWN else f"{value[:MAX_SHOWN]}…"
-        raise click.BadParameter(f"{shown!r} is not {self.expected}", ctx, param)
+        raise click.BadParameter(f"{shortened(str(value))!r} is not {self.expected}", ctx, param)
 
 
 class Whole(Numeral, click.IntRange):
@@ -187,7 +186,7 @@ class File(TextType):
             self.fail(f"{text!r} is no {self.name}; for one of this name write ./{text}", param, ctx)
         path = Path(text)
         if len(os.fsencode(path)) > PATH_MAX or any(len(os.fsencode(part)) > NAME_MAX for part in path.parts):
-            self.fail(f"{text[:MAX_SHOWN] + '…'!r} is too long for the name of a {self.name}", param, ctx)
+            self.fail(f"{shortened(text)!r} is too long for the name of a {self.name}", param, ctx)
         return path
 
     def split_envvar_value(self, rv: str) -> list[str]:

@@ -18,7 +18,7 @@ import termios
 from pathlib import Path
 from typing import IO, Any, AnyStr, TextIO
 
-from pipeinfer.child import python_command
+from pipeinfer.child import process_stat, python_command
 from pipeinfer.errors import UserError
 
 READER_LEFT = 141  # the exit code that shells give a command that wrote to a closed pipe
@@ -178,10 +178,10 @@ class RawTerminal:
 def launcher_at_terminal() -> int:
     """The launcher that started this process and forwards what a user types; 0 where there is none on this host."""
     pid, launcher = os.getppid(), 0
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, IndexError):
         while Path(f"/proc/{pid}/comm").read_text().startswith(LAUNCHERS):
             launcher = pid if is_terminal(pid, 0) else 0
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            pid = int(process_stat(pid)[1])
     return launcher
 
 
@@ -242,8 +242,5 @@ def _can_go_on(pid: int) -> bool:
 
 def _has_terminal(pid: int) -> bool:
     """Whether a process runs, and in the foreground of its terminal if it has one."""
-    try:
-        state, _, group, _, _, foreground, *_ = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (OSError, ValueError):
-        return False
+    state, _, group, _, _, foreground, *_ = process_stat(pid) or ["X"] * 6
     return state not in "TZX" and foreground in (group, "-1")

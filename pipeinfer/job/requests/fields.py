@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeGuard
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
+from pipeinfer.text import shortened
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -37,8 +38,7 @@ def refuse(what: str) -> NoReturn:
 
 
 def shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    return text if len(text) <= 60 else f"{text[:60]}…"
+    return shortened(json.dumps(value, ensure_ascii=False))
 
 
 def flag(body: Mapping[str, Any], name: str, default: bool) -> bool:

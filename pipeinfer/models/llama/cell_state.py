@@ -144,6 +144,11 @@ def _f16_of_bf16() -> npt.NDArray[np.uint16]:
     return np.clip(values, -largest, largest).astype(np.float16).view(np.uint16)
 
 
+def next_position(library: ModuleType, memory: object, seq: int) -> int:
+    """The position behind the last of a sequence; 0 if it is empty."""
+    return int(library.llama_memory_seq_pos_max(memory, seq)) + 1
+
+
 class Compaction:
     """Of a context whose parked cells are in the sequence `spare`; the next one is empty. `whole`: a sequence has a
     state beside its cells, and can only be moved as a whole.
@@ -167,7 +172,7 @@ class Compaction:
         lib, memory, guard = self._lib, self._memory, self._spare + 1
         lib.llama_memory_seq_rm(memory, self._spare, -1, -1)
         starts = {op.dst: op.last for op in self._shared}
-        ends = sorted((end, seq) for seq in range(self._spare) if (end := self._end(seq)))
+        ends = sorted((end, seq) for seq in range(self._spare) if (end := next_position(self._lib, self._memory, seq)))
         if self._form.window:
             for end, seq in ends:
                 lib.llama_memory_seq_cp(memory, seq, guard, 0, end)
@@ -206,7 +211,3 @@ class Compaction:
     def _restore(self, seq: int, state: StateBytes) -> None:
         if not restore_state(self._lib, self._context, seq, state):
             raise RuntimeError(f"packing the KV cache failed: sequence {seq} cannot be restored; {ggml.last_errors()}")
-
-    def _end(self, seq: int) -> int:
-        """The position behind the last of a sequence; 0 if it is empty."""
-        return int(self._lib.llama_memory_seq_pos_max(self._memory, seq)) + 1

@@ -18,7 +18,14 @@ from pipeinfer.models.gguf.adapter import ScaledAdapter
 from pipeinfer.models.gguf.contents import SourceFile
 from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.llama import ggml
-from pipeinfer.models.llama.cell_state import CacheForm, Compaction, StateBytes, restore_state, save_state
+from pipeinfer.models.llama.cell_state import (
+    CacheForm,
+    Compaction,
+    StateBytes,
+    next_position,
+    restore_state,
+    save_state,
+)
 from pipeinfer.models.llama.decoder import BatchRefused, ContextSize, Decoder, EvaluationStopped, LlamaContext, Logits
 from pipeinfer.models.llama.params import LlamaParams, largest_part
 from pipeinfer.models.llama.prefill import Prefills
@@ -262,7 +269,7 @@ class LlamaStage:
         self._lib.llama_memory_seq_rm(self._memory, self._transfer, -1, -1)
 
     def next_position(self, seq: int) -> int:
-        return int(self._lib.llama_memory_seq_pos_max(self._memory, seq)) + 1
+        return next_position(self._lib, self._memory, seq)
 
     def clear(self) -> None:
         """Forget every sequence: the cache is as after loading."""

@@ -7,10 +7,9 @@ import subprocess
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-from pipeinfer.child import python_command
+from pipeinfer.child import process_stat, python_command
 
 N_TRIES = 2  # attempts, if the process is killed or stopped from outside
 CHECK_EVERY_S = 1.0  # seconds between checks whether the process was stopped
@@ -98,6 +97,4 @@ def _output(process: subprocess.Popen[bytes], data: bytes, end_s: float) -> byte
 
 
 def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    return False
+    return process_stat(pid)[:1] in (["T"], ["t"])
