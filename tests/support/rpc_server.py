@@ -12,6 +12,7 @@ import ctypes
 import os
 import re
 import resource
+import signal
 import socket
 import struct
 import subprocess
@@ -112,6 +113,7 @@ def address_space(pid: int) -> int:
 
 
 def main(port: int, n_devices: int, n_bytes: int) -> None:
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # which Python ignores, and ggml-rpc-server does not
     library = ggml()
     cpu = function(library, "ggml_backend_dev_by_type", ctypes.c_int)(CPU)
     if n_bytes:

@@ -4,10 +4,15 @@ A server serves one client at a time, so a connection that was made stays until 
 """
 
 import ctypes
+import os
 import socket
 import struct
+import subprocess
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 
+from pipeinfer.child import python_command
 from pipeinfer.errors import UserError
 from pipeinfer.models.llama import ggml
 from pipeinfer.models.llama.amx_probe import POINTER, function
@@ -16,7 +21,10 @@ TIMEOUT_S = 5.0
 HELLO = struct.pack("<BQ24x", 14, 24)
 """The first command of a client: its number, and the bytes that follow, which offer no other transport than TCP."""
 
-N_ANSWER = 8 + 28
+N_ANSWER = 28
+ANSWER = struct.pack("<Q", N_ANSWER)
+"""What a server says then, in front of so many bytes, which begin with its protocol's version."""
+
 LOST = (
     "its RPC server {servers} is gone or does not fit ({line}); see what it printed, start it again, of the same "
     "llama.cpp, and then the job"
@@ -39,7 +47,7 @@ def connect(servers: Sequence[str]) -> None:
 
     Raises UserError if this build knows no RPC, or a server does not answer.
     """
-    new = [server for server in servers if server not in _servers]
+    new = [server for server in dict.fromkeys(servers) if server not in _servers]
     if new and not knows_rpc():
         needs = "a llama-cpp-python that was compiled with CMAKE_ARGS=-DGGML_RPC=on"
         raise UserError(f"--rpc {new[0]} needs {needs}; `make llama.cpp` compiles it again")
@@ -48,39 +56,85 @@ def connect(servers: Sequence[str]) -> None:
         if not _servers:
             ggml.explain_aborts(_explain)
         _servers.append(server)
-        _register(server)
+        register(server)
 
 
-def _register(server: str) -> None:
+def register(server: str) -> None:
+    """As `connect` of one that is known to answer; else libllama aborts, or waits for ever."""
     base = ggml.ggml()
     find = function(base, "ggml_backend_reg_get_proc_address", POINTER, ctypes.c_char_p)
     add = ctypes.CFUNCTYPE(POINTER, ctypes.c_char_p)(find(_registered(), b"ggml_backend_rpc_add_server"))
+    before = _open_sockets()
     devices = add(server.encode())
     function(base, "ggml_backend_register", POINTER)(devices)
     first = function(base, "ggml_backend_reg_dev_get", POINTER, ctypes.c_size_t)(devices, 0)
     function(base, "ggml_backend_dev_init", POINTER, POINTER)(first, None)  # is never freed: it holds the connection
+    for number in _open_sockets() - before:
+        with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+            if connection.getpeername()[1] == _address(server)[1]:
+                _end_by_reset(connection, True)
+
+
+def _open_sockets() -> set[int]:
+    """Their file numbers."""
+    found = set()
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # that of the folder itself is closed
+            if path.readlink().name.startswith("socket:"):
+                found.add(int(path.name))
+    return found
+
+
+def _end_by_reset(connection: socket.socket, by_reset: bool) -> None:
+    """How it ends, even by a signal. An answer to a client that has closed its connection ends a server by SIGPIPE, one
+    to a client that has reset it does not."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", by_reset, 0))
 
 
 def _check(server: str) -> None:
-    """Raises UserError if it does not answer in time; libllama would wait for ever."""
+    """Raises UserError if it does not answer in time, or is none of this libllama's, which would wait or abort."""
     try:
-        with _open(server) as connection:
-            connection.sendall(HELLO)
-            answered = bool(connection.recv(N_ANSWER, socket.MSG_WAITALL))
-    except TimeoutError:
-        why = f"does not answer in {TIMEOUT_S:g} s: it serves one client at a time; give each rank a server of its own"
+        connection = socket.create_connection(_address(server), TIMEOUT_S)
     except OSError as error:
         why = f"cannot be reached: {error.strerror or error}; start llama.cpp's ggml-rpc-server there"
-    else:
-        if answered:
-            return
-        why = "closes the connection: it is none of llama.cpp's RPC servers"
-    raise UserError(f"--rpc {server} {why}")
+        raise UserError(f"--rpc {server} {why}") from None
+    with connection, connection.makefile("rb") as answers:
+        _end_by_reset(connection, True)  # a server that has another client reads all this once that one has gone
+        try:
+            connection.sendall(HELLO)
+            answer = answers.read(len(ANSWER) + N_ANSWER)
+        except TimeoutError:
+            busy = "it serves one client at a time; give each rank a server of its own"
+            raise UserError(f"--rpc {server} does not answer in {TIMEOUT_S:g} s: {busy}") from None
+        except OSError:
+            answer = b""
+        if not answer:
+            raise UserError(f"--rpc {server} closes the connection: it is none of llama.cpp's RPC servers")
+        _end_by_reset(connection, False)
+    if not answer.startswith(ANSWER) or not _can_register(server):
+        is_whole = answer.startswith(ANSWER) and len(answer) == len(ANSWER) + N_ANSWER
+        version = f"its protocol is {answer[8]}.{answer[9]}" if is_whole else "it answers otherwise"
+        way_out = f"start the ggml-rpc-server of this version there ({ggml.describe_build()})"
+        raise UserError(f"--rpc {server} is none of this llama.cpp's RPC servers: {version}; {way_out}")
 
 
-def _open(server: str) -> socket.socket:
+def _can_register(server: str) -> bool:
+    """Tried in another process."""
+    command = python_command(
+        "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+        "from pipeinfer.models.llama.rpc import register; register(sys.argv[1])",
+        server,
+    )
+    try:
+        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=ggml.PROBE_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+    return done.returncode == 0
+
+
+def _address(server: str) -> tuple[str, int]:
     host, _, port = server.partition(":")
-    return socket.create_connection((host, int(port)), TIMEOUT_S)
+    return host, int(port)
 
 
 def _explain(line: str) -> str:
@@ -91,7 +145,7 @@ def _explain(line: str) -> str:
 
 def _is_gone(server: str) -> bool:
     try:
-        _open(server).close()
+        socket.create_connection(_address(server), TIMEOUT_S).close()
     except OSError:
         return True
     return False

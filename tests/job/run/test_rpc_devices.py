@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
+import struct
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -217,6 +222,64 @@ def test_a_supervised_job_goes_on_with_the_server_in_its_place() -> None:
         two[1] = two[1].start_again()
         code, rest, errors = job.finish()
     assert (code, begun + rest) == (0, text) and "is gone" in errors and "the job starts again" in errors, errors
+
+
+def test_a_server_outlives_clients_that_are_killed_or_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers a client that was killed meanwhile, then one that did not wait, and then has another."""
+    with servers(1) as [server]:
+        command = [sys.executable, "-c", RUNS, server.endpoint, "0", "9"]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment()
+        ) as child:
+            assert child.stdin and child.stdout and child.stdout.readline() == "begun\n"
+            server.process.send_signal(signal.SIGSTOP)
+            print(file=child.stdin, flush=True)
+            time.sleep(0.5)  # it waits for logits
+            monkeypatch.setattr(rpc, "TIMEOUT_S", 0.2)
+            with pytest.raises(UserError, match="it serves one client at a time"):
+                rpc.connect([server.endpoint])
+            child.kill()
+        server.process.send_signal(signal.SIGCONT)
+        done = finish(1, ["info", *of([server, server])])
+        assert done.returncode == 0 and f"RPC0: {server.endpoint}" in done.stdout, done.stderr
+        assert server.process.poll() is None
+
+
+@contextmanager
+def answers(data: bytes) -> Iterator[str]:
+    """The address of what serves all clients so."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    client, _ = listener.accept()
+                    client.recv(33, socket.MSG_WAITALL)
+                    client.sendall(data)
+                    client.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (b"", "closes the connection: it is none of llama.cpp's RPC servers"),
+        (b"SSH-2.0-OpenSSH_9.2p1\r\n", "none of this llama.cpp's RPC servers: it answers otherwise"),
+        (
+            struct.pack("<Q3B25x", 28, 6, 1, 0),
+            "none of this llama.cpp's RPC servers: its protocol is 6.1; start the ggml-",
+        ),
+        (struct.pack("<Q3B25x", 28, 7, 0, 0), "none of this llama.cpp's RPC servers"),
+        (struct.pack("<Q", 28), "none of this llama.cpp's RPC servers: it answers otherwise"),
+    ],
+)
+def test_other_servers_are_refused(data: bytes, why: str) -> None:
+    """Other programs, other versions, and one that hangs up in the middle."""
+    with answers(data) as server, pytest.raises(UserError, match=why):
+        rpc.connect([server])
 
 
 def test_what_does_not_serve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
