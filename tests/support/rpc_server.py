@@ -1,7 +1,7 @@
 """llama.cpp's RPC servers on this machine: devices without a GPU.
 
-Run as `python -m tests.support.rpc_server PORT N_DEVICES BYTES`: lends the CPU as so many devices, with one thread and,
-if they are not 0, so many bytes.
+Run as `python -m tests.support.rpc_server PORT N_DEVICES BYTES [ADDRESS]`: lends the CPU as so many devices, with one
+thread and, if they are not 0, so many bytes.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def address_space(pid: int) -> int:
     return int(re.findall(r"VmSize:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())[0]) << 10
 
 
-def main(port: int, n_devices: int, n_bytes: int) -> None:
+def main(port: str, n_devices: int, n_bytes: int, address: str = "127.0.0.1") -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # which Python ignores, and ggml-rpc-server does not
     library = ggml()
     cpu = function(library, "ggml_backend_dev_by_type", ctypes.c_int)(CPU)
@@ -122,9 +122,9 @@ def main(port: int, n_devices: int, n_bytes: int) -> None:
     start = function(
         library, "ggml_backend_rpc_start_server", ctypes.c_char_p, ctypes.c_char_p, *[ctypes.c_size_t] * 2, POINTER
     )
-    start(f"127.0.0.1:{port}".encode(), None, 1, n_devices, (ctypes.c_void_p * n_devices)(*[cpu] * n_devices))
+    start(f"{address}:{port}".encode(), None, 1, n_devices, (ctypes.c_void_p * n_devices)(*[cpu] * n_devices))
     os._exit(1)
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])

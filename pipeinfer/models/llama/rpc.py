@@ -25,6 +25,10 @@ N_ANSWER = 28
 ANSWER = struct.pack("<Q", N_ANSWER)
 """What a server says then, in front of so many bytes, which begin with its protocol's version."""
 
+KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_USER_TIMEOUT": 120_000}
+"""Options of libllama's connections, which fail 2 minutes after the other host is lost. Not sooner: data may also wait
+while a server computes."""
+
 LOST = (
     "its RPC server {servers} is gone or does not fit ({line}); see what it printed, start it again, of the same "
     "llama.cpp, and then the job"
@@ -73,6 +77,9 @@ def register(server: str) -> None:
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
             if connection.getpeername()[1] == _address(server)[1]:
                 _end_by_reset(connection, True)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+                for name, value in KEEPALIVE.items():
+                    connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _open_sockets() -> set[int]:

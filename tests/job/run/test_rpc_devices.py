@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
 import socket
 import struct
@@ -32,6 +33,7 @@ from tests.support.architecture_factory import write_random_model
 from tests.support.architecture_models import MODELS
 from tests.support.heads import write_head
 from tests.support.jobs import environment, finish, plain_tokens, run_json, start, until
+from tests.support.namespaces import hosts, missing
 from tests.support.rpc_server import Counter, Server, address_space, needs_rpc, servers
 from tests.support.supervised import Supervised
 
@@ -243,6 +245,41 @@ def test_a_server_outlives_clients_that_are_killed_or_give_up(monkeypatch: pytes
         done = finish(1, ["info", *of([server, server])])
         assert done.returncode == 0 and f"RPC0: {server.endpoint}" in done.stdout, done.stderr
         assert server.process.poll() is None
+
+
+@pytest.mark.skipif(bool(missing(needs_hydra=False)), reason="no namespaces with links here")
+def test_a_server_whose_host_is_lost_is_named() -> None:
+    """While its answer is waited for."""
+    begin = """
+import socket, sys, time
+from pipeinfer.models.llama.rpc import KEEPALIVE
+KEEPALIVE.update(TCP_KEEPIDLE=1, TCP_KEEPINTVL=1, TCP_USER_TIMEOUT=3000)
+while socket.socket().connect_ex((sys.argv[1].split(":")[0], 50052)):
+    time.sleep(0.1)
+"""
+    with hosts(2) as two:
+        address = two.address("node2")
+        serve = [sys.executable, "-m", "tests.support.rpc_server", "50052", "1", "0", address]
+        use = [sys.executable, "-c", begin + RUNS, f"{address}:50052", "0", "9"]
+        there, here = (
+            two.inside(name, f"exec {shlex.join(words)}") for name, words in (("node2", serve), ("node1", use))
+        )
+        pipe = subprocess.PIPE
+        with (
+            subprocess.Popen(there, stdout=subprocess.DEVNULL, env=environment()) as server,
+            subprocess.Popen(here, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment()) as child,
+        ):
+            assert child.stdin and child.stdout and child.stdout.readline() == "begun\n"
+            server.send_signal(signal.SIGSTOP)
+            print(file=child.stdin, flush=True)
+            time.sleep(0.5)
+            two.cut("node2")
+            try:
+                _, errors = child.communicate(timeout=20)
+            finally:
+                child.kill()
+                server.kill()
+    assert f"its RPC server {address}:50052 is gone" in errors
 
 
 @contextmanager
