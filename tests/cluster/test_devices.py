@@ -17,7 +17,7 @@ from pipeinfer.job.options.limits import ALL_LAYERS, NO_DEVICE
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.options.sections import PlacementOptions
 from pipeinfer.job.options.values import Backend
-from pipeinfer.job.placement.devices import plan_devices, rank_options, share_of
+from pipeinfer.job.placement.devices import check_servers, plan_devices, rank_options, share_of
 from pipeinfer.job.planning.plan_table import plan_cells, plan_rows
 from pipeinfer.job.profiling.describe import check_present, describe_host
 from pipeinfer.job.session.result import ExperimentSettings
@@ -199,3 +199,11 @@ def test_a_job_names_the_rank_that_lacks_a_device() -> None:
     (line,) = done.stderr.splitlines()
     assert line.startswith("pipeinfer: rank 1 (host ") and "--device CUDA1 is not there; libllama sees no GPU" in line
     assert finish(1, ["run", "-p", "x", "-n", "2", "-ngl", "all", "--device", "none"]).returncode == 0
+
+
+def test_a_server_serves_one_rank() -> None:
+    """At a loopback address each host has another one."""
+    check_servers([("localhost:1", "a:1"), ("localhost:1",), ()], ["a", "b", "b"])
+    for server, hosts in (("localhost:1", "aa"), ("127.0.0.1:1", "aa"), ("a:1", "ab")):
+        with pytest.raises(UserError, match=f"--rpc {server}: ranks 0 and 1 have it"):
+            check_servers([(server,), (server,)], hosts)

@@ -16,6 +16,7 @@ from pipeinfer.cluster.hosts.launch import is_launched
 from pipeinfer.cluster.hosts.roster import describe_mpi, version_text
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.sections import PlacementOptions, Servers
+from pipeinfer.job.placement.devices import check_servers
 from pipeinfer.models.llama.ggml import describe_build
 from pipeinfer.models.llama.rpc import connect
 from pipeinfer.models.torch.params import load_torch, torch_version
@@ -58,8 +59,15 @@ def info(question: InfoQuestion) -> int:
 def _info_of_ranks(crew: "Crew", question: InfoQuestion) -> int:
     from pipeinfer.cluster.transport import is_gpu_aware  # initialises MPI
 
-    link, servers = crew.link, question.ranks.servers_of(crew.link.rank, crew.link.size)
-    link.agree_all(lambda: connect(servers))
+    link = crew.link
+    hosts = link.all_gather(socket.gethostname())
+
+    def use_servers() -> None:
+        servers = [question.ranks.servers_of(rank, link.size) for rank in range(link.size)]
+        check_servers(servers, hosts)
+        connect(servers[link.rank])
+
+    link.agree_all(use_servers)
     facts = info_facts()
     facts["mpi"]["gpu_aware"] = is_gpu_aware()
     facts_of_ranks = link.all_gather(facts)

@@ -263,7 +263,7 @@ class Parsed(TextType):
 def _gpu_layers(text: str) -> int:
     named = {"all": ALL_LAYERS, "auto": AUTO_LAYERS, "-1": AUTO_LAYERS}
     if text not in named and not (WHOLE.fullmatch(text) and 0 <= int(text) <= INT32_MAX):
-        raise ValueError("is neither a whole number nor all nor auto")
+        raise ValueError("is neither a number of layers, 0 or more, nor all nor auto")
     return named[text] if text in named else int(text)
 
 

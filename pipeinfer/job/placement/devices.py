@@ -183,6 +183,18 @@ def _check_rank(
             raise UserError(f"{flag} {'+'.join(values)}: {none}")
 
 
+def check_servers(servers: Sequence[Sequence[str]], hosts: Sequence[str]) -> None:
+    """Raises UserError for an RPC server that two ranks have. Both: of each rank. A server at a loopback address is
+    another one on each host."""
+    first: dict[tuple[str, str], int] = {}
+    for rank, (of_rank, host) in enumerate(zip(servers, hosts, strict=True)):
+        for server in of_rank:
+            other = first.setdefault((server, host if server.startswith(("localhost:", "127.")) else ""), rank)
+            if other != rank:
+                one = "a server serves one rank at a time; give each rank one of its own, or none"
+                raise UserError(f"--rpc {server}: ranks {other} and {rank} have it, and {one}")
+
+
 def servers_text(servers: tuple[str, ...]) -> str:
     """As on the command line."""
     return "+".join(servers or NO_DEVICE)

@@ -12,7 +12,7 @@ from pipeinfer.disk_cache import user_cache
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import ALL_LAYERS, AUTO, OFF
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.placement.devices import DevicePlan, RankDevices, plan_devices, rank_options
+from pipeinfer.job.placement.devices import DevicePlan, RankDevices, check_servers, plan_devices, rank_options
 from pipeinfer.job.placement.numerics import may_repack
 from pipeinfer.models.gguf.model_info import ModelInfo, part_paths, read_model_info
 from pipeinfer.models.llama.ggml import GPUS, Device, cache_key, has_gpu, llama_devices
@@ -29,6 +29,7 @@ def describe_host(
     """This rank's host with the models that it lacks, its GPUs and their free memory, whether MPI reads that, and the
     types of weights that may be repacked there with exact numerics. Raises UserError for wrong GPUs and servers."""
     placement, by_rank = options.placement, rank_options(options.placement, len(hosts))
+    check_servers([each.servers for each in by_rank], [host.name for host in hosts])
     with named_rank(rank, hosts[rank].name):
         connect(by_rank[rank].servers)
     offloads = has_gpu()

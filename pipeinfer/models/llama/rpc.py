@@ -10,6 +10,7 @@ import struct
 import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from pipeinfer.child import python_command
@@ -118,25 +119,38 @@ def _check(server: str) -> None:
         if not answer:
             raise UserError(f"--rpc {server} closes the connection: it is none of llama.cpp's RPC servers")
         _end_by_reset(connection, False)
-    if not answer.startswith(ANSWER) or not _can_register(server):
-        is_whole = answer.startswith(ANSWER) and len(answer) == len(ANSWER) + N_ANSWER
+    is_whole = answer.startswith(ANSWER) and len(answer) == len(ANSWER) + N_ANSWER
+    if not is_whole or not _accepts(answer):
         version = f"its protocol is {answer[8]}.{answer[9]}" if is_whole else "it answers otherwise"
         way_out = f"start the ggml-rpc-server of this version there ({ggml.describe_build()})"
         raise UserError(f"--rpc {server} is none of this llama.cpp's RPC servers: {version}; {way_out}")
 
 
-def _can_register(server: str) -> bool:
-    """Tried in another process."""
-    command = python_command(
+@cache
+def _accepts(answer: bytes) -> bool:
+    """Whether this libllama takes a server that answers so: tried in another process, where one here says the same."""
+    command = (
         "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
-        "from pipeinfer.models.llama.rpc import register; register(sys.argv[1])",
-        server,
+        "from pipeinfer.models.llama.rpc import register; register(sys.argv[1])"
     )
-    try:
-        done = subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=ggml.PROBE_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode == 0
+    nothing = subprocess.DEVNULL
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.settimeout(ggml.PROBE_TIMEOUT_S)
+        words = python_command(command, f"127.0.0.1:{listener.getsockname()[1]}")
+        with subprocess.Popen(words, stdin=nothing, stdout=nothing, stderr=nothing) as child:
+            try:
+                connection, _ = listener.accept()
+                with connection, connection.makefile("rb") as commands:
+                    connection.settimeout(ggml.PROBE_TIMEOUT_S)
+                    commands.read(len(HELLO))
+                    connection.sendall(answer)
+                    return bool(commands.read(1))  # the next one
+            except TimeoutError:  # the machine is too busy to tell
+                return True
+            except OSError:
+                return False
+            finally:
+                child.kill()
 
 
 def _address(server: str) -> tuple[str, int]:

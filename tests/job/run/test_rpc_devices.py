@@ -282,6 +282,14 @@ while socket.socket().connect_ex((sys.argv[1].split(":")[0], 50052)):
     assert f"its RPC server {address}:50052 is gone" in errors
 
 
+@pytest.mark.parametrize("command", [["run", "-p", "x", *ALL], ["info"]])
+def test_ranks_of_a_host_do_not_share_a_server(one: Server, command: list[str]) -> None:
+    done = finish(3, [*command, "--rpc", f"none,{one.endpoint},{one.endpoint}"])
+    assert done.returncode == 2, done.stderr
+    assert f"--rpc {one.endpoint}: ranks 1 and 2 have it, and a server serves one rank at a time" in done.stderr
+    assert one.process.poll() is None
+
+
 @contextmanager
 def answers(data: bytes) -> Iterator[str]:
     """The address of what serves all clients so."""
@@ -309,7 +317,6 @@ def answers(data: bytes) -> Iterator[str]:
             struct.pack("<Q3B25x", 28, 6, 1, 0),
             "none of this llama.cpp's RPC servers: its protocol is 6.1; start the ggml-",
         ),
-        (struct.pack("<Q3B25x", 28, 7, 0, 0), "none of this llama.cpp's RPC servers"),
         (struct.pack("<Q", 28), "none of this llama.cpp's RPC servers: it answers otherwise"),
     ],
 )
