@@ -85,12 +85,12 @@ def register(server: str) -> None:
 
 def _open_sockets() -> set[int]:
     """Their file numbers."""
-    found = set()
+    numbers = set()
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # that of the folder itself is closed
             if path.readlink().name.startswith("socket:"):
-                found.add(int(path.name))
-    return found
+                numbers.add(int(path.name))
+    return numbers
 
 
 def _end_by_reset(connection: socket.socket, by_reset: bool) -> None:
