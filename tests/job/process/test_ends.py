@@ -113,10 +113,10 @@ def test_ctrl_c_while_the_command_starts(moment_s: float, tmp_path: Path) -> Non
 
 def test_a_lone_process_ends_with_its_terminal_unless_it_shall_not() -> None:
     """MPICH's UCX takes SIGHUP for a wish to see what it knows, and prints it behind the text."""
-    words = [*COMMAND, "run", "-p", "x", "-n", "900", "-c", "1000", "--temp", "0", "--ignore-eos", "-t", "1"]
-    for starter, code in (([], 129), (["nohup"], 0)):
+    words = [*COMMAND, "run", "-p", "x", "-c", "1000", "--temp", "0", "--ignore-eos", "-t", "1", "-n"]
+    for starter, n, code in (([], "900", 129), (["nohup"], "200", 0)):
         job = subprocess.Popen(
-            [*starter, *words],
+            [*starter, *words, n],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
