@@ -273,7 +273,7 @@ def _tokens_a_second(profile: object, policy: Policy, acceptance: float, seed: i
 @pytest.mark.parametrize(
     ("cluster", "acceptance", "others"),
     [
-        (("pipedec-14", "", 0), 0.52, (PipeDec(), PipeInfer())),
+        pytest.param(("pipedec-14", "", 0), 0.52, (PipeDec(), PipeInfer()), marks=pytest.mark.long),
         (("flowspec", "llama2-7b", 0), 0.66, (FlowSpec(), PipeInfer(), PipeDec(layer_width=16))),
         (("pipespec", "llama-70b-1b", 3), 0.3, (PipeDec(), PipeInfer())),
         (("pipeinfer-c", "goliath-xwin7", 8), 0.3, (PipeInfer(), PipeDec(layer_width=2, children=2))),
