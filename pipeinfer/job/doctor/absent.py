@@ -13,7 +13,7 @@ from pipeinfer.job.doctor.findings import NO_JOB, Cluster, Finding, HostReport, 
 from pipeinfer.job.doctor.host_checks import build, mpi, name, program, python, shared_memory, ssh
 from pipeinfer.job.doctor.host_list import NODES, read_host_list
 from pipeinfer.job.doctor.host_session import NoAnswer
-from pipeinfer.job.doctor.inquiry import host_sessions, read_facts, read_libraries
+from pipeinfer.job.doctor.inquiry import facts_command, host_sessions, read_facts, read_libraries
 from pipeinfer.job.doctor.pairs import connect_all
 
 OF_SYSTEM = (name, ssh, python, shared_memory, ports)
@@ -48,7 +48,7 @@ def absent_lines(size: str, names: Sequence[str], launcher: str) -> Iterator[str
         ranks = {report.name: _ranks(report, size) for report in good}
         idle = [report for report in good if not ranks[report.name]]
         if idle:
-            read_facts(looked_at := [reports[names[0]], *idle], NO_JOB)
+            read_facts(looked_at := [reports[names[0]], *idle], facts_command(NO_JOB))
             read_libraries(looked_at)
         for report in good:
             program_faults = errors(OF_PROGRAM, report, cluster) if report in idle else []

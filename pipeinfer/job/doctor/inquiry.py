@@ -36,16 +36,16 @@ AGENT_S = 10.0
 
 @contextmanager
 def host_sessions(
-    hosts: HostList, disk: Path = Path("/"), options: RunOptions | None = None, environ: Mapping[str, str] = os.environ
+    hosts: HostList, disk: Path = Path("/"), facts: Sequence[str] = (), environ: Mapping[str, str] = os.environ
 ) -> Iterator[dict[str, HostReport]]:
-    """`disk`: the folder for slices; `options`: of a job for which facts are read, too; `environ`: the launcher's."""
+    """`disk`: the folder for slices; `facts`: the command that reads them, if they are read, too; `environ`: the
+    launcher's."""
     reports = {name: HostReport(name, name in hosts.here) for name in hosts.names}
-    words = _facts_command(options) if options else []
 
     def look(report: HostReport) -> None:
         _open(report, hosts.launcher, disk, environ)
-        if words:
-            _read_facts(report, words)
+        if facts:
+            _read_facts(report, facts)
 
     try:
         at_once(look, reports.values())
@@ -86,9 +86,9 @@ def _is_of_one_host(address: str) -> bool:
     return number is None or number.is_loopback or number.is_link_local
 
 
-def read_facts(reports: Iterable[HostReport], options: RunOptions) -> None:
-    """Of hosts with this Python. `options`: with files in place of names; read there only by the same version."""
-    at_once(partial(_read_facts, words=_facts_command(options)), reports)
+def read_facts(reports: Iterable[HostReport], command: Sequence[str]) -> None:
+    """Of hosts with this Python."""
+    at_once(partial(_read_facts, words=command), reports)
 
 
 def read_libraries(reports: Iterable[HostReport]) -> None:
@@ -98,7 +98,8 @@ def read_libraries(reports: Iterable[HostReport]) -> None:
     at_once(lambda report: _run(report, words, FACTS_S, FACTS_S, lambda fact: report.facts.update([fact])), present)
 
 
-def _facts_command(options: RunOptions) -> Sequence[str]:
+def facts_command(options: RunOptions) -> Sequence[str]:
+    """`options`: of a job, with files in place of names; read there only by the same version."""
     arguments = version_text(), b64encode(pickle.dumps(options)).decode()
     return python_command("from pipeinfer.job.inspect.host_facts import main; main()", *arguments)
 

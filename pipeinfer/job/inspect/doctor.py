@@ -19,7 +19,7 @@ from pipeinfer.job.doctor.findings import Check, Cluster, Finding, Severity
 from pipeinfer.job.doctor.host_checks import HOST_CHECKS
 from pipeinfer.job.doctor.host_list import LAUNCHERS, full_words, program_words, read_host_list
 from pipeinfer.job.doctor.host_session import one_connection
-from pipeinfer.job.doctor.inquiry import host_sessions, read_hashes, read_libraries
+from pipeinfer.job.doctor.inquiry import facts_command, host_sessions, read_hashes, read_libraries
 from pipeinfer.job.doctor.pairs import BRIEF_S, FULL_S, connect_all, measure_again, measure_all, measure_others
 from pipeinfer.job.doctor.ring import run_ring
 from pipeinfer.job.inspect.host_facts import host_of
@@ -69,7 +69,8 @@ def doctor(options: RunOptions, request: DoctorRequest) -> int:
     options = replace(options, models=models)
     report = _Report(options.output.json)
     disk = options.models.slice_cache or SLICES
-    with one_connection(hosts.launcher) as environ, host_sessions(hosts, disk, options, environ) as reports:
+    facts = facts_command(options)
+    with one_connection(hosts.launcher) as environ, host_sessions(hosts, disk, facts, environ) as reports:
         cluster = Cluster(hosts, options, reports, request.bandwidth)
         sessions = {name: each.session for name, each in reports.items() if each.session}
         addresses = {name: each.address for name, each in reports.items()}
