@@ -43,16 +43,27 @@ class Likely(NamedTuple):
     logprob: float
 
 
+class Comparison(NamedTuple):
+    """Of a model with a base, in what they foretell at one token of a text."""
+
+    divergence: float  # Kullback and Leibler's, of the model's probabilities from the base's, in nats
+    base_logprob: float  # of the text's token
+    same_top: bool  # both have the same likeliest token
+
+
 class ScoredToken(int):
     """A chosen token with its log-probability and the most likely tokens, in order. It is an int, so that it passes
-    from the last stage through the tree like any other token."""
+    from the last stage through the tree like any other token. `comparison`: with a base, if there is one."""
 
     logprob: float
     top: tuple[Likely, ...]
+    comparison: Comparison | None
 
-    def __new__(cls, token: int, logprob: float, top: Sequence[Likely]) -> "ScoredToken":
+    def __new__(
+        cls, token: int, logprob: float, top: Sequence[Likely], comparison: Comparison | None = None
+    ) -> "ScoredToken":
         scored = super().__new__(cls, token)
-        scored.logprob, scored.top = logprob, tuple(top)
+        scored.logprob, scored.top, scored.comparison = logprob, tuple(top), comparison
         return scored
 
 
@@ -87,7 +98,8 @@ def encode_verdict(verdict: Verdict | GuessVerdict) -> Buffer:
     else:
         numbers = list(map(len, verdict.guesses))
         guesses = [(guess.token, guess.probability) for of_row in verdict.guesses for guess in of_row]
-    scored = {row: (token.logprob, token.top) for row, token in enumerate(numbers) if isinstance(token, ScoredToken)}
+    tokens = {row: token for row, token in enumerate(numbers) if isinstance(token, ScoredToken)}
+    scored = {row: (token.logprob, token.top, token.comparison) for row, token in tokens.items()}
     scores = pickle.dumps(scored, protocol=3) if scored else b""
     n_more = len(guesses) or len(scores)
     header = verdict.run_id, verdict.cancelled, n_features, microseconds(verdict.slowest_s), len(numbers), n_more
@@ -102,8 +114,8 @@ def decode_verdict(message: Buffer) -> Verdict:
     if n_features:
         features = read_activations(message[verdict_bytes(n_rows) : end], n_features, WireType.BF16)
     if n_score_bytes:
-        for row, (logprob, top) in pickle.loads(message[end:].data).items():
-            tokens[row] = ScoredToken(tokens[row], logprob, top)
+        for row, values in pickle.loads(message[end:].data).items():
+            tokens[row] = ScoredToken(tokens[row], *values)
     return Verdict(run_id, tuple(tokens), bool(cancelled), 1e-6 * us, features)
 
 

@@ -51,7 +51,8 @@ class SamplingParams:
     `grammar`: what the output must match, in llama.cpp's form (GBNF) or as a JSON schema; empty: anything.
     `sampler_order`: names of samplers, joined by semicolons, where it is not llama.cpp's (`order_text`).
     `n_logprobs`: the number of likeliest tokens whose log-probabilities are wanted, with that of the chosen one; below
-    0: none. `n_prompt_logprobs`: the same of the prompt's tokens, all but the first."""
+    0: none. `n_prompt_logprobs`: the same of the prompt's tokens, all but the first.
+    `base_chunk`: what scores of the prompt are compared with, as the stages write it; empty: nothing."""
 
     heading = "Sampling"
     seed: int = setting(-1, "--seed", "-s", help="-1: a random one.", least=-1, most=2**32 - 1)
@@ -87,6 +88,7 @@ class SamplingParams:
     ends_from: int = 0
     logit_bias: str = ""
     grammar: str = ""
+    base_chunk: str = ""
     n_logprobs: int = -1
     n_prompt_logprobs: int = -1
 

@@ -1,15 +1,19 @@
-"""Rank 0's part of `pipeinfer perplexity`: chunks of a text as requests whose prompts are scored."""
+"""Rank 0's part of `pipeinfer perplexity`: chunks of a text as requests whose prompts are scored, and compared."""
 
 import math
 from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
+
 from pipeinfer import __version__
 from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.stages.log_prob_file import OPTION, LogProbFile, chunk_text, create
+from pipeinfer.cluster.verdicts import Comparison, ScoredToken
 from pipeinfer.errors import StopRequested, UserError
 from pipeinfer.job.launch import Context
 from pipeinfer.job.options.options import RunOptions
@@ -21,50 +25,92 @@ from pipeinfer.job.process.streams import complain
 from pipeinfer.job.requests.request import GenerationRequest, read_text
 from pipeinfer.job.session.result import describe_model
 from pipeinfer.job.session.session import Output, open_session
+from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.report import stderr_console
+from pipeinfer.outputs import check_writable
 from pipeinfer.text import json_text
 
 LEAST_CHUNK = 4
+GEOMETRIC = ("base_perplexity", "ratio")  # means of logarithms
+TABLE = """Mean PPL(Q)                   : {perplexity:10.6f} ± {error:10.6f}
+Mean PPL(base)                : {base_perplexity:10.6f} ± {base_perplexity_error:10.6f}
+Mean PPL(Q)/PPL(base)         : {ratio:10.6f} ± {ratio_error:10.6f}
+Mean    KLD: {divergence:10.6f} ± {divergence_error:10.6f}
+Maximum KLD: {divergence_max:10.6f}
+99.0%   KLD: {divergence_99:10.6f}
+Median  KLD: {divergence_median:10.6f}
+Same top p: {same_top:.3%} ± {same_top_error:.3%}"""
+"""llama-perplexity's names."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexityOptions:
-    """`source`: the text. `n_chunks`: of it; 0: all."""
+    """`source`: the text; None: that of `base`. `n_chunks`: of it; 0: all. `base`: the file of log-probabilities to
+    compare with, or to write if there is a text."""
 
     run: RunOptions
-    source: Path
+    source: Path | None
     n_chunks: int
+    base: Path | None = None
 
 
 def run_perplexity(options: PerplexityOptions) -> int:
     """On every rank; returns the exit code."""
-    prepare = partial(_prepare, source=options.source, n_chunks=options.n_chunks)
+    prepare = partial(_prepare, source=options.source, n_chunks=options.n_chunks, base=options.base)
     return start_prepared(options, options.run, prepare, lambda context, _, work: work.run(context))
 
 
 def _prepare(
-    options: RunOptions, hosts: Sequence[Host], source: Path, n_chunks: int
+    options: RunOptions, hosts: Sequence[Host], source: Path | None, n_chunks: int, base: Path | None
 ) -> "tuple[JobPlan, PerplexityRun]":
     """Raises UserError for a text that is too short, and whatever is wrong with options and files."""
-    size = options.context.ctx_size
-    if size < LEAST_CHUNK:
-        raise UserError(f"-c {size} is no chunk: half of it is scored; give {LEAST_CHUNK} or more")
-    text = read_text("--file", source)
+    if base and source:
+        check_writable(base, OPTION)
+    text = read_text("--file", source) if source else ""
     options, info, tokenizer = open_job(options)
-    tokens = tokenizer.encode(text)
-    if len(tokens) < 2 * size:
-        reason = f"{source} has {len(tokens)} tokens, and two chunks of {size} are the least"
-        raise UserError(f"{reason}; give a longer text, or -c {len(tokens) // 2}")
-    starts = range(0, len(tokens) - size + 1, size)[: n_chunks or None]
-    prompts = [tokens[start : start + size] for start in starts]
-    if tokenizer.adds_bos:
-        prompts = [[tokenizer.bos, *prompt[1:]] for prompt in prompts]
+    chunks = (
+        _chunks(tokenizer.encode(text), options.context.ctx_size, str(source)) if source else _chunks_of(base, info)
+    )
+    chunks = chunks[: n_chunks or None]
+    size = len(chunks[0])
+    prompts = [[tokenizer.bos, *chunk[1:]] if tokenizer.adds_bos else chunk for chunk in chunks]
     n_open = min(len(prompts), len(hosts) + 1)
     options = options.changed(parallel=n_open, ctx_size=size + 1, predict=0)
     requests = [make_request(options, info, tokenizer, prompt) for prompt in prompts]
     plan = deploy(options, hosts, info, n_open * (size + 1), size)
-    return plan, PerplexityRun(plan, requests, tokenizer, options.output.json, options.output.verbose)
+    new_base = base.absolute() if base and source else None
+    if base:
+        file = _unfinished(new_base) if new_base else base.absolute()
+        requests = [_with_base(each, chunk_text(file, index, bool(source))) for index, each in enumerate(requests)]
+    output = options.output
+    return plan, PerplexityRun(plan, requests, tokenizer, output.json, output.verbose, new_base, chunks)
+
+
+def _unfinished(base: Path) -> Path:
+    return base.with_name(f".{base.name}.part")
+
+
+def _with_base(request: GenerationRequest, base_chunk: str) -> GenerationRequest:
+    return replace(request, sampling=replace(request.sampling, base_chunk=base_chunk))
+
+
+def _chunks(tokens: list[int], size: int, source: str) -> list[list[int]]:
+    if size < LEAST_CHUNK:
+        raise UserError(f"-c {size} is no chunk: half of it is scored; give {LEAST_CHUNK} or more")
+    if len(tokens) < 2 * size:
+        reason = f"{source} has {len(tokens)} tokens, and two chunks of {size} are the least"
+        raise UserError(f"{reason}; give a longer text, or -c {len(tokens) // 2}")
+    return [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)]
+
+
+def _chunks_of(base: Path | None, info: ModelInfo) -> list[list[int]]:
+    assert base, "there is a text or a base"
+    file = LogProbFile(base)
+    if file.n_vocab != info.n_vocab:
+        reason = f"{OPTION} {base} is of {file.n_vocab} tokens, the vocabulary of {info.path} of {info.n_vocab}"
+        raise UserError(f"{reason}; compare models of one vocabulary")
+    return file.tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +131,20 @@ class Estimate:
         return cls(n, perplexity, perplexity * math.sqrt(variance / (n - 1)) if n > 1 and variance > 0 else 0.0)
 
 
+def divergence_figures(losses: Sequence[float], comparisons: Sequence[Comparison]) -> dict[str, float]:
+    """Of all tokens that were compared, with standard errors of means. `losses`: their negative log-probabilities."""
+    divergences, base_logprobs, same_tops = np.array(comparisons, np.float64).T
+    means = dict(zip(GEOMETRIC, (-base_logprobs, losses + base_logprobs), strict=True))
+    figures = {"divergence_max": float(divergences.max()), "divergence_median": float(np.median(divergences))}
+    figures["divergence_99"] = float(np.quantile(divergences, 0.99))
+    for name, values in {**means, "divergence": divergences, "same_top": same_tops}.items():
+        mean, error = float(values.mean()), float(values.std()) / math.sqrt(max(1, len(values) - 1))
+        if name in GEOMETRIC:
+            mean, error = math.exp(mean), math.exp(mean) * error
+        figures |= {name: mean, f"{name}_error": error}
+    return figures
+
+
 @dataclass(slots=True)
 class PerplexityRun:
     """Rank 0's part. `requests`: one for each chunk."""
@@ -94,12 +154,28 @@ class PerplexityRun:
     tokenizer: Tokenizer
     json: bool
     verbose: bool
+    new_base: Path | None = None  # the file of log-probabilities to write
+    chunks: Sequence[Sequence[int]] = ()  # as they are in the text
     losses: list[float] = field(default_factory=list)
+    comparisons: list[Comparison] = field(default_factory=list)
     n_done: int = 0  # chunks
-    _early: dict[int, list[float]] = field(default_factory=dict)  # losses of chunks before which some are missing
+    _early: dict[int, list[ScoredToken]] = field(default_factory=dict)  # chunks before which some are missing
 
     def run(self, context: Context) -> int:
         """Returns the exit code."""
+        if not self.new_base:
+            return self._score(context)
+        unfinished = _unfinished(self.new_base)
+        try:
+            create(unfinished, self.tokenizer.n_vocab, self.chunks)
+            code = self._score(context)
+            if self.n_done == len(self.requests):
+                unfinished.replace(self.new_base)
+            return code
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+    def _score(self, context: Context) -> int:
         size = len(self.requests[0].prompt)
         about = f"{len(self.requests)} chunks of {size} tokens"
         show_start(stderr_console(), self.plan, about, about, self.verbose)
@@ -108,7 +184,9 @@ class PerplexityRun:
 
             def take(outputs: Sequence[Output]) -> None:
                 for output in outputs:
-                    self._note(output.opened.origin, [-(entry.logprob or 0.0) for entry in output.scores or ()])
+                    scores = output.opened.state.scores.items()
+                    ordered = [token for _, token in sorted(scores) if isinstance(token, ScoredToken)]
+                    self._note(output.opened.origin, ordered)
                 begin()
 
             def begin() -> None:
@@ -129,15 +207,18 @@ class PerplexityRun:
             print(json_text(self._figures()) if self.json else self._estimate_text(), flush=True)
         return context.flag.exit_code
 
-    def _note(self, index: int, losses: Sequence[float]) -> None:
-        """Take a chunk's losses of all tokens but the first: its second half counts. Chunks count in their order."""
-        self._early[index] = [*losses[len(self.requests[index].prompt) // 2 :]]
+    def _note(self, index: int, tokens: Sequence[ScoredToken]) -> None:
+        """Take a chunk's tokens, all but the first: its second half counts. Chunks count in their order."""
+        self._early[index] = [*tokens[len(self.requests[index].prompt) // 2 :]]
         while (ready := self._early.pop(self.n_done, None)) is not None:
-            self.losses += ready
+            self.losses += [-token.logprob for token in ready]
+            self.comparisons += [token.comparison for token in ready if token.comparison]
             self.n_done += 1
             complain(f"[{self.n_done}] {Estimate.of(self.losses).perplexity:.4f}")
 
     def _estimate_text(self) -> str:
+        if self.comparisons:
+            return TABLE.format(**self._figures())
         estimate = Estimate.of(self.losses)
         return f"Final estimate: PPL = {estimate.perplexity:.4f} +/- {estimate.error:.5f}"
 
@@ -146,6 +227,7 @@ class PerplexityRun:
         return {
             "perplexity": estimate.perplexity,
             "error": estimate.error,
+            **(divergence_figures(self.losses, self.comparisons) if self.comparisons else {}),
             "tokens": estimate.n_tokens,
             "chunks": self.n_done,
             "chunk_tokens": len(self.requests[0].prompt),

@@ -43,7 +43,7 @@ _SAMPLED = {
 SAMPLED = tuple(
     _key(each.name, _KINDS[type(each.default)], _SAMPLED.get(each.name) or f"`{each.metadata[SETTING].flag}`")
     for each in fields(SamplingParams)
-    if each.name not in ("n_logprobs", "n_prompt_logprobs", "dry_breakers", "ends", "ends_from")
+    if each.name not in ("n_logprobs", "n_prompt_logprobs", "base_chunk", "dry_breakers", "ends", "ends_from")
 )
 """Everything that decides which tokens are chosen."""
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from pipeinfer.cluster.stages.cell_store import CellStore
+from pipeinfer.cluster.stages.log_prob_file import compared
 from pipeinfer.cluster.stages.runs import Evaluated, PendingRun, Pruned, Question, Samplers, TokenHistory
 from pipeinfer.cluster.verdicts import scored
 from pipeinfer.cluster.wire import Buffer, SentRow, Transaction, WireType, feature_bytes
@@ -265,7 +266,10 @@ class StageWorker:
         """One row's part of the verdict: the target's token at the position after it, or the prompt's."""
         params = question.params
         if question.n_wanted < 0:
-            return scored(logits, -1 - question.n_wanted, params.n_prompt_logprobs)
+            answer = scored(logits, -1 - question.n_wanted, params.n_prompt_logprobs)
+            if params.base_chunk:
+                answer.comparison = compared(params.base_chunk, question.position, logits, answer)
+            return answer
         changed = logits.copy() if params.n_logprobs >= 0 else logits  # in place
         try:
             token = choose(changed, params, question.position, question.history, question.allowed)

@@ -1,0 +1,110 @@
+"""llama-perplexity's file of what a model foretells in a text, for comparisons with another model. Knows no MPI and no
+model.
+
+It has `_logits_`; tokens of a chunk, of the vocabulary, and chunks, in 32 bits, as are the tokens of all chunks, which
+follow; then rows, of the tokens of each chunk's second half but its first: log-probabilities of the whole vocabulary,
+as a step and the least of them in float32, and each one's steps above the least in 16 bits.
+"""
+
+import math
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from pipeinfer.cluster.verdicts import Comparison
+from pipeinfer.core.samplers import total_weight
+from pipeinfer.core.types import FloatArray
+from pipeinfer.errors import UserError
+
+OPTION = "--kl-divergence-base"
+MAGIC, HEAD = b"_logits_", np.dtype([("magic", "S8"), ("n_ctx", "<i4"), ("n_vocab", "<i4"), ("n_chunks", "<i4")])
+N_STEPS, DEPTH = 65535, np.float32(16)  # logits further below the greatest are written as that far below
+
+
+class LogProbFile:
+    """An open file. `tokens`: (n_chunks, n_ctx), of all chunks as they are in the text."""
+
+    def __init__(self, path: Path, is_new: bool = False) -> None:
+        """`is_new`: its rows have yet to be written. Raises UserError for a file that is none, or ends early."""
+        try:
+            self._file = path.open("r+b" if is_new else "rb", buffering=0)
+            head, n_bytes = self._file.read(HEAD.itemsize), path.stat().st_size
+        except OSError as error:
+            raise UserError(f"{OPTION} {path}: {error.strerror}; rank 0 and the last rank need it") from None
+        if head[: len(MAGIC)] != MAGIC or len(head) < HEAD.itemsize:
+            raise UserError(f"{OPTION} {path} does not begin with {MAGIC.decode()}; write it without --kl-divergence")
+        _, self.n_ctx, self.n_vocab, self.n_chunks = np.frombuffer(head, HEAD)[0].tolist()
+        self._row_bytes = 8 + 4 * ((self.n_vocab + 1) // 2)
+        self._rows_at = HEAD.itemsize + 4 * self.n_chunks * self.n_ctx
+        n_whole = self._offset(self.n_chunks, self.n_ctx // 2 + 1)
+        if not is_new and n_bytes < n_whole:
+            raise UserError(f"{OPTION} {path} has {n_bytes} bytes of {n_whole}; write it again")
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        data = os.pread(self._file.fileno(), self._rows_at - HEAD.itemsize, HEAD.itemsize)
+        tokens: list[list[int]] = np.frombuffer(data, "<i4").reshape(-1, self.n_ctx).tolist()
+        return tokens
+
+    def _offset(self, chunk: int, position: int) -> int:
+        """Of the row of the token at that position."""
+        first = self.n_ctx // 2 + 1
+        return self._rows_at + (chunk * (self.n_ctx - first) + position - first) * self._row_bytes
+
+    def note(self, chunk: int, position: int, logits: FloatArray) -> None:
+        """Write the row of the token at `position`, from the logits (n_vocab,) before it."""
+        greatest = logits.max()
+        least = max(logits.min(), greatest - DEPTH)
+        row, step = np.zeros(self._row_bytes // 2, np.uint16), (greatest - least) / np.float32(N_STEPS)
+        row[:4].view(np.float32)[:] = step, least - greatest - math.log(total_weight(logits, greatest))
+        if step:
+            row[4 : 4 + self.n_vocab] = np.rint((np.maximum(logits, least) - least) * (np.float32(1) / step))
+        try:
+            n_written = os.pwrite(self._file.fileno(), row.tobytes(), self._offset(chunk, position))
+        except OSError as error:
+            raise UserError(f"{OPTION} {self._file.name}: {error.strerror}") from None
+        if n_written < self._row_bytes:
+            raise UserError(f"{OPTION} {self._file.name}: the disk is full")
+
+    def compare(self, chunk: int, position: int, logits: FloatArray, token: int) -> Comparison:
+        """`token`: of the text, at `position`."""
+        data = os.pread(self._file.fileno(), self._row_bytes, self._offset(chunk, position))
+        row, greatest = np.frombuffer(data, np.uint16), logits.max()
+        step, least = row[:4].view(np.float32)
+        base = step * row[4 : 4 + self.n_vocab].astype(np.float32) + least
+        counts = base > -DEPTH
+        logprobs = logits[counts] - np.float32(greatest + math.log(total_weight(logits, greatest)))
+        terms = np.exp(base[counts]) * (base[counts] - logprobs)
+        same_top = int(base.argmax()) == int(logits.argmax())
+        return Comparison(float(terms.sum(dtype=np.float64)), float(base[token]), same_top)
+
+
+def create(path: Path, n_vocab: int, chunks: Sequence[Sequence[int]]) -> None:
+    """A file of these chunks, all of one length, whose rows have yet to be written. Raises OSError."""
+    head = np.array([(MAGIC, len(chunks[0]), n_vocab, len(chunks))], HEAD)
+    path.write_bytes(head.tobytes() + np.array(chunks, "<i4").tobytes())
+
+
+def chunk_text(path: Path, chunk: int, is_new: bool) -> str:
+    """For `SamplingParams`: with which chunk a prompt is compared, or, of a new file, which one is made of it."""
+    return f"{'+' if is_new else ''}{chunk}:{path}"
+
+
+def compared(chunk: str, position: int, logits: FloatArray, token: int) -> Comparison | None:
+    """What `chunk_text` says, of the token at that position; None of a new file, and of a chunk's first half."""
+    number, _, path = chunk.partition(":")
+    file = _opened(path, is_new := number.startswith("+"))
+    if position <= file.n_ctx // 2:
+        return None
+    if not is_new:
+        return file.compare(int(number), position, logits, token)
+    file.note(int(number), position, logits)
+    return None
+
+
+@cache
+def _opened(path: str, is_new: bool) -> LogProbFile:
+    return LogProbFile(Path(path), is_new)

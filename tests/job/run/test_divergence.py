@@ -1,0 +1,111 @@
+"""`perplexity --kl-divergence`: llama-perplexity's file, and its figures on any number of ranks."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import llama_cpp
+import numpy as np
+import pytest
+
+from pipeinfer.models.demo import DRAFT, TARGET
+from tests.support.jobs import finish
+
+SIZE, N_CHUNKS = 64, 4
+N_ROWS, N_VOCAB = SIZE // 2 - 1, 4096
+BASE = "--kl-divergence-base"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target's log-probabilities, written by the last of two ranks."""
+    path = tmp_path_factory.mktemp("base") / "target.base"
+    words = ["-f", __file__, "-c", str(SIZE), "--chunks", str(N_CHUNKS), BASE, str(path)]
+    done = finish(2, ["perplexity", "-m", str(TARGET), *words])
+    assert done.returncode == 0 and "Final estimate: PPL" in done.stdout, done.stderr
+    assert list(path.parent.iterdir()) == [path]
+    return path
+
+
+def read(path: Path) -> tuple[list[int], np.ndarray, np.ndarray]:
+    """The numbers at the beginning, the chunks, and the log-probabilities (n_chunks, n_rows, n_vocab), as
+    llama-perplexity reads them."""
+    data = path.read_bytes()
+    assert data[:8] == b"_logits_"
+    tokens = np.frombuffer(data, "<i4", N_CHUNKS * SIZE, 20).reshape(N_CHUNKS, SIZE)
+    rows = np.frombuffer(data, "<u2", -1, 20 + tokens.nbytes).reshape(N_CHUNKS, N_ROWS, N_VOCAB + 4)
+    steps = rows[:, :, :4].copy().view("<f4")
+    return np.frombuffer(data, "<i4", 3, 8).tolist(), tokens, steps[:, :, :1] * rows[:, :, 4:] + steps[:, :, 1:]
+
+
+def plain_logprobs(model: Path, chunks: np.ndarray) -> np.ndarray:
+    """(n_chunks, n_rows, n_vocab), by libllama alone."""
+    plain = llama_cpp.Llama(str(model), n_ctx=SIZE, n_batch=SIZE, logits_all=True, verbose=False, n_threads=1)
+    logits = []
+    for chunk in chunks.tolist():
+        plain.reset()
+        plain.eval([plain.token_bos(), *chunk[1:]])
+        logits.append(np.array(plain.scores[SIZE // 2 : SIZE - 1], np.float64))
+    plain.close()
+    return np.array(logits) - np.log(np.exp(logits).sum(axis=2, keepdims=True))
+
+
+def compare(n_ranks: int, model: Path, base: Path) -> dict[str, float]:
+    done = finish(n_ranks, ["perplexity", "-m", str(model), "--kl-divergence", BASE, str(base), "--json"])
+    assert done.returncode == 0, done.stderr
+    figures: dict[str, float] = json.loads(done.stdout)
+    return figures
+
+
+def test_the_file_is_llama_perplexity_s(base: Path) -> None:
+    head, chunks, logprobs = read(base)
+    assert head == [SIZE, N_VOCAB, N_CHUNKS]
+    plain = plain_logprobs(TARGET, chunks)
+    assert (np.exp(plain) * np.abs(logprobs - plain)).sum(axis=2).mean() < 0.05
+    assert logprobs.min() > logprobs.max() - 40, "what is 16 below the likeliest is written as that"
+
+
+def test_the_figures_follow_from_both_models_on_any_number_of_ranks(base: Path) -> None:
+    found = compare(1, DRAFT, base)
+    other = compare(2, DRAFT, base)
+    assert {**other, "ranks": 1} == found
+    _, chunks, expected = read(base)
+    ours = plain_logprobs(DRAFT, chunks)
+    chosen = chunks[:, SIZE // 2 + 1 :, None]
+    losses, base_losses = (-np.take_along_axis(each, chosen, 2).ravel() for each in (ours, expected))
+    divergences = (np.exp(expected) * (expected - ours)).sum(axis=2).ravel()
+    assert found["divergence"] == pytest.approx(divergences.mean(), rel=0.01)
+    assert found["divergence_error"] == pytest.approx(divergences.std() / math.sqrt(divergences.size - 1), rel=0.05)
+    assert found["divergence_median"] == pytest.approx(np.median(divergences), rel=0.05)
+    assert found["base_perplexity"] == pytest.approx(math.exp(base_losses.mean()), rel=1e-4)
+    assert found["ratio"] == pytest.approx(math.exp((losses - base_losses).mean()), rel=0.02)
+    same_top = (ours.argmax(axis=2) == expected.argmax(axis=2)).mean()
+    assert found["same_top"] == pytest.approx(same_top, abs=0.02)
+
+
+def test_a_model_does_not_diverge_from_itself(base: Path) -> None:
+    found = compare(3, TARGET, base)
+    assert abs(found["divergence"]) < 1e-5 and found["same_top"] == 1
+    assert found["ratio"] == pytest.approx(1, abs=1e-4) and found["ratio_error"] < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("n_bytes", "words", "why"),
+    [
+        (9999, ["--kl-divergence"], "has 9999 bytes of"),
+        (5, ["--kl-divergence"], "does not begin with _logits_"),
+        (-1, ["--kl-divergence"], "No such file"),
+        (-1, ["--kl-divergence", "-f", __file__], "and no --file"),
+        (-1, [], "there is no text; give --file FILE"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(
+    base: Path, tmp_path: Path, n_bytes: int, words: list[str], why: str
+) -> None:
+    path = tmp_path / "some.base"
+    if n_bytes >= 0:
+        path.write_bytes(base.read_bytes()[:n_bytes])
+    done = finish(1, ["perplexity", "-m", str(DRAFT), BASE, str(path), *words])
+    assert done.returncode == 2 and why in done.stderr and "Traceback" not in done.stderr, done.stderr
