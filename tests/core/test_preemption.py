@@ -188,16 +188,18 @@ def test_prompts_are_scored_one_after_another_and_others_pass_them() -> None:
     assert all(len(each.scores) >= len(each.prompt) - 1 for each in requests[:4])
 
 
-def test_who_is_preempted_goes_on_with_the_same_text() -> None:
+@pytest.mark.parametrize("n", [20, pytest.param(200, marks=pytest.mark.long)])
+def test_who_is_preempted_goes_on_with_the_same_text(n: int) -> None:
     counts = Counts()
-    for seed in range(40):
+    for seed in range(n):
         run_case(seed, counts)
     assert counts.after_tokens > 5 and counts.in_blocks and counts.shared and counts.n_begun > 5, counts
 
 
-def test_so_do_those_of_models_with_states() -> None:
+@pytest.mark.parametrize("n", [20, pytest.param(200, marks=pytest.mark.long)])
+def test_so_do_those_of_models_with_states(n: int) -> None:
     counts = Counts()
-    for seed in range(40):
+    for seed in range(n):
         run_case(seed, counts, rewinds=False)
     assert counts.after_tokens > 5 and counts.in_blocks, counts
 
