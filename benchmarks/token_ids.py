@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.job.requests.body_prompts import ChatFormat
+from pipeinfer.job.requests.chat_format import ChatFormat
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.text.chat_template import ChatMessage, ChatTemplate, Rendered, encode_rendered, template_of
 from pipeinfer.models.text.tokenizer import Tokenizer

@@ -49,6 +49,7 @@ class SamplingParams:
     texts; empty: llama.cpp's. `dry_breakers`: the same as tokens, as `breakers_text` writes them; rank 0 makes them.
     `logit_bias`: as `bias_text` writes them. `ends`: the same, before position `ends_from`; see `with_ends`.
     `grammar`: what the output must match, in llama.cpp's form (GBNF) or as a JSON schema; empty: anything.
+    `reasoning`: the budget of reasoning, as `models.text.reasoning` writes it; empty: there is none.
     `sampler_order`: names of samplers, joined by semicolons, where it is not llama.cpp's (`order_text`).
     `n_logprobs`: the number of likeliest tokens whose log-probabilities are wanted, with that of the chosen one; below
     0: none. `n_prompt_logprobs`: the same of the prompt's tokens, all but the first.
@@ -89,6 +90,7 @@ class SamplingParams:
     logit_bias: str = ""
     grammar: str = ""
     base_chunk: str = ""
+    reasoning: str = ""
     n_logprobs: int = -1
     n_prompt_logprobs: int = -1
 
@@ -107,6 +109,10 @@ class SamplingParams:
             return self
         never = bias_text((token, -math.inf) for token in ends)
         return replace(self, ends=never, ends_from=n_prompt + self.min_tokens)
+
+    @property
+    def is_constrained(self) -> bool:
+        return bool(self.grammar or self.reasoning)
 
     @property
     def is_greedy(self) -> bool:

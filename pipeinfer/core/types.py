@@ -33,7 +33,8 @@ class Allowed(Protocol):
 class Constraint(Protocol):
     """What the output of one request may be. Thread-safe."""
 
-    def after(self, output: Sequence[int]) -> Allowed: ...
+    def after(self, output: Sequence[int]) -> Allowed | None:
+        """None: any token may follow."""
 
 
 AdapterScales = tuple[tuple[int, float], ...]

@@ -40,10 +40,11 @@ _SAMPLED = {
 }
 """Meanings of columns that their options do not tell."""
 
+NOT_SAMPLED = ("n_logprobs", "n_prompt_logprobs", "base_chunk", "dry_breakers", "ends", "ends_from", "reasoning")
 SAMPLED = tuple(
     _key(each.name, _KINDS[type(each.default)], _SAMPLED.get(each.name) or f"`{each.metadata[SETTING].flag}`")
     for each in fields(SamplingParams)
-    if each.name not in ("n_logprobs", "n_prompt_logprobs", "base_chunk", "dry_breakers", "ends", "ends_from")
+    if each.name not in NOT_SAMPLED
 )
 """Everything that decides which tokens are chosen."""
 

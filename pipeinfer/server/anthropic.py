@@ -33,10 +33,6 @@ def chat_of(body: Mapping[str, Any], passed: PassedOver) -> dict[str, Any]:
     config = body.get("output_config")
     if isinstance(config, dict) and isinstance(form := config.get("format"), dict):
         fields["response_format"] = form
-    thinking = fields.pop("thinking", None)
-    if thinking is not None:
-        thinks = isinstance(thinking, dict) and thinking.get("type") != "disabled"
-        fields["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks}
     if "tools" in fields:
         fields["tools"] = _tools(fields["tools"], passed)
     if isinstance(choice := fields.get("tool_choice"), dict):

@@ -18,8 +18,7 @@ from starlette.routing import Route
 
 from pipeinfer.errors import UserError
 from pipeinfer.job.requests.answers import speller
-from pipeinfer.job.requests.body import read_json
-from pipeinfer.job.requests.fields import CHAT, COMPLETION, PassedOver, flag, is_whole, refuse, shown
+from pipeinfer.job.requests.fields import CHAT, COMPLETION, PassedOver, flag, is_whole, read_json, refuse, shown
 from pipeinfer.job.requests.lora import described, read_scales
 from pipeinfer.job.serve.channel import Setup
 from pipeinfer.models.text.tokenizer import Tokenizer

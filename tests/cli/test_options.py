@@ -180,7 +180,7 @@ def extremes(name: str, which: str, *policies: str) -> list[str]:
 @pytest.mark.parametrize("policy", ["speculative", "pipeinfer"])
 def test_a_run_with_every_number_at_its_limit(which: str, policy: str) -> None:
     asked = ["--policy", policy, *extremes("run", which, policy)]
-    done = finish(2, ["run", "-p", "def f(", "-n", "4", "-t", "1", "--ignore-eos", *asked])
+    done = finish(2, ["run", "--chat", "-p", "def f(", "-n", "4", "-t", "1", "--ignore-eos", *asked])
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr and "Traceback" not in done.stderr, done.stderr
 

@@ -29,6 +29,7 @@ from pipeinfer.models.demo import TARGET
 from pipeinfer.models.llama.ggml import load_library
 from pipeinfer.models.text.grammar import MAX_BYTES, TOO_MUCH, Grammar, Grammars, check_grammar
 from pipeinfer.models.text.json_schema import read_schema, schema_grammar
+from pipeinfer.models.text.reasoning import Constraints
 from pipeinfer.models.text.tokenizer import Tokenizer, VocabularyFile
 from tests.cluster.test_samplers import OneBuffer
 from tests.support.gguf_factory import write_model
@@ -151,7 +152,7 @@ class Tree(OneBuffer):
 def test_a_stage_that_is_first_asked_in_the_middle_of_an_output_knows_where_that_began(tokenizer: Tokenizer) -> None:
     """The output so far is "ab": after it the grammar lets digits pass and nothing else."""
     text, params = tokenizer.encode("ab", False), SamplingParams(temp=0.0, grammar='root ::= "ab" [0-9]+')
-    worker = StageWorker(Tree(), time.monotonic, True, constrain=Grammars(lambda: tokenizer))
+    worker = StageWorker(Tree(), time.monotonic, True, constrain=Constraints(Grammars(lambda: tokenizer)))
     rows = [Row(1, 300, 0, (0,), 0), *(Row(1, token, at, (0,), 0) for at, token in enumerate(text, 1))]
     rows[-1].n_wanted = 1
     verdict = worker.process(room_for(encode(Run(1, rows, opens={1: Opening(params, 1)})), 4), LocalPrunings())
@@ -164,7 +165,7 @@ def test_threads_choose_the_same_in_a_tree_with_wrong_branches(tokenizer: Tokeni
     params = SamplingParams(seed=2, temp=temp, grammar="root ::= [a-z ]+", repeat_penalty=1.1)
     verdicts, words = [], allowed_by(grammar_of(tokenizer, params.grammar), [])
     for n_threads in (0, 1, 3):
-        worker = StageWorker(Tree(), time.monotonic, True, constrain=Grammars(lambda: tokenizer))
+        worker = StageWorker(Tree(), time.monotonic, True, constrain=Constraints(Grammars(lambda: tokenizer)))
         samplers, nothing = Samplers(n_threads, lambda: True) if n_threads else None, LocalPrunings()
         transactions = [room_for(encode(run), 4) for run in tree_runs(params, words)]
         found: list[Any] = [worker.process(each, nothing, samplers) for each in transactions[:-1]]
@@ -178,7 +179,7 @@ def test_threads_choose_the_same_in_a_tree_with_wrong_branches(tokenizer: Tokeni
         assert not worker._constraints and not worker._opened, "what is kept of a request goes when it ends"
     assert verdicts[0] == verdicts[1] == verdicts[2] and len({*verdicts[0]}) > 4
     free = SamplingParams(seed=2, temp=temp, repeat_penalty=1.1)
-    worker = StageWorker(Tree(), time.monotonic, True, constrain=Grammars(lambda: tokenizer))
+    worker = StageWorker(Tree(), time.monotonic, True, constrain=Constraints(Grammars(lambda: tokenizer)))
     found = [worker.process(room_for(encode(run), 4), nothing) for run in tree_runs(free, words)[:-1]]
     assert [verdict.tokens for verdict in found] != verdicts[0]
 

@@ -421,3 +421,31 @@ def test_hosted_tools_and_what_they_left_are_passed_over() -> None:
     hosted = {"messages": [USER], "tools": [{"type": "web_search_20250305", "name": "web_search"}]}
     assert parse_request(anthropic.chat_of(hosted, passed), CHAT, DEFAULTS, passed).bodies[0].tools is None
     assert [*passed.reasons] == ["tools.web_search_20250305"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "budget"),
+    [
+        ({"reasoning_budget_tokens": 7}, 7),
+        ({"thinking_budget_tokens": 0}, 0),
+        ({"reasoning_budget_tokens": -1}, -1),
+        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, 9),
+        ({"reasoning": {"max_tokens": 5}}, 5),
+        ({}, -1),
+    ],
+)
+def test_a_budget_of_reasoning_has_many_names(fields: dict[str, Any], budget: int) -> None:
+    (body,) = parsed_of(CHAT, messages=[USER], **fields, reasoning_budget_message="So:").bodies
+    assert body.reasoning == (budget, "So:")
+    passed = PassedOver()
+    (body,) = parse_request(anthropic.chat_of({"messages": [USER], **fields}, passed), CHAT, DEFAULTS, passed).bodies
+    assert body.reasoning == (budget, "")
+
+
+def test_a_wrong_budget_of_reasoning_is_refused() -> None:
+    for value in (-2, "8", 1.5, True):
+        with pytest.raises(UserError, match=r"reasoning_budget_tokens is .*; give a whole number from -1 to"):
+            parsed_of(CHAT, messages=[USER], reasoning_budget_tokens=value)
+    with pytest.raises(UserError, match="reasoning_budget_message is 5; give a text"):
+        parsed_of(CHAT, messages=[USER], reasoning_budget_message=5)
+    assert [*parsed_of(COMPLETION, prompt="a", thinking_budget_tokens=5).passed_over] == ["thinking_budget_tokens"]

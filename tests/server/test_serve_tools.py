@@ -175,3 +175,15 @@ def test_what_is_wrong_with_tools_is_said(served: Served, fields: dict[str, Any]
     url, more = ("/v1/completions", {}) if "prompt" in fields else ("/v1/chat/completions", {"messages": [USER]})
     answer = served.http.post(url, json=more | fields)
     assert answer.status_code == 400 and why in answer.json()["error"]["message"], answer.text
+
+
+def test_reasoning_ends_with_its_budget(served: Served) -> None:
+    query: dict[str, Any] = {"messages": [USER], "max_tokens": 40, "seed": 3, "enable_thinking": True}
+    free = served.http.post("/v1/chat/completions", json=query).json()["choices"][0]["message"]
+    query |= {"reasoning_budget_tokens": 6, "reasoning_budget_message": " So:"}
+    message = served.http.post("/v1/chat/completions", json=query).json()["choices"][0]["message"]
+    thought, said, rest = message["reasoning_content"].rpartition(" So:")
+    assert said and not rest and message["content"] and free["reasoning_content"].startswith(thought)
+    thinking = {"type": "enabled", "budget_tokens": 0}
+    reply = served.http.post("/v1/messages", json={**query, "reasoning_budget_tokens": None, "thinking": thinking})
+    assert [block["type"] for block in reply.json()["content"]] == ["thinking", "text"], reply.text

@@ -17,7 +17,7 @@ from pipeinfer.cluster.wire import Buffer, SentRow, Transaction, WireType, featu
 from pipeinfer.core.drafting import guess_next
 from pipeinfer.core.interfaces import AsyncStage, Batch, DeviceRows, DeviceStage, FeatureStage, StageFuture, StageModel
 from pipeinfer.core.runs import OF_BLOCKS, Guess, GuessVerdict, KvOp, Opening, OpKind, Verdict
-from pipeinfer.core.sampling import choose
+from pipeinfer.core.sampling import SamplingParams, choose
 from pipeinfer.core.types import FAILED, NO_TOKEN, Allowed, Constraint, ConstraintFailed, FloatArray
 from pipeinfer.observe.trace import NO_TRACE, Tracer
 
@@ -38,9 +38,9 @@ NO_LOGITS = np.empty((0, 0), np.float32)
 
 @dataclass(eq=False)
 class StageWorker:
-    """One stage. `n_layers`: of the model, for the statistics. `constrain`: makes a Constraint of a request's grammar;
-    None, as for drafts: grammars are ignored. `leaves_as`: the type of activations that stay on the model's device;
-    None: they go to the host. `store`: of its cells on disk."""
+    """One stage. `n_layers`: of the model, for the statistics. `constrain`: makes a Constraint of a request's
+    parameters; None, as for drafts: constraints are ignored. `leaves_as`: the type of activations that stay on the
+    model's device; None: they go to the host. `store`: of its cells on disk."""
 
     UNIT: ClassVar = "run"  # a transaction's name in timelines
     NO_ANSWER: ClassVar[Any] = NO_TOKEN
@@ -50,7 +50,7 @@ class StageWorker:
     is_first: bool
     tracer: Tracer = field(default_factory=lambda: NO_TRACE)
     n_layers: int = 0
-    constrain: Callable[[str], Constraint] | None = None
+    constrain: Callable[[SamplingParams], Constraint] | None = None
     leaves_as: WireType | None = None
     store: CellStore | None = None
 
@@ -143,8 +143,8 @@ class StageWorker:
         self._opened.update(opens)
         self._apply(transaction, [op for op in ops if op.kind is not OpKind.CLOSE])
         if self.model.is_last and self.constrain:
-            grammars = {id: new.sampling.grammar for id, new in opens.items() if new.sampling.grammar}
-            self._constraints.update({id: self.constrain(text) for id, text in grammars.items()})
+            constrained = {id: new.sampling for id, new in opens.items() if new.sampling.is_constrained}
+            self._constraints.update({id: self.constrain(sampling) for id, sampling in constrained.items()})
 
     def _apply(self, transaction: Transaction, ops: Sequence[KvOp]) -> None:
         """Apply operations, in their order, to the cells and to the blocks on disk."""
@@ -255,8 +255,8 @@ class StageWorker:
                 questions.append(Question(index, params, position, history, row.n_wanted, allowed))
         return questions
 
-    def _allowed(self, row: SentRow) -> Allowed:
-        """The tokens that may follow a row."""
+    def _allowed(self, row: SentRow) -> Allowed | None:
+        """The tokens that may follow a row; None: any."""
         assert self._history
         position = row.position + 1
         n_output = position - self._opened[row.request].n_prompt

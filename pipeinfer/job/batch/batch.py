@@ -148,6 +148,8 @@ def _defaults(batch: BatchOptions, options: RunOptions, info: ModelInfo) -> Defa
     adapters = read_adapters(options.models, info)
     others += f" lora-{digest_of(adapters)}" if adapters else ""
     others += " special-in-messages" if text.special_in_messages else ""
+    if text.reasoning_budget >= 0:
+        others += f" reasoning-{text.reasoning_budget} {text.reasoning_message or ''}"
     salt = f"{info.fingerprint} {options.numerics.rounding} {text.chat}{others}"
     return defaults_of(options, as_chat=batch.as_chat, salt=salt, strict=batch.strict, adapters=adapters)
 

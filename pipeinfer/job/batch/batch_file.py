@@ -25,8 +25,8 @@ from pipeinfer.job.requests.answers import (
     message_of,
     reader_of,
 )
-from pipeinfer.job.requests.body import Body, Defaults, read_body, read_json
-from pipeinfer.job.requests.fields import CHAT, COMPLETION, PassedOver, refuse, shown, without_null
+from pipeinfer.job.requests.body import Body, Defaults, read_body
+from pipeinfer.job.requests.fields import CHAT, COMPLETION, PassedOver, read_json, refuse, shown, without_null
 from pipeinfer.job.session.session import OpenRequest
 from pipeinfer.observe.figures import timings
 from pipeinfer.outputs import write_error
@@ -37,7 +37,8 @@ N_ID_DIGITS, DEFAULTS = 24, SamplingParams()
 IF_ANY = ("tools", "variables", "more", "stop_tokens", "text_biases")
 """Fields of a body and of its messages that are left out of ids if they are empty."""
 
-ADDED = {"continues": False, "parse_special": None, "adds_special": True, "adapters": None}
+ADDED: dict[str, Any] = {"continues": False, "parse_special": None, "adds_special": True, "adapters": None}
+ADDED |= {"reasoning": (-1, "")}
 """Fields of a body that are left out of ids at these values."""
 
 IN_EVERY_ID = {"seed", "temp", "top_k", "top_p", "min_p", "repeat_last_n"}

@@ -19,7 +19,7 @@ from pipeinfer.job.planning.deploy import deploy
 from pipeinfer.job.planning.plan_table import show_start
 from pipeinfer.job.planning.prepare import open_job, start_prepared
 from pipeinfer.job.process.streams import complain
-from pipeinfer.job.requests.body_prompts import ChatFormat, open_format
+from pipeinfer.job.requests.chat_format import ChatFormat, open_format
 from pipeinfer.job.requests.journal import model_id, open_journal
 from pipeinfer.job.requests.request import DEFAULT_CTX, GenerationRequest, end_tokens, read_prompt, settled
 from pipeinfer.job.session.result import ExperimentSettings, experiment_columns, generation_result
@@ -67,8 +67,10 @@ def _prepare(options: RunOptions, hosts: Sequence[Host]) -> "tuple[JobPlan, Chat
     request = replace(request, policy=options.speculation.policy)
     plan = deploy(options, hosts, info, n_ctx, n_ctx)
     noted = replace(request, sampling=replace(request.sampling, seed=sampling.seed))
-    model, special = model_id(plan), ["special"] if text.special_in_messages else []
-    key = digest((noted, text.chat, model[0], options.numerics.rounding, *special))
+    model, others = model_id(plan), ["special"] if text.special_in_messages else []
+    if text.reasoning_budget >= 0:
+        others.append(f"reasoning {text.reasoning_budget} {text.reasoning_message}")
+    key = digest((noted, text.chat, model[0], options.numerics.rounding, *others))
     notes = ChatNotes(open_journal(options.output.resume, model), key)
     return plan, Chat(plan, request, format, first, notes, options.output, ExperimentSettings.of(options))
 
@@ -234,7 +236,8 @@ class Chat:
         self.n_answered += 1
         n_predict = min(request.n_predict, request.n_ctx - len(prompt.tokens))
         request = replace(request, prompt=prompt.tokens, spans=prompt.spans, n_predict=n_predict)
-        request = self.notes.begin(replace(request, sampling=self.sampling), turn)
+        sampling = self.history.format.limited(self.sampling, prompt.tokens, prompt.thought)
+        request = self.notes.begin(replace(request, sampling=sampling), turn)
         progress = ProgressBar(self.console, CLOCK, "prompt", len(request.prompt) - 1, "tokens")
         answer = self.session.generate(request, self.notes.came, progress.update, self.output.json)
         progress.close()

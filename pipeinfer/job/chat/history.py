@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from pipeinfer.core.blocks import Span, common, spans_of, spans_to_continue
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.supervised import own_attempt
-from pipeinfer.job.requests.body_prompts import ChatFormat
+from pipeinfer.job.requests.chat_format import ChatFormat
 from pipeinfer.job.requests.journal import WHAT, Journal
 from pipeinfer.job.requests.request import GenerationRequest
+from pipeinfer.models.text.answers import opened_thought
 from pipeinfer.models.text.chat_template import ChatMessage, Rendered, encode_continuation, encode_rendered
 
 
@@ -31,10 +32,12 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class TurnPrompt:
-    """A prompt, and its rows in blocks; see `core.requests`."""
+    """A prompt, and its rows in blocks; see `core.requests`. `thought`: the text that ends the reasoning that it
+    begins."""
 
     tokens: tuple[int, ...]
     spans: tuple[Span, ...]
+    thought: str
 
 
 class History:
@@ -55,7 +58,8 @@ class History:
         """The prompt for the user's next message. Raises UserError, and changes nothing, if the template or the context
         refuses it."""
         messages = [*self.messages, ChatMessage("user", text)]
-        segments = self._segments_of(self.format.render(messages))
+        rendered = self.format.render(messages)
+        segments = self._segments_of(rendered)
         tokens = tuple(token for segment in segments for token in segment.tokens)
         if not tokens:
             raise self.format.makes_nothing
@@ -68,7 +72,7 @@ class History:
         else:
             self._spans = spans_of(len(tokens))
         self.messages, self._segments, self._tokens = messages, segments, tokens
-        return TurnPrompt(tokens, self._spans)
+        return TurnPrompt(tokens, self._spans, opened_thought(rendered.text))
 
     def answered(self, tokens: Sequence[int], text: str, whole: bool) -> None:
         """Add the assistant's answer. `tokens`: of the whole turn, including prompt and end token. `whole`: nothing was

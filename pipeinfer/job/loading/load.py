@@ -35,6 +35,7 @@ from pipeinfer.models.llama.ggml import describe_build
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaHead
 from pipeinfer.models.text.grammar import Grammars
+from pipeinfer.models.text.reasoning import Constraints
 from pipeinfer.models.text.tokenizer import VocabularyFile
 from pipeinfer.observe.trace import StageLedger
 
@@ -186,27 +187,27 @@ def make_worker(context: Context, plan: JobPlan, model: LoadedModel) -> StageWor
     index = plan.assignment.stage_of(context.rank)
     assert index is not None, f"rank {context.rank} has a model and no stage"
     n_layers = plan.pace.stages[index].layers if plan.pace else stages[index].last - stages[index].first
-    constrain = open_grammars(context, plan) if context.vocabulary else None
+    constrain = open_constraints(context, plan) if context.vocabulary else None
     following = stages[index + 1].rank if index + 1 < len(stages) else None
     leaves_as = plan.numerics.wire_type if plan.hop_is_out_of_band(context.rank, following) else None
     store = context.store
     return StageWorker(model, context.clock, index == 0, context.tracer, n_layers, constrain, leaves_as, store)
 
 
-def open_grammars(context: Context, plan: JobPlan) -> Grammars:
-    """Grammars of this rank's vocabulary, opened ahead where several requests are open, so that none waits for it."""
+def open_constraints(context: Context, plan: JobPlan) -> Constraints:
+    """Constraints by this rank's vocabulary, opened ahead where several requests are open: none waits for it."""
     assert context.vocabulary
     grammars = Grammars(context.vocabulary.open)
     if plan.capacity.n_requests > 1:
         grammars.open_ahead()
-    return grammars
+    return Constraints(grammars)
 
 
 def make_drafter(context: Context, plan: JobPlan, model: LoadedModel) -> ModelDrafter:
     """On rank 0, which has the target's file. The model's cache must be empty."""
     context.vocabulary = context.vocabulary or VocabularyFile(plan.model.path)
     pool = SequencePool(plan.capacity.n_seq, plan.capacity.n_cells, window=plan.drafts[0].window)
-    settings = pool, plan.capacity.n_guess_rows, plan.couple, open_grammars(context, plan)
+    settings = pool, plan.capacity.n_guess_rows, plan.couple, open_constraints(context, plan)
     head = plan.drafts[0].head
     return HeadDrafter(cast(HeadModel, model), *settings, head.shift) if head else ModelDrafter(model, *settings)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.limits import MAX_CTX, MAX_LAYERS, MAX_SEQUENCES
+from pipeinfer.job.options.limits import INT32_MAX, MAX_CTX, MAX_LAYERS, MAX_SEQUENCES
 from pipeinfer.job.options.values import LOGIT_BIAS, SIZE, Delay, File, Folder, Listed, Number, TextType, Whole
 
 ESCAPES = r"\n is a new line; so are \t, \r, \', \", \\, and \x with two digits."
@@ -83,7 +83,21 @@ class Texts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextOptions(Texts, PromptOptions):
+class ReasoningOptions:
+    """How long a model may reason in a chat.
+
+    reasoning_budget: Tokens of reasoning, as in <think>…</think>, after which its end is forced; 0: it ends at once;
+        -1: no limit.
+    reasoning_message: What is written before an end that is forced.
+    """
+
+    heading = "Prompt and chat"
+    reasoning_budget: int = setting(-1, "--reasoning-budget", least=-1, most=INT32_MAX, column=True)
+    reasoning_message: str | None = setting(None, "--reasoning-budget-message", type=TextType(), column=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions(Texts, PromptOptions, ReasoningOptions):
     """The prompt, or the chat, and how their texts are read."""
 
     chat: ChatOptions | None = None

@@ -19,7 +19,7 @@ from pipeinfer.job.process.streams import complain
 from pipeinfer.job.profiling.describe import describe_host
 from pipeinfer.job.profiling.speeds import with_layer_times
 from pipeinfer.job.requests.body import Defaults
-from pipeinfer.job.requests.body_prompts import open_format
+from pipeinfer.job.requests.chat_format import open_format
 from pipeinfer.job.requests.journal import kept_numerics
 from pipeinfer.job.requests.request import (
     GenerationRequest,
@@ -163,14 +163,15 @@ def prepare(
     names = tokenizer.control_names if special else None
     if is_users and not format and template_of(info.metadata) and not (names and names.search(text)):
         complain(f"{info.path.name} has a chat template, and -p is continued as plain text; --chat asks it")
-    prompt = format.first_prompt(text) if format else tokenizer.encode(text, parse_special=special)
+    prompt, thought = format.first_prompt(text) if format else (tokenizer.encode(text, parse_special=special), "")
     if not prompt and format:
         raise format.makes_nothing
     if not prompt:
         raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")
     request = make_request(options, info, tokenizer, prompt)
     if format:
-        request = replace(request, stops=format.stops)
+        sampling = format.limited(request.sampling, prompt, thought)
+        request = replace(request, stops=format.stops, sampling=sampling)
     try:
         plan = deploy(options, hosts, info, request.n_ctx, len(prompt))
     except DoesNotFit as error:

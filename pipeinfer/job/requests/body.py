@@ -2,8 +2,7 @@
 
 import json
 import math
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
@@ -13,7 +12,14 @@ from pipeinfer.core.samplers import OFF, SAMPLERS, order_text, sampler_names, sw
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.types import AdapterScales
 from pipeinfer.job.options.limits import INT32_MAX
-from pipeinfer.job.requests.chat_fields import continues, read_messages, read_tools, read_variables, splits_reasoning
+from pipeinfer.job.requests.chat_fields import (
+    continues,
+    read_budget,
+    read_messages,
+    read_tools,
+    read_variables,
+    splits_reasoning,
+)
 from pipeinfer.job.requests.fields import (
     FORMS,
     LENGTHS,
@@ -28,7 +34,6 @@ from pipeinfer.job.requests.fields import (
     served,
     shown,
     whole,
-    without_null,
 )
 from pipeinfer.job.requests.lora import read_scales
 from pipeinfer.models.gguf.adapter import ScaledAdapter
@@ -68,7 +73,7 @@ class Body:
     `variables` of the template. `n_predict`: below 0 where the request does not say. `splits`: reasoning is no part of
     the text. `continues`: the last message is the beginning of the answer. `parse_special`: names of control tokens in
     the prompt are these tokens; None: as the options say. `adds_special`: the prompt begins with bos, if the model adds
-    one."""
+    one. `reasoning`: its budget and message, below 0 and empty as the options say."""
 
     prompt: PromptParts
     messages: tuple[ChatMessage, ...]
@@ -86,37 +91,12 @@ class Body:
     stop_tokens: tuple[int, ...] = ()
     text_biases: TextBiases = ()
     adapters: AdapterScales | None = None  # see GenerationRequest
+    reasoning: tuple[int, str] = (-1, "")
 
     @property
     def forced_schemas(self) -> dict[str, Any]:
         """The schemas of functions by name, where one of them must be called."""
         return self.tools.schemas if self.tools and self.tools.choice != AUTO else {}
-
-
-def read_json(text: bytes, what: str) -> dict[str, Any]:
-    """A JSON object without its null fields. `what`: its name in messages. Raises UserError for anything else, and for
-    a field that is there twice."""
-
-    def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-        values = dict(pairs)
-        if len(values) < len(pairs):
-            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-            refuse(f"{what} has the field {shown(twice)} twice in an object; say it once")
-        return values
-
-    try:
-        value = json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique)
-    except RecursionError:
-        refuse(f"{what} is nested too deeply; objects and lists may be within each other some hundred times")
-    except UnicodeDecodeError:
-        refuse(f"{what} is not UTF-8 text; write it in UTF-8")
-    except ValueError as error:
-        is_number = "int_max_str_digits" in str(error)
-        why = "has a number of too many digits; 4300 are possible" if is_number else f"is not JSON: {error}"
-        refuse(f"{what} {why}")
-    if not isinstance(value, dict):
-        refuse(f'{what} is not a JSON object; write {{"prompt": "…"}} or what OpenAI\'s API asks')
-    return without_null(value)
 
 
 def read_body(fields: Mapping[str, Any], defaults: Defaults, as_chat: bool, passed: PassedOver) -> Body:
@@ -149,6 +129,7 @@ def read_body(fields: Mapping[str, Any], defaults: Defaults, as_chat: bool, pass
         stop_tokens=_stop_tokens(fields.get("stop_token_ids", [])),
         text_biases=text_biases,
         adapters=read_scales(lora, defaults.adapters) if lora != [] else defaults.scales,
+        reasoning=read_budget(fields, bool(messages), passed),
     )
 
 

@@ -1,170 +1,27 @@
-"""Prompts in tokens: the chat format of a job, by the template of its options or the model's own, and prompts of bodies
-that fit the context. Plans and runs nothing."""
+"""Prompts of bodies in tokens, chats by their format, that fit the context. Plans and runs nothing."""
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
 from itertools import islice, pairwise
-from typing import Any
 
 from pipeinfer.core.biases import bias_text, read_biases
 from pipeinfer.core.blocks import Span, common, spans_of, spans_to_continue
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_CTX
-from pipeinfer.job.options.text_sections import ChatOptions, ContextOptions, TextOptions
+from pipeinfer.job.options.text_sections import ContextOptions, TextOptions
 from pipeinfer.job.process.streams import complain
 from pipeinfer.job.requests.body import Body
-from pipeinfer.job.requests.request import GenerationRequest, check_constraints, end_tokens, read_text, settled
+from pipeinfer.job.requests.chat_format import ChatFormat, open_format
+from pipeinfer.job.requests.request import GenerationRequest, check_constraints, end_tokens, settled
 from pipeinfer.models.gguf.model_info import ModelInfo
-from pipeinfer.models.text.answer_forms import THOUGHTS
-from pipeinfer.models.text.answers import as_json, opened_thought, unclosed_thought
-from pipeinfer.models.text.chat_template import (
-    MIXED,
-    PLAIN_STOP,
-    PLAIN_TEMPLATE,
-    ChatMessage,
-    ChatTemplate,
-    Rendered,
-    TemplateFault,
-    answer_text,
-    encode_rendered,
-    orders,
-    template_of,
-)
+from pipeinfer.models.text.answers import as_json, opened_thought
+from pipeinfer.models.text.chat_template import MIXED, ChatMessage, Rendered, encode_rendered
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.models.text.tools import AUTO, Tools, calls_grammar, knows_tools, plain_conversation
 
 WAY_OUT = "say less, or start with a larger -c"
 MAX_TURNS = 64  # earlier answers of a conversation whose prompts are rendered too, from the first on
-Chat = tuple[Sequence[ChatMessage], Tools | None, Mapping[str, Any]]  # messages, tools, other variables of the template
-
-PLAIN = (
-    "{path} has no chat template: a plain one is used, with 'User:' and 'Assistant:'; --chat-template-file FILE gives "
-    "another"
-)
-
-
-@dataclass(frozen=True)
-class ChatFormat:
-    """`system`: the system's message before all others. `stops`: texts that end an answer."""
-
-    template: ChatTemplate
-    tokenizer: Tokenizer
-    system: str | None
-    stops: tuple[str, ...]
-
-    @property
-    def makes_nothing(self) -> UserError:
-        """The error of a chat whose text has no tokens."""
-        ways_out = "say something else, or give another with --chat-template-file FILE"
-        return UserError(f"{self.template.name} makes no tokens of this; {ways_out}")
-
-    def render(self, messages: Sequence[ChatMessage]) -> Rendered:
-        """The text up to the assistant's next answer. Raises UserError as ChatTemplate does."""
-        (text,) = self.render_all([(messages, None, {})])
-        if isinstance(text, UserError):
-            raise text
-        if text.is_mixed:
-            complain(MIXED)
-        return text
-
-    def render_all(self, chats: Sequence[Chat]) -> Sequence[Rendered | UserError]:
-        """The text or the error of each chat. Where a template refuses an order of roles, above all the system in mid
-        conversation, other orders are tried."""
-        messages = [self._with_system(each) for each, *_ in chats]
-        if not self.knows_tools:
-            messages = [plain_conversation(each, tools) for each, (_, tools, _) in zip(messages, chats, strict=True)]
-        variables = [{**more, **({"tools": tools.functions} if tools else {})} for _, tools, more in chats]
-        texts = list(self.template.render_all(messages, self.tokenizer, variables))
-        for at, fault in enumerate(texts):
-            if isinstance(fault, TemplateFault) and not fault.is_broken and (tries := orders(messages[at])):
-                again = self.template.render_all(tries, self.tokenizer, [variables[at]] * len(tries))
-                texts[at] = next((each for each in again if isinstance(each, Rendered)), fault)
-        return texts
-
-    def continued(self, rendered: Rendered, answer: ChatMessage) -> tuple[Rendered, str]:
-        """(a prompt followed by the beginning of its answer, as in llama.cpp, the text that ends the reasoning begun by
-        then). Reasoning that the prompt begins is closed before a content."""
-        source, thought = self.template.source, opened_thought(rendered.text)
-        begin = next((each for each, end in THOUGHTS.items() if each in source and end == (thought or end)), "")
-        reasoning = str(answer.more.get("reasoning_content", ""))
-        parts = [rendered]
-        if reasoning and begin:
-            parts += [Rendered("" if thought else f"{begin}\n"), self._answer_text(reasoning)]
-            thought = THOUGHTS[begin]
-        if thought and answer.content:
-            parts.append(Rendered(f"\n{thought}\n\n"))
-            thought = ""
-        if answer.content:
-            parts.append(self._answer_text(answer.content))
-            thought = unclosed_thought(answer.content)
-        return reduce(Rendered.followed_by, parts), thought
-
-    def _answer_text(self, text: str) -> Rendered:
-        return answer_text(text, self.tokenizer, self.template.parses_messages)
-
-    @cached_property
-    def knows_tools(self) -> bool:
-        return knows_tools(self.template.source)
-
-    def constraint(self, tools: Tools | None, thought: str) -> str:
-        """The grammar of forced calls; empty where none is forced."""
-        is_forced = tools is not None and tools.choice != AUTO
-        return calls_grammar(tools, self.template.source, self.tokenizer, thought) if tools and is_forced else ""
-
-    def _with_system(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-        """With the system's message first, unless there is one."""
-        if self.system is None or any(each.role == "system" for each in messages):
-            return list(messages)
-        return [ChatMessage("system", self.system), *messages]
-
-    def first_prompt(self, text: str) -> list[int]:
-        """The tokens of a user's first message. Raises UserError."""
-        return encode_rendered(self.tokenizer, self.render([ChatMessage("user", text)]))
-
-
-def open_format(
-    text: TextOptions, info: ModelInfo, tokenizer: Tokenizer, say: Callable[[str], object] = complain
-) -> ChatFormat | None:
-    """None where the text is no chat. `say`: told if the model has no template. Raises UserError for unreadable
-    files and wrong variables. The model's own template is not checked."""
-    chat = text.chat
-    if chat is None:
-        return None
-    system = chat.system
-    if chat.system_file is not None:
-        system = read_text("--system-prompt-file", chat.system_file).removesuffix("\n")
-    source, variables = template_of(info.metadata), _variables(chat)
-    name, stops = f"the chat template of {info.path}", text.stops
-    if chat.template_file is not None:
-        name = f"--chat-template-file {chat.template_file}"
-        source = read_text("--chat-template-file", chat.template_file)
-    elif source is None:
-        say(PLAIN.format(path=info.path))
-        source, stops = PLAIN_TEMPLATE, (*stops, PLAIN_STOP)
-    template = ChatTemplate(source, name, variables, text.special_in_messages)
-    if chat.template_file is not None:
-        template.check()
-    return ChatFormat(template, tokenizer, system, stops)
-
-
-def _variables(chat: ChatOptions) -> dict[str, Any]:
-    if chat.variables is None:
-        return {}
-    try:
-        variables = json.loads(chat.variables)
-    except (ValueError, RecursionError):
-        variables = None
-    if not isinstance(variables, dict):
-        raise UserError(f'--chat-template-kwargs {chat.variables[:80]!r} is not a JSON object; write {{"name": value}}')
-    if "messages" in variables:
-        raise UserError("--chat-template-kwargs has messages, which are what is said; give other names")
-    return variables
-
-
-# -- bodies
 
 
 class BodyPrompts:
@@ -237,6 +94,8 @@ class BodyPrompts:
         prompt, thought = self._chat(body, rendered[-1]) if rendered else (self._tokens(body), "")
         sampling = self._sampling(body)
         check_constraints(sampling, body.ignore_eos, self.tokenizer, "ignore_eos")
+        if rendered:
+            sampling = self.format.limited(sampling, prompt, thought, *body.reasoning)
         if rendered and (calls := self.format.constraint(body.tools, thought)):
             if body.ignore_eos or sampling.min_tokens:
                 name = "ignore_eos" if body.ignore_eos else "min_tokens"

@@ -5,7 +5,20 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeinfer.job.requests.fields import EFFORTS, PassedOver, flag, one_of, refuse, shown, text_of, without_null
+from pipeinfer.job.options.limits import INT32_MAX
+from pipeinfer.job.requests.fields import (
+    BUDGET_MESSAGE,
+    BUDGETS,
+    EFFORTS,
+    PassedOver,
+    flag,
+    one_of,
+    refuse,
+    shown,
+    text_of,
+    whole,
+    without_null,
+)
 from pipeinfer.models.text.chat_template import ChatMessage
 from pipeinfer.models.text.tools import AUTO, NONE, REQUIRED, Tools
 
@@ -164,6 +177,16 @@ def read_variables(fields: Mapping[str, Any]) -> dict[str, Any]:
         return variables
     thinks = one_of("reasoning_effort", effort, EFFORTS) != "none"
     return {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks, **variables}
+
+
+def read_budget(fields: Mapping[str, Any], is_chat: bool, passed: PassedOver) -> tuple[int, str]:
+    """(the most tokens of reasoning, below 0 where the request does not say; the text before its forced end)."""
+    names = [name for name in (*BUDGETS, BUDGET_MESSAGE) if name in fields]
+    if names and not is_chat:
+        passed.add(names[0], f"{names[0]} is for chats, which have messages; leave it out")
+        return -1, ""
+    budgets = [whole(name, fields[name], -1, INT32_MAX) for name in BUDGETS if name in fields]
+    return (budgets or [-1])[0], _text(BUDGET_MESSAGE, fields.get(BUDGET_MESSAGE, ""))
 
 
 def splits_reasoning(fields: Mapping[str, Any]) -> bool:

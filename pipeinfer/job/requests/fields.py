@@ -5,6 +5,7 @@ Knows no request as a whole.
 
 import json
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeGuard
@@ -84,11 +85,38 @@ def without_null(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def read_json(text: bytes, what: str) -> dict[str, Any]:
+    """A JSON object without its null fields. `what`: its name in messages. Raises UserError for anything else, and for
+    a field that is there twice."""
+
+    def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+        values = dict(pairs)
+        if len(values) < len(pairs):
+            twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+            refuse(f"{what} has the field {shown(twice)} twice in an object; say it once")
+        return values
+
+    try:
+        value = json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique)
+    except RecursionError:
+        refuse(f"{what} is nested too deeply; objects and lists may be within each other some hundred times")
+    except UnicodeDecodeError:
+        refuse(f"{what} is not UTF-8 text; write it in UTF-8")
+    except ValueError as error:
+        is_number = "int_max_str_digits" in str(error)
+        why = "has a number of too many digits; 4300 are possible" if is_number else f"is not JSON: {error}"
+        refuse(f"{what} {why}")
+    if not isinstance(value, dict):
+        refuse(f'{what} is not a JSON object; write {{"prompt": "…"}} or what OpenAI\'s API asks')
+    return without_null(value)
+
+
 # -- names
 
 LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict", "max_new_tokens")
 PROMPTS = ("prompt", "messages")
 CHAT_FIELDS = ("tools", "tool_choice", "parallel_tool_calls", "reasoning_effort", "reasoning_format")
+BUDGETS, BUDGET_MESSAGE = ("reasoning_budget_tokens", "thinking_budget_tokens"), "reasoning_budget_message"
 TEMPLATE_FIELDS = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 FORMS = ("grammar", "json_schema", "response_format")  # constraints of the text: a request has one of them
 
@@ -136,7 +164,7 @@ OTHERS: tuple[str, ...] = ("stop", "ignore_eos", "logit_bias", "logprobs", "top_
 OTHERS += ("parse_special", "dry_sequence_breakers", "samplers", "lora")
 SETTINGS = (name for name, _, _ in SAMPLING_SETTINGS)
 FIELDS = {*SETTINGS, *ALIASES, *LENGTHS, *PROMPTS, *WITHOUT_EFFECT, *FORMS, *ONLY, *IN_EFFECT, *CHAT_FIELDS}
-FIELDS |= {*TEMPLATE_FIELDS, *OTHERS, "add_special_tokens", "stop_token_ids"}
+FIELDS |= {*TEMPLATE_FIELDS, *OTHERS, *BUDGETS, BUDGET_MESSAGE, "add_special_tokens", "stop_token_ids"}
 
 
 def served(body: Mapping[str, Any], passed: PassedOver) -> dict[str, Any]:
@@ -220,6 +248,8 @@ def _think(fields: dict[str, Any], passed: PassedOver) -> None:
             passed.add(name, f"{name} is for chats, which have messages; leave it out")
             continue
         thinks, effort = _thought(name, value)
+        if isinstance(value, dict) and (budget := value.get("budget_tokens", value.get("max_tokens"))) is not None:
+            fields.setdefault(BUDGETS[0], budget)
         variables = fields.get("chat_template_kwargs", {})
         if effort is not None:
             fields.setdefault("reasoning_effort", effort)

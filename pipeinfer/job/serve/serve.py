@@ -20,7 +20,7 @@ from pipeinfer.job.planning.plan_table import show_start
 from pipeinfer.job.planning.prepare import defaults_of, deploy_largest, open_job, start_prepared
 from pipeinfer.job.process.stop import Drain
 from pipeinfer.job.process.streams import complain
-from pipeinfer.job.requests.body_prompts import ChatFormat, open_format
+from pipeinfer.job.requests.chat_format import ChatFormat, open_format
 from pipeinfer.job.requests.request import DEFAULT_CTX
 from pipeinfer.job.serve.channel import (
     Ask,

@@ -8,11 +8,12 @@ from pipeinfer.core.drafting import guess_next, to_the_end
 from pipeinfer.core.interfaces import Batch, StageModel
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import Guess
+from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import Node
 from pipeinfer.core.types import Constraint, ConstraintFailed, FloatArray
 
-Constrain = Callable[[str], Constraint] | None
+Constrain = Callable[[SamplingParams], Constraint] | None
 Seqs = list[tuple[int, ...]]
 
 
@@ -30,8 +31,8 @@ class ModelDrafter:
     """A Drafter on a whole draft model with its own KV cache.
 
     Committed tokens that the cache lacks (the prompt, or tokens that the draft had not guessed) are evaluated before
-    nodes. `couple`: sampled guesses share the target's noise. `constrain`: makes a Constraint of a request's grammar;
-    without it grammars are ignored."""
+    nodes. `couple`: sampled guesses share the target's noise. `constrain`: makes a Constraint of a request's
+    parameters; without it constraints are ignored."""
 
     def __init__(
         self, model: StageModel, pool: SequencePool, n_batch: int, couple: bool = True, constrain: Constrain = None
@@ -45,8 +46,8 @@ class ModelDrafter:
 
     def open(self, request: Request) -> None:
         self.pool.open(request.id, request.prefix_hit)
-        if request.sampling.grammar and self.constrain:
-            self._constraints[request.id] = self.constrain(request.sampling.grammar)
+        if request.sampling.is_constrained and self.constrain:
+            self._constraints[request.id] = self.constrain(request.sampling)
 
     def expand(
         self, request: Request, widths: Mapping[Node, int], interrupted: Callable[[], bool]

@@ -189,7 +189,7 @@ class Grammars:
         self._threads = ThreadPoolExecutor(N_THREADS, "grammar")
 
         def make(text: str) -> LLMatcher:
-            return matcher(self._tokens, lark_of(text, partial(token_id, self._tokenizer)))
+            return matcher(self._tokens, lark_of(text, partial(token_id, self.tokenizer)))
 
         self._start = lru_cache(maxsize=N_CACHED)(lambda text: self._threads.submit(make, text))
 
@@ -198,12 +198,12 @@ class Grammars:
         self._threads.submit(lambda: self._tokens)
 
     @cached_property
-    def _tokenizer(self) -> Tokenizer:
+    def tokenizer(self) -> Tokenizer:
         return self._open_vocabulary()
 
     @cached_property
     def _tokens(self) -> LLTokenizer:
-        tokenizer, pieces = self._tokenizer, list[bytes]()
+        tokenizer, pieces = self.tokenizer, list[bytes]()
         for token in range(tokenizer.n_vocab):
             mark = CONTROL if tokenizer.attributes_of(token) & ATTR_CONTROL else b""
             pieces.append(mark + tokenizer.decode_piece(token, special=True))
@@ -211,4 +211,4 @@ class Grammars:
 
     def __call__(self, text: str) -> Grammar:
         """`text`: accepted by `check_grammar`."""
-        return Grammar(self._tokenizer, self._start(text))
+        return Grammar(self.tokenizer, self._start(text))

@@ -424,6 +424,12 @@ def test_what_a_request_does_not_say_is_as_the_command_line_says() -> None:
         )
     ]
     assert len(set(apart)) == 5 and read('{"prompt": "a", "stop_token_ids": []}').id("") == apart[0]
+    chat = '{"messages": [{"role": "user", "content": "b"}], "reasoning_budget_tokens": %d}'
+    assert (
+        read(chat.replace(', "reasoning_budget_tokens": %d', "")).id("")
+        == read(chat % -1).id("")
+        != read(chat % 9).id("")
+    )
     named = replace(same[0], custom_id="x")
     biased = read('{"prompt": "a", "logit_bias": [[7, false], ["8", 0.5], [8, 1]]}')
     assert biased.body.sampling.logit_bias == "7-inf 8+1.5" and biased.id("") != read('{"prompt": "a"}').id("")

@@ -231,6 +231,8 @@ def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
         "cache_type_v_draft": "q4_0",
         "lora": (adapter,),
         "lora_scaled": (ScaledFile(adapter, 0.5),),
+        "reasoning_budget": 5,
+        "reasoning_message": "So:",
     }
     # a prompt is asked, whichever way it came; bench has no chat, stops, parallel and grammar; the rest says where to
     # write, or where models come from

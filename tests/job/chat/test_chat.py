@@ -27,7 +27,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.chat.chat import Interrupts
 from pipeinfer.job.chat.history import History
 from pipeinfer.job.chat.lines import PipedLines
-from pipeinfer.job.requests.body_prompts import ChatFormat
+from pipeinfer.job.requests.chat_format import ChatFormat
 from pipeinfer.models.drafts.model_drafter import ModelDrafter
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.slice import open_slice
@@ -81,7 +81,7 @@ def tokenizer(model: Path) -> Iterator[Tokenizer]:
 
 
 def quick(tokenizer: Tokenizer, forgets: bool = False) -> History:
-    return History(QuickFormat(ChatTemplate("", ""), tokenizer, None, (), forgets))
+    return History(QuickFormat(ChatTemplate("", ""), tokenizer, None, (), forgets=forgets))
 
 
 def stages_of(path: Path, n_stages: int, exact: bool = True) -> list[LlamaStage]:
