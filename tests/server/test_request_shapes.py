@@ -449,3 +449,11 @@ def test_a_wrong_budget_of_reasoning_is_refused() -> None:
     with pytest.raises(UserError, match="reasoning_budget_message is 5; give a text"):
         parsed_of(CHAT, messages=[USER], reasoning_budget_message=5)
     assert [*parsed_of(COMPLETION, prompt="a", thinking_budget_tokens=5).passed_over] == ["thinking_budget_tokens"]
+
+
+def test_a_request_may_have_no_guesses() -> None:
+    assert not parsed_of(COMPLETION, prompt="a", guesses=False).bodies[0].guesses
+    parsed = parsed_of(COMPLETION, prompt="a", **{"speculative.n_max": 5})
+    assert parsed.bodies[0].guesses and [*parsed.passed_over] == ["speculative.n_max"]
+    with pytest.raises(UserError, match="guesses is 1; give true or false"):
+        parsed_of(CHAT, messages=[USER], guesses=1)

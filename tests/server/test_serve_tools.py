@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +188,16 @@ def test_reasoning_ends_with_its_budget(served: Served) -> None:
     thinking = {"type": "enabled", "budget_tokens": 0}
     reply = served.http.post("/v1/messages", json={**query, "reasoning_budget_tokens": None, "thinking": thinking})
     assert [block["type"] for block in reply.json()["content"]] == ["thinking", "text"], reply.text
+
+
+def test_a_request_without_guesses_has_the_same_text_and_others_keep_theirs(served: Served) -> None:
+    query = {"prompt": "def read_lines(path):\n", "max_tokens": 48, "temperature": 0, "ignore_eos": True}
+
+    def completion(more: dict[str, Any]) -> tuple[str, int]:
+        reply = served.http.post("/v1/completions", json={**query, **more}).json()
+        return reply["choices"][0]["text"], reply["timings"]["draft_n"]
+
+    with ThreadPoolExecutor(3) as threads:
+        asked: list[dict[str, Any]] = [{}, {"guesses": False}, {"speculative.n_max": 0}]
+        (text, n_guesses), *others = threads.map(completion, asked)
+    assert n_guesses and others == [(text, 0)] * 2

@@ -4,7 +4,7 @@ checks every line, the results so far and the context before models load."""
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
@@ -92,7 +92,7 @@ class BatchWork:
                 check_grammar(self.prompts.tokenizer, request.sampling.grammar)
         except UserError as error:
             return error
-        return request if isinstance(request, UserError) else replace(request, policy=self.policy)
+        return request if isinstance(request, UserError) else request.under(self.policy)
 
     def noted(self) -> Iterator[tuple[BatchRequest, str, GenerationRequest | UserError]]:
         """The same with their ids, and with their noted output."""

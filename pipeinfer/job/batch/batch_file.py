@@ -61,7 +61,7 @@ class BatchRequest:
         """The same for the same request at the same place, or with the same custom_id."""
         fields = asdict(self)
         fields |= fields.pop("body")
-        for name in ("priority", "splits", "passed_over"):
+        for name in ("priority", "splits", "passed_over", "guesses"):
             del fields[name]  # no text depends on them
         for part in (fields, *fields["messages"]):
             for name in {*IF_ANY} & part.keys():

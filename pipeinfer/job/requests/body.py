@@ -73,7 +73,8 @@ class Body:
     `variables` of the template. `n_predict`: below 0 where the request does not say. `splits`: reasoning is no part of
     the text. `continues`: the last message is the beginning of the answer. `parse_special`: names of control tokens in
     the prompt are these tokens; None: as the options say. `adds_special`: the prompt begins with bos, if the model adds
-    one. `reasoning`: its budget and message, below 0 and empty as the options say."""
+    one. `reasoning`: its budget and message, below 0 and empty as the options say. `guesses`: whether there may be
+    some."""
 
     prompt: PromptParts
     messages: tuple[ChatMessage, ...]
@@ -92,6 +93,7 @@ class Body:
     text_biases: TextBiases = ()
     adapters: AdapterScales | None = None  # see GenerationRequest
     reasoning: tuple[int, str] = (-1, "")
+    guesses: bool = True
 
     @property
     def forced_schemas(self) -> dict[str, Any]:
@@ -130,6 +132,7 @@ def read_body(fields: Mapping[str, Any], defaults: Defaults, as_chat: bool, pass
         text_biases=text_biases,
         adapters=read_scales(lora, defaults.adapters) if lora != [] else defaults.scales,
         reasoning=read_budget(fields, bool(messages), passed),
+        guesses=flag(fields, "guesses", True),
     )
 
 

@@ -122,7 +122,8 @@ class BodyPrompts:
         request = GenerationRequest(
             tuple(prompt), n_predict, n_ctx, settled(sampling, self.tokenizer), ends, stops, bool(body.messages)
         )
-        return replace(request, spans=spans, priority=body.priority, thought=thought, adapters=body.adapters)
+        request = replace(request, adapters=body.adapters, guesses=body.guesses)
+        return replace(request, spans=spans, priority=body.priority, thought=thought)
 
     def _chat(self, body: Body, rendered: Rendered | UserError) -> tuple[list[int], str]:
         """(the tokens of a chat, the text that ends the reasoning that they begin)."""

@@ -161,7 +161,7 @@ IN_EFFECT: Mapping[str, tuple[Any, ...]] = {
 SAMPLING_SETTINGS = settings_of(SamplingParams)
 ALIASES = {alias: name for name, _, setting in SAMPLING_SETTINGS for alias in setting.aliases}
 OTHERS: tuple[str, ...] = ("stop", "ignore_eos", "logit_bias", "logprobs", "top_logprobs", "n_probs", "priority")
-OTHERS += ("parse_special", "dry_sequence_breakers", "samplers", "lora")
+OTHERS += ("parse_special", "dry_sequence_breakers", "samplers", "lora", "guesses")
 SETTINGS = (name for name, _, _ in SAMPLING_SETTINGS)
 FIELDS = {*SETTINGS, *ALIASES, *LENGTHS, *PROMPTS, *WITHOUT_EFFECT, *FORMS, *ONLY, *IN_EFFECT, *CHAT_FIELDS}
 FIELDS |= {*TEMPLATE_FIELDS, *OTHERS, *BUDGETS, BUDGET_MESSAGE, "add_special_tokens", "stop_token_ids"}
@@ -187,7 +187,9 @@ def _only(name: str, value: Any, values: Sequence[Any]) -> str:
     return f"{name} is {shown(value)}; only {' or '.join(map(json.dumps, values))} can be served"
 
 
-# -- names of vLLM, Ollama and OpenRouter
+# -- names of vLLM, Ollama, OpenRouter and earlier versions of llama-server
+
+N_MAX = "speculative.n_max"
 
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 GUIDED = {"guided_json": "json", "guided_grammar": "grammar", "guided_choice": "choice", "guided_regex": "regex"}
@@ -203,6 +205,10 @@ def _translated(body: Mapping[str, Any], passed: PassedOver) -> dict[str, Any]:
         if (value := fields.pop(name, None)) is not None:
             fields.setdefault("stop", value)
     _think(fields, passed)
+    if (n_max := fields.pop(N_MAX, None)) == 0:
+        fields.setdefault("guesses", False)
+    elif n_max is not None:
+        passed.add(N_MAX, f"{N_MAX} is {shown(n_max)}; only 0, no guesses, can be served")
     return fields
 
 

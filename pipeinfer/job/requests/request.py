@@ -30,7 +30,7 @@ BYTE_ORDER_MARK = "\ufeff"  # some editors begin UTF-8 with it
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     """One text to generate. Only rank 0 knows it: other ranks learn what they need with the runs. Its repr, in which
-    the policy is not as the text does not depend on it, names its text in notes of --resume."""
+    policy and guesses are not, on which no text depends, names its text in notes of --resume."""
 
     prompt: tuple[int, ...]
     n_predict: int  # 0: evaluate the prompt alone, for the cache
@@ -46,6 +46,11 @@ class GenerationRequest:
     thought: str = ""  # the text that ends the reasoning that the prompt begins
     adapters: AdapterScales | None = None  # None: as the job says
     policy: Policy = field(default_factory=Iterative, repr=False)
+    guesses: bool = field(default=True, repr=False)  # whether there may be some
+
+    def under(self, policy: Policy) -> "GenerationRequest":
+        """The same under the policy of its job, if it is to have guesses."""
+        return replace(self, policy=policy if self.guesses else Iterative())
 
     def open(self, id: int) -> Request:
         """The state of this request in an engine."""

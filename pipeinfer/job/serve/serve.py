@@ -229,7 +229,7 @@ class Service:
             complain(f"no further requests; {limit}, a second signal stops them")
         for message in self.front.take():
             if isinstance(message, Ask):
-                ask = replace(message, request=replace(message.request, policy=self.policy))
+                ask = replace(message, request=message.request.under(self.policy))
                 insort(self._waiting, (ask, self.context.clock()), key=lambda each: each[0].request.priority)
             elif isinstance(message, Cancel):
                 self._drop(message.id)

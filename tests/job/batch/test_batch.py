@@ -430,6 +430,7 @@ def test_what_a_request_does_not_say_is_as_the_command_line_says() -> None:
         == read(chat % -1).id("")
         != read(chat % 9).id("")
     )
+    assert read('{"prompt": "a", "guesses": false}').id("") == read('{"prompt": "a"}').id(""), "it is the same text"
     named = replace(same[0], custom_id="x")
     biased = read('{"prompt": "a", "logit_bias": [[7, false], ["8", 0.5], [8, 1]]}')
     assert biased.body.sampling.logit_bias == "7-inf 8+1.5" and biased.id("") != read('{"prompt": "a"}').id("")
