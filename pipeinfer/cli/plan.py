@@ -6,6 +6,7 @@ import click
 
 from pipeinfer.cli.options.job_options import job_options
 from pipeinfer.cli.options.setting_options import command, take
+from pipeinfer.cli.options.spec_types import SpecTypes
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
 from pipeinfer.job.inspect.plan import PlanQuestion, plan
@@ -15,7 +16,7 @@ from pipeinfer.job.options.text_sections import ContextOptions
 from pipeinfer.job.options.values import Whole
 
 _MODELS = (jobs.Models, jobs.Adapters, jobs.Loading, ContextOptions)
-_SPECULATION = (jobs.PolicyName, jobs.Guesses, Policy, jobs.Ablations)
+_SPECULATION = (jobs.PolicyName, jobs.Guesses, SpecTypes, Policy, jobs.Ablations)
 SECTIONS = (PlanQuestion, *_MODELS, jobs.PlacementOptions, jobs.Numerics, *_SPECULATION, jobs.OutputOptions)
 WITHOUT = ("plan", "ignore_eos", "samplers", "send_layers", "gpu_aware", "couple", "cancel", "verbose")
 PARALLEL_HELP = "Requests that are open at a time, as `serve`, `batch` and `bench` have them."

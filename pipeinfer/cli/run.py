@@ -4,6 +4,7 @@ from typing import Any
 
 from pipeinfer.cli.options.job_options import run_options, warn_of_variables
 from pipeinfer.cli.options.setting_options import command
+from pipeinfer.cli.options.spec_types import SpecTypes
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
@@ -13,7 +14,7 @@ from pipeinfer.job.options import text_sections as texts
 _MODELS = (jobs.Models, jobs.Adapters, jobs.Loading)
 _TEXTS = (texts.ChatOptions, texts.ReasoningOptions, texts.Texts)
 _SAMPLING = (SamplingParams, texts.SamplerTexts, texts.Biases, texts.GrammarOptions)
-_SPECULATION = (jobs.PolicyName, jobs.Guesses, Policy, jobs.Experiments)
+_SPECULATION = (jobs.PolicyName, jobs.Guesses, SpecTypes, Policy, jobs.Experiments)
 SHARED = (*_MODELS, *_TEXTS, jobs.PlacementOptions, jobs.Numerics, *_SAMPLING, *_SPECULATION, jobs.OutputOptions)
 """The sections of all commands that write texts for users."""
 

@@ -166,3 +166,34 @@ def test_a_command_that_is_misspelt_is_answered(given: str, meant: str) -> None:
 
 def test_help_does_not_change() -> None:
     assert "-c, --ctx-size" in CliRunner().invoke(run, ["--help"]).output
+
+
+def test_kinds_of_guesses_have_llama_cpp_s_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    def guesses(*words: str, **variables: str) -> tuple[list[str], bool | None, str]:
+        values = parsed(run, ["-p", "x", "-m", "m.gguf", *words], monkeypatch, **variables).params
+        asking = ("chat", "conversation", "single_turn")
+        options = run_options({name: value for name, value in values.items() if name not in asking})
+        speculation = options.speculation
+        return [str(draft) for draft in options.models.drafts], speculation.lookup, speculation.policy.name
+
+    draft = ["-md", "d.gguf"]
+    assert guesses("--spec-type", "none") == ([], False, "iterative") == guesses("--spec-type", "ngram-mod,none")
+    assert (
+        guesses("--spec-type", "ngram-simple") == ([], True, "auto") == guesses("--spec-type", "ngram-cache,ngram-mod")
+    )
+    assert guesses(*draft, "--spec-type", "draft-simple") == (["d.gguf"], None, "auto") == guesses(*draft)
+    assert guesses(*draft, "--spec-type", "draft-eagle3,ngram-map-k") == (["d.gguf"], True, "auto")
+    assert guesses("--spec-type", "draft-mtp") == (["mtp"], None, "auto")
+    assert guesses("--spec-type", "draft-simple", "--no-lookup", *draft) == (["d.gguf"], False, "auto")
+    for words, why in (
+        (["--spec-type", "draft-simple"], "guesses with a draft, and -md names none; give -md FILE"),
+        (["--spec-type", "draft-mtp", "-md", "none"], "guesses with a draft, and -md names none"),
+        (["--spec-type", "none", *draft], "has no draft, and -md names one"),
+        (["--spec-type", "ngram-simple", *draft], "or add draft-simple"),
+        (["--spec-type", "ngram-simple", "--no-lookup"], "contradict each other"),
+        (["--spec-type", "draft-dflash"], "cannot be loaded here"),
+        (["--spec-type", "draft"], "'draft' is not one of"),
+    ):
+        with pytest.raises((click.BadParameter, UserError), match=why):
+            guesses(*words)
+    assert guesses(SPEC_TYPE="ngram-map-k4v") == ([], True, "auto")

@@ -9,6 +9,7 @@ import click
 
 from pipeinfer.cli.options.llama_cpp import ignored_variables, is_from_environment, variable_of
 from pipeinfer.cli.options.setting_options import requests_guesses, select_policy, take, take_policies
+from pipeinfer.cli.options.spec_types import with_spec_types
 from pipeinfer.cluster.hosts.launch import rank_from_environment
 from pipeinfer.core.biases import bias_text
 from pipeinfer.core.samplers import SAMPLERS, order_text, sampler_names, switched_off
@@ -45,6 +46,7 @@ def run_options(values: Values, is_chat: bool = False) -> RunOptions:
 
 def job_options(values: Values, **fields: Any) -> RunOptions:
     """The options of any job. `fields`: further ones of its sections."""
+    values = with_spec_types(values)
     model, named = take_models(values)
     target, its_drafts = (model, ()) if model else default_models(bool(named) or requests_guesses(values))
     drafts = choose_drafts(named, its_drafts)
