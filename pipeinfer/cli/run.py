@@ -12,7 +12,7 @@ from pipeinfer.job.options import sections as jobs
 from pipeinfer.job.options import text_sections as texts
 
 _MODELS = (jobs.Models, jobs.Adapters, jobs.Loading)
-_TEXTS = (texts.ChatOptions, texts.ReasoningOptions, texts.Texts)
+_TEXTS = (texts.ChatOptions, texts.AnswerOptions, texts.Texts)
 _SAMPLING = (SamplingParams, texts.SamplerTexts, texts.Biases, texts.GrammarOptions)
 _SPECULATION = (jobs.PolicyName, jobs.Guesses, SpecTypes, Policy, jobs.Experiments)
 SHARED = (*_MODELS, *_TEXTS, jobs.PlacementOptions, jobs.Numerics, *_SAMPLING, *_SPECULATION, jobs.OutputOptions)

@@ -18,7 +18,7 @@ from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import JobModels, RunOptions, choose_drafts, unescape
 from pipeinfer.job.options.sections import Models
-from pipeinfer.job.options.text_sections import ChatOptions, GrammarOptions, ReasoningOptions
+from pipeinfer.job.options.text_sections import AnswerOptions, ChatOptions, GrammarOptions
 from pipeinfer.models.demo import default_models
 from pipeinfer.models.hub import parse_name
 from pipeinfer.models.text.answers import check_stops
@@ -80,7 +80,7 @@ def take_chat(values: Values, is_chat: bool, escape: bool) -> ChatOptions | None
     chat = take(ChatOptions, values)
     if not is_chat:
         ctx = click.get_current_context(silent=True)
-        for name, default, setting in (*settings_of(ChatOptions), *settings_of(ReasoningOptions)):
+        for name, default, setting in (*settings_of(ChatOptions), *settings_of(AnswerOptions)):
             value = values[name] if name in values else getattr(chat, name)
             if value != default and not (ctx and is_from_environment(ctx, name)):
                 raise click.UsageError(f"{setting.flag} is for chats; give --chat or -cnv too, or leave it out")

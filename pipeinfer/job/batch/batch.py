@@ -150,6 +150,7 @@ def _defaults(batch: BatchOptions, options: RunOptions, info: ModelInfo) -> Defa
     others += " special-in-messages" if text.special_in_messages else ""
     if text.reasoning_budget >= 0:
         others += f" reasoning-{text.reasoning_budget} {text.reasoning_message or ''}"
+    others += f" template-{text.template}" if text.template else ""
     salt = f"{info.fingerprint} {options.numerics.rounding} {text.chat}{others}"
     return defaults_of(options, as_chat=batch.as_chat, salt=salt, strict=batch.strict, adapters=adapters)
 

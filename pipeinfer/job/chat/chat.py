@@ -70,6 +70,7 @@ def _prepare(options: RunOptions, hosts: Sequence[Host]) -> "tuple[JobPlan, Chat
     model, others = model_id(plan), ["special"] if text.special_in_messages else []
     if text.reasoning_budget >= 0:
         others.append(f"reasoning {text.reasoning_budget} {text.reasoning_message}")
+    others += [f"template {text.template}"] if text.template else []
     key = digest((noted, text.chat, model[0], options.numerics.rounding, *others))
     notes = ChatNotes(open_journal(options.output.resume, model), key)
     return plan, Chat(plan, request, format, first, notes, options.output, ExperimentSettings.of(options))

@@ -83,21 +83,24 @@ class Texts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReasoningOptions:
-    """How long a model may reason in a chat.
+class AnswerOptions:
+    """How the model is asked in a chat, and how long it may reason.
 
+    template: A built-in template of llama.cpp by its name, such as chatml or llama3, without tools, reasoning and
+        variables; or a template in Jinja, as text.
     reasoning_budget: Tokens of reasoning, as in <think>…</think>, after which its end is forced; 0: it ends at once;
         -1: no limit.
     reasoning_message: What is written before an end that is forced.
     """
 
     heading = "Prompt and chat"
+    template: str | None = setting(None, "--chat-template", type=TextType())
     reasoning_budget: int = setting(-1, "--reasoning-budget", least=-1, most=INT32_MAX, column=True)
     reasoning_message: str | None = setting(None, "--reasoning-budget-message", type=TextType(), column=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextOptions(Texts, PromptOptions, ReasoningOptions):
+class TextOptions(Texts, PromptOptions, AnswerOptions):
     """The prompt, or the chat, and how their texts are read."""
 
     chat: ChatOptions | None = None

@@ -14,6 +14,7 @@ from pipeinfer.job.process.streams import complain
 from pipeinfer.job.requests.request import read_text
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.text.answers import opened_thought, unclosed_thought
+from pipeinfer.models.text.builtin_template import BuiltinTemplate, builtin_names
 from pipeinfer.models.text.chat_template import (
     MIXED,
     PLAIN_STOP,
@@ -147,14 +148,23 @@ def open_format(
         system = read_text("--system-prompt-file", chat.system_file).removesuffix("\n")
     source, variables = template_of(info.metadata), _variables(chat)
     name, stops = f"the chat template of {info.path}", text.stops
-    if chat.template_file is not None:
+    if chat.template_file is not None and text.template is not None:
+        raise UserError("--chat-template and --chat-template-file both give the chat template; give one of them")
+    is_builtin = text.template in builtin_names() if text.template is not None else False
+    if text.template is not None:
+        name, source = f"--chat-template {text.template[:40]}", text.template
+        if not is_builtin and "{" not in source:
+            names = f"there are {', '.join(builtin_names())}"
+            raise UserError(f"--chat-template {source[:40]} is no built-in template, nor one in Jinja; {names}")
+    elif chat.template_file is not None:
         name = f"--chat-template-file {chat.template_file}"
         source = read_text("--chat-template-file", chat.template_file)
     elif source is None:
         say(PLAIN.format(path=info.path))
         source, stops = PLAIN_TEMPLATE, (*stops, PLAIN_STOP)
-    template = ChatTemplate(source, name, variables, text.special_in_messages)
-    if chat.template_file is not None:
+    kind = BuiltinTemplate if is_builtin else ChatTemplate
+    template = kind(source, name, variables, text.special_in_messages)
+    if chat.template_file is not None or text.template is not None:
         template.check()
     if text.reasoning_budget >= 0 and not thought_marks(source)[1]:
         say(f"--reasoning-budget {text.reasoning_budget} has no effect: {name} has no marks of reasoning")
