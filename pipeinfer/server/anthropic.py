@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeinfer.job.requests.chat_fields import content_of
-from pipeinfer.job.requests.fields import PassedOver, is_list_of, refuse, shown, text_of
+from pipeinfer.job.requests.fields import PassedOver, check_part, is_list_of, refuse, shown, text_of
 from pipeinfer.server.forms import Block, BlockForm, named_event, renamed
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
@@ -81,6 +81,7 @@ def _messages(name: str, message: Any, passed: PassedOver) -> Iterator[dict[str,
         elif role == "assistant" and kind != "redacted_thinking":
             passed.add(f"messages.{kind}", f"{name}.content[{at}] is of type {shown(kind)}; it is left out")
         elif kind != "redacted_thinking":
+            check_part(f"{name}.content[{at}]", kind)
             refuse(
                 f"{name}.content[{at}] is of type {shown(kind)}; text, thinking, tool_use and tool_result are served"
             )

@@ -453,7 +453,23 @@ def test_a_wrong_budget_of_reasoning_is_refused() -> None:
 
 def test_a_request_may_have_no_guesses() -> None:
     assert not parsed_of(COMPLETION, prompt="a", guesses=False).bodies[0].guesses
-    parsed = parsed_of(COMPLETION, prompt="a", **{"speculative.n_max": 5})
+    fields: dict[str, Any] = {"prompt": "a", "speculative.n_max": 5}
+    parsed = parsed_of(COMPLETION, **fields)
     assert parsed.bodies[0].guesses and [*parsed.passed_over] == ["speculative.n_max"]
     with pytest.raises(UserError, match="guesses is 1; give true or false"):
         parsed_of(CHAT, messages=[USER], guesses=1)
+
+
+@pytest.mark.parametrize("kind", ["image_url", "input_image", "input_audio", "video_url", "file"])
+def test_pictures_are_refused_with_what_to_do(kind: str) -> None:
+    says = rf'messages\[0\].content\[1\] is of type "{kind}"; models here read text alone: leave it out, or say'
+    content = [{"type": "text", "text": "a"}, {"type": kind, kind: {}}]
+    with pytest.raises(UserError, match=says):
+        parsed_of(CHAT, messages=[{"role": "user", "content": content}])
+    passed = PassedOver()
+    with pytest.raises(UserError, match="models here read text alone"):
+        anthropic.chat_of({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, passed)
+    for prompt in ({"prompt": "a", "image_data": [{"data": "x"}]}, {"prompt": {"multimodal_data": ["x"]}}):
+        with pytest.raises(UserError, match="models here read text alone"):
+            parsed_of(COMPLETION, **prompt)
+    assert parsed_of(COMPLETION, prompt="a", image_data=[]).bodies

@@ -5,6 +5,7 @@ Knows no request as a whole.
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,12 @@ from pipeinfer.errors import UserError
 from pipeinfer.text import shortened
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
+
+PICTURES = "image_data"
+MEDIA = re.compile("image|audio|video|file|document")
+NO_MEDIA = (
+    "models here read text alone: leave it out, or say in words what it shows (llama-server --mmproj takes pictures)"
+)
 
 # -- values
 
@@ -76,9 +83,18 @@ def text_of(name: str, value: Any, kinds: Sequence[Any], between: str = "\n") ->
     """A text, or a list of parts of these types with one, joined by `between`, as in llama-server by a new line."""
     if isinstance(value, str):
         return value
+    if is_list_of(dict, value):
+        for at, each in enumerate(value):
+            check_part(f"{name}[{at}]", each.get("type"))
     if not is_list_of(dict, value) or not all(each.get("type") in kinds for each in value):
         refuse(f"{name} is {shown(value)}; give a text, or a list of parts of type {' or '.join(kinds)}")
     return between.join(str(each.get("text", "")) for each in value)
+
+
+def check_part(name: str, kind: Any) -> None:
+    """Raises UserError for a picture and the like."""
+    if isinstance(kind, str) and MEDIA.search(kind):
+        refuse(f"{name} is of type {shown(kind)}; {NO_MEDIA}")
 
 
 def without_null(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,6 +157,7 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(OFF_AT_0, (0,)),
     **dict.fromkeys(NOT_SERVED, (False,)),
     "suffix": ("",),
+    PICTURES: ([],),
     "modalities": (["text"],),
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -171,6 +188,10 @@ def served(body: Mapping[str, Any], passed: PassedOver) -> dict[str, Any]:
     """The fields that have an effect, by the names of this server. Raises UserError for values that would change the
     text and cannot be served."""
     fields = {}
+    prompt = body.get("prompt")
+    for name in (PICTURES, "multimodal_data"):  # llama-server's, beside the prompt or in it
+        if body.get(name) or (isinstance(prompt, dict) and prompt.get(name)):
+            refuse(f"{name} is there; {NO_MEDIA}")
     for name, value in _translated(body, passed).items():
         if name in ONLY and value not in ONLY[name]:
             refuse(_only(name, value, ONLY[name]))

@@ -383,7 +383,7 @@ def read(line: str, defaults: Defaults = DEFAULTS) -> Any:
         ('{"prompt": "a", "response_format": "json"}', 'response_format is "json"'),
         ('{"prompt": "a", "logit_bias": 1}', "give an object of token ids"),
         ('{"messages": [{"role": "critic", "content": "x"}]}', 'messages[0].role is "critic"; it is one of system,'),
-        ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "give a text, or a list of parts"),
+        ('{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}', "models here read text alone"),
         ('{"messages": [{"role": "user"}]}', "messages[0].content is null; give a text"),
         ('{"custom_id": "a", "url": "/v1/embeddings", "body": {}}', "are served"),
         (f'{{{URL}: {{"prompt": "a"}}}}', "there is no custom_id"),
