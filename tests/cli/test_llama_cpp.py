@@ -197,3 +197,25 @@ def test_kinds_of_guesses_have_llama_cpp_s_names(monkeypatch: pytest.MonkeyPatch
         with pytest.raises((click.BadParameter, UserError), match=why):
             guesses(*words)
     assert guesses(SPEC_TYPE="ngram-map-k4v") == ([], True, "auto")
+
+
+def test_adapters_are_joined_by_commas_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["-p", "x", "--lora", 'a.gguf,"b,c.gguf"', "--lora", "d.gguf", "--lora-scaled", "e:0.5,f:2"]
+    values = parsed(run, words, monkeypatch).params
+    assert list(map(str, values["lora"])) == ["a.gguf", "b,c.gguf", "d.gguf"]
+    assert (
+        list(map(str, values["lora_scaled"])) == ["e:0.5", "f:2"]
+        and parsed(run, ["-p", "x"], monkeypatch).params["lora"] == ()
+    )
+    for wrong in ("a,,b", ",a", "a,"):
+        with pytest.raises(click.BadParameter, match="has an empty part"):
+            parsed(run, ["-p", "x", "--lora", wrong], monkeypatch)
+    with pytest.raises(click.BadParameter, match="is not FILE:SCALE"):
+        parsed(run, ["-p", "x", "--lora-scaled", "e:0.5,f"], monkeypatch)
+
+
+@pytest.mark.parametrize("flag", ["--mmproj", "-mm", "--image", "--audio"])
+def test_pictures_are_refused_with_a_way_out(flag: str) -> None:
+    for command in (run, chat_command, serve_command):
+        with pytest.raises(click.UsageError, match=r"models here read text alone.*llama-server of llama.cpp"):
+            command.make_context("x", [flag, "a.png"])

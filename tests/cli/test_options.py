@@ -23,7 +23,7 @@ from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import ALL_LAYERS
 from pipeinfer.job.options.options import unescape, without_effect
-from pipeinfer.job.options.values import TYPES, Backend, File, Listed, Number, TextType, Whole
+from pipeinfer.job.options.values import TYPES, Backend, File, Joined, Listed, Number, TextType, Whole
 from pipeinfer.job.placement.checks import inexact_line
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.models.demo import TARGET
@@ -122,7 +122,7 @@ def test_odd_values_are_refused_in_one_line_or_legal(name: str, param: click.Par
             assert isinstance(param, click.Argument) or param.opts[0] in message, message
             assert "\n" not in message
         else:
-            is_many = param.multiple or param.nargs == -1
+            is_many = (param.multiple or param.nargs == -1) and not isinstance(param.type, Joined)
             check_legal(found[0] if isinstance(found, tuple) and is_many else found, param.type)
 
 

@@ -2,6 +2,7 @@
 by name, and each policy takes its settings from them."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any, TypeVar
 
 import click
@@ -12,7 +13,7 @@ from pipeinfer.core.settings import REQUIRED, Setting, settings_of, value_text
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import INT32_MAX
 from pipeinfer.job.options.options import choose_policy
-from pipeinfer.job.options.values import Number, Whole
+from pipeinfer.job.options.values import Joined, Number, Whole
 from pipeinfer.policies import POLICIES, PipeInfer, make_policy
 
 Section = TypeVar("Section")
@@ -23,6 +24,10 @@ class SettingOption(click.Option):
 
     heading = ""
     is_first = False
+
+    def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
+        values = super().type_cast_value(ctx, value)
+        return tuple(chain.from_iterable(values)) if isinstance(self.type, Joined) else values
 
 
 def command(

@@ -1,8 +1,7 @@
 """The options that several commands have, in sections: models, ranks, numerics, guesses, output; `text_sections` has
 the rest. Each is declared once, with its flags, type, limits and help.
 
-A command names its sections. The records of `RunOptions` consist of some of them; `cli/options/job_options.py` turns
-the others into fields of these.
+A command names its sections. Some are records of `RunOptions`; `cli/options/job_options.py` makes fields of the rest.
 """
 
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from pipeinfer.job.options.values import (
     Backend,
     File,
     Folder,
+    Joined,
     Listed,
     Number,
     Pace,
@@ -96,14 +96,14 @@ class Loading:
 class Adapters:
     """Adapters of the target; drafts have none.
 
-    lora: Adapter of the target (LoRA), GGUF; may be given again. Rank 0 reads it, and sends each rank its layers'.
+    lora: Adapter of the target (LoRA), GGUF; several with commas, or the option again. Rank 0 sends ranks their part.
     lora_scaled: FILE:SCALE, the same with a factor.
     lora_init_without_apply: Adapters are applied only where a request says so (`lora`).
     """
 
     heading = "Models"
-    lora: tuple[Path, ...] = setting((), "--lora", type=File(), repeated=True)
-    lora_scaled: tuple[ScaledFile, ...] = setting((), "--lora-scaled", type=SCALED, repeated=True)
+    lora: tuple[Path, ...] = setting((), "--lora", type=Joined(File()), repeated=True)
+    lora_scaled: tuple[ScaledFile, ...] = setting((), "--lora-scaled", type=Joined(SCALED), repeated=True)
     lora_init_without_apply: bool = setting(False, "--lora-init-without-apply")
 
 

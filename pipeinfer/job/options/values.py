@@ -3,6 +3,7 @@
 Every rank parses the same command line with the same result, so nothing here reads the file system: rank 0 does, later.
 """
 
+import csv
 import math
 import os
 import re
@@ -212,10 +213,13 @@ class Listed(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
         if not isinstance(value, str):
             return tuple(value)
-        parts = value.split(",")
+        parts = self._parts(value)
         if not all(parts):
             self.fail(f"{value!r} has an empty part; write values with one comma between them", param, ctx)
         return tuple(self._convert(part, value, param, ctx) for part in parts)
+
+    def _parts(self, value: str) -> list[str]:
+        return value.split(",")
 
     def _convert(self, part: str, value: str, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
@@ -227,6 +231,17 @@ class Listed(click.ParamType):
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         return [] if "," in incomplete else self.item.shell_complete(ctx, param, incomplete)
+
+
+class Joined(Listed):
+    """Of an option that may be given several times: the values of all are one tuple. As in llama.cpp, a value that has
+    a comma is in double quotes."""
+
+    def _parts(self, value: str) -> list[str]:
+        try:
+            return next(csv.reader([value]), []) or [value]
+        except csv.Error:  # a new line outside quotes
+            return [value]
 
 
 class Threads(Listed):

@@ -60,7 +60,7 @@ def test_texts_are_those_of_plain_llama(model: Path, draft: Path, adapter: Path,
 
 def test_two_adapters_are_added_up_as_in_plain_llama(model: Path, folder: Path, adapter: Path) -> None:
     second = write_adapter(folder / "second.gguf", model, 16, "F32", strength=0.3, seed=1)
-    given = ["--lora", str(adapter), "--lora", str(second)]
+    given = ["--lora", f"{adapter},{second}"]
     results = [run_json(n_ranks, words(model, SHORT, "-md", "none", *given)) for n_ranks in (1, 3)]
     expected = plain_tokens(model, results[0]["prompt_tokens"], N, adapters=[f"{adapter}:1", f"{second}:1"])
     assert [result["tokens"] for result in results] == [expected] * 2
