@@ -93,7 +93,8 @@ def named(plan: NumericsPlan, target: Sequence[DevicePlan], host: Host, adapters
         parts.append(hashlib.sha256(results.encode()).hexdigest()[:N_DIGITS])
     parts += sorted(str(kernels) for kernels in {device.kernels for device in target if device.is_torch})
     parts += ["gpu"] if any(device.uses_gpus for device in target) else []
-    parts += [host.exact_rows[0][1][:N_DIGITS]] if plan.at_once else []
+    # none on a rank that has the draft alone, for which `plan` predicts a policy without guesses
+    parts += [digest[:N_DIGITS] for _, digest in host.exact_rows[:1]] if plan.at_once else []
     # libllama's exact numerics add in the order of cells; torch sorts them itself
     parked = plan.exact and not all(device.is_torch for device in target)
     return replace(plan, name="-".join(parts), parked=parked)

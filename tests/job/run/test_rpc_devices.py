@@ -132,6 +132,10 @@ def test_info_and_a_plan_name_devices_and_their_memory() -> None:
         words = ["-md", "none", "-c", "32000", "--policy", "iterative", *ALL]
         planned = json.loads(finish(2, ["plan", "--json", *words, *of(two)]).stdout)["ranks"]
         assert [rank["device"] for rank in planned] == ["RPC0", "RPC0"]
+        guessing = ["-ngl", "all", "--device", "RPC0", "-ngld", "0", "--policy", "pipeinfer"]
+        done = finish(2, ["plan", "--json", *guessing, *of(two)])
+        assert done.returncode == 0, done.stderr
+        assert {"iterative", "pipeinfer"} <= {each["policy"] for each in json.loads(done.stdout)["predictions"]}
     with servers(1, 1) as two:  # new ones: others hold memory that what came before has freed, and use it again
         before = [address_space(server.process.pid) for server in two]
         with start(2, ["run", "-p", "x", "-n", "8000", "--ignore-eos", *words, *of(two)]) as job:
