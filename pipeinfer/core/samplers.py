@@ -35,7 +35,8 @@ ON_ALL = ("penalties", "dry")  # these look at all tokens, before others leave s
 
 MOST_XTC = 0.5  # at most one token is likelier, and it stays: larger thresholds switch XTC off
 FIRST_WIDTH, WIDER, NO_TOKEN = 8, 4, -1  # tokens compared at first; how many times as many after that
-FIRST_STARTS, MORE_STARTS = 64, 8  # places compared at first; how many times as many after that
+FIRST_STARTS, MORE_STARTS = 256, 8  # places looked at at first; how many times as many after that
+MOST_FULL = 8  # tokens whose further places are passed over at once, as no repetition behind them can be longer
 LOG_MAX = 88.7228391  # of the largest float32: llama.cpp's limit of a DRY penalty
 
 BLOCKS_A_TOKEN = 32  # `largest` compares the maxima of so many blocks for each wanted token, and finds few others
@@ -214,8 +215,8 @@ def repetition_penalties(
     max_exponent = int(LOG_MAX / np.log(base)) if base > 1.000001 else 0
     n_counted = n_most if max_exponent == 0 and base > 1.0 else min(n_most, allowed_length + max_exponent)
     longest = _longest(np.asarray(history)[::-1], allowed_length, n_counted)
-    tokens = np.flatnonzero(longest >= allowed_length)
-    exponents = longest[tokens] - allowed_length
+    tokens = np.flatnonzero(longest > allowed_length)
+    exponents = longest[tokens] - 1 - allowed_length
     if max_exponent:
         exponents = np.minimum(exponents, max_exponent)
     is_breaker = np.array([() in breakers.get(token, ()) for token in tokens.tolist()], bool)
@@ -223,27 +224,35 @@ def repetition_penalties(
     return tokens[~is_breaker], penalties[~is_breaker].astype(np.float32)
 
 
-def _longest(newest: npt.NDArray[np.integer], n_least: int, n_most: int) -> Ids:
-    """By token id, the most tokens from somewhere behind such a token on that are those from 0 on, at most `n_most`;
-    less than `n_least` where there are no more. Later starts are compared only if they may be longer."""
-    longest = np.full(int(newest.max()) + 1, NO_TOKEN)
+def _longest(newest: npt.NDArray[np.integer], n_least: int, n_most: int) -> npt.NDArray[np.int32]:
+    """By token id, 1 and the most tokens from somewhere behind such a token on that are those from 0 on, at most
+    `n_most`; up to `n_least` where there are no more. Later starts are compared only if they may be longer."""
+    longest = np.zeros(int(newest.max()) + 1, np.int32)
     if not n_least:
-        longest[newest[:-1]] = 0
-    padded = np.append(newest, np.full(n_most + 1, NO_TOKEN, newest.dtype))
-    starts, n = np.flatnonzero(newest[1:] == newest[0]) + 1, FIRST_STARTS
+        longest[newest[:-1]] = 1
+    padded = np.empty(len(newest) + n_most + 1, newest.dtype)
+    padded[: len(newest)], padded[len(newest) :] = newest, NO_TOKEN
+    newest = padded[: len(newest)]
+    may_start = newest[1:] == newest[0]  # at 1 and so on
     if n_least > 1:
-        starts = starts[padded[starts + n_least - 1] == newest[n_least - 1]]
-    while len(starts):
-        some, starts = starts[:n], starts[n:]
-        np.maximum.at(longest, newest[some - 1], _matches(padded, some, n_most))
-        least = np.maximum(longest[newest[starts - 1]], n_least - 1)
-        starts, n = starts[(least < n_most) & (padded[starts + least] == padded[least])], MORE_STARTS * n
+        may_start &= padded[n_least : len(newest) + n_least - 1] == newest[n_least - 1]
+    first, n = 0, FIRST_STARTS
+    while first < len(may_start):
+        starts = np.flatnonzero(may_start[first : first + n]) + first + 1
+        first, n = first + n, MORE_STARTS * n
+        before = newest[starts - 1]
+        least = np.maximum(longest[before], n_least) - 1
+        are_longer = (least < n_most) & (padded[starts + least] == padded[least])
+        before, lengths = before[are_longer], _matches(padded, starts[are_longer], n_most)
+        np.maximum.at(longest, before, lengths + 1)
+        for token in np.unique(before[lengths == n_most])[:MOST_FULL]:
+            may_start[first:] &= newest[first:-1] != token
     return longest
 
 
-def _matches(padded: npt.NDArray[np.integer], starts: Ids, n_most: int) -> Ids:
+def _matches(padded: npt.NDArray[np.integer], starts: Ids, n_most: int) -> npt.NDArray[np.int32]:
     """How many tokens from each of the `starts` on, above 0, are those from 0 on; at most `n_most`."""
-    lengths, open_ones, at, width = np.zeros(len(starts), np.intp), np.arange(len(starts)), 0, FIRST_WIDTH
+    lengths, open_ones, at, width = np.zeros(len(starts), np.int32), np.arange(len(starts)), 0, FIRST_WIDTH
     while at < n_most and len(open_ones):
         width = min(width, n_most - at)
         differ = sliding_window_view(padded, width)[starts[open_ones] + at] != padded[at : at + width]
