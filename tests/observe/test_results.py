@@ -36,7 +36,15 @@ def test_round_trip(tmp_path: Path) -> None:
 
 def test_every_sampling_option_is_in_the_keys_of_both_tables() -> None:
     """Else rows of other texts would pass for the same experiment."""
-    others = {"n_logprobs", "n_prompt_logprobs", "base_chunk", "dry_breakers", "ends", "ends_from"}
+    others = {
+        "n_logprobs",
+        "n_prompt_logprobs",
+        "base_chunk",
+        "dry_breakers",
+        "ends",
+        "ends_from",
+        "reasoning",
+    }  # options has it
     options = {field.name for field in fields(SamplingParams)} - others
     assert options <= set(KEY) and options <= set(LOADS.key)
 

@@ -19,7 +19,9 @@ REQUEST = GenerationRequest((1, 2), 8, 10, SamplingParams(), frozenset())
 def test_a_request_crosses_the_channel_as_it_is() -> None:
     sampling, spans = SamplingParams(seed=3, logit_bias="5:-inf", n_logprobs=2), (Span(0, 64), Span(64, 130))
     texts = frozenset({7, 3}), ("a", "é"), True
-    request = GenerationRequest((1, 2), 8, 10, sampling, *texts, spans, True, -5, (4, 5), "</think>", ((1, 0.5),))
+    request = GenerationRequest(
+        (1, 2), 8, 10, sampling, *texts, spans, True, -5, (4, 5), "</think>", ((1, 0.5),), guesses=False
+    )
     changed = [each.name for each in fields(request) if getattr(request, each.name) != getattr(REQUEST, each.name)]
     assert {*changed} == {each.name for each in fields(request)} - {"prompt", "n_predict", "n_ctx", "policy"}
     for each in (request, REQUEST):
