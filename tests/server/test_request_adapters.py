@@ -145,7 +145,9 @@ def test_what_cannot_be_is_refused(given: list[str]) -> None:
         assert answer.status_code == 400 and "the body is not JSON" in answer.json()["error"]["message"]
     with Served(1, ["-md", "none"]) as served:
         assert served.http.get("/lora-adapters").json() == []
-        answer = served.http.post("/v1/completions", json={"prompt": "a", "lora": LORAS[1]})
+        answer = served.http.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "lora": LORAS[1]})
+        assert answer.status_code == 200 and answer.headers["x-pipeinfer-passed-over"] == "lora"
+        answer = served.http.post("/lora-adapters", json=LORAS[1])
         assert (
             answer.status_code == 400 and "there is no adapter; start with --lora" in answer.json()["error"]["message"]
         )

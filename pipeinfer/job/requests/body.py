@@ -35,7 +35,7 @@ from pipeinfer.job.requests.fields import (
     shown,
     whole,
 )
-from pipeinfer.job.requests.lora import read_scales
+from pipeinfer.job.requests.lora import none_loaded, read_scales
 from pipeinfer.models.gguf.adapter import ScaledAdapter
 from pipeinfer.models.text.answers import check_stops
 from pipeinfer.models.text.breakers import FIELD, breakers_json
@@ -113,7 +113,9 @@ def read_body(fields: Mapping[str, Any], defaults: Defaults, as_chat: bool, pass
     sampling, text_biases = _sampling(fields, passed)
     sampling["n_logprobs"] = _n_logprobs(fields, bool(messages))
     tools = _tools(fields, bool(messages), bool(sampling.get("grammar")), passed)
-    lora = fields.get("lora", [])
+    if (lora := fields.get("lora", [])) and not defaults.adapters:  # as editors send it to any server
+        passed.add("lora", none_loaded(lora))
+        lora = []
     return Body(
         prompt,
         messages,

@@ -17,7 +17,7 @@ def read_scales(value: Any, adapters: Sequence[ScaledAdapter]) -> AdapterScales 
     if not is_list_of(dict, value):
         refuse(f'{FIELD} is {shown(value)}; give a list such as [{{"id": 0, "scale": 1.0}}]')
     if value and not adapters:
-        refuse(f"{FIELD} is {shown(value)}, and there is no adapter; start with --lora FILE")
+        refuse(none_loaded(value))
     scales = dict[int, float]()
     for each in value:
         number = whole(f"{FIELD}.id", each.get("id"), 0, len(adapters) - 1)
@@ -29,6 +29,10 @@ def read_scales(value: Any, adapters: Sequence[ScaledAdapter]) -> AdapterScales 
     check_order(chosen, FIELD)
     active = active_scales(chosen)
     return None if active == active_scales(adapters) else active
+
+
+def none_loaded(value: Any) -> str:
+    return f"{FIELD} is {shown(value)}, and there is no adapter; start with --lora FILE"
 
 
 def described(adapters: Sequence[ScaledAdapter], scales: AdapterScales | None) -> list[dict[str, Any]]:
