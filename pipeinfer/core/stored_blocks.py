@@ -151,8 +151,8 @@ class StoredBlocks:
         if not (blocks and self._make_room(n_tokens)):
             self._target.send_ops([KvOp(OpKind.LOAD, number, last=0)], 0)
             return
-        source = Request(-number, request.tokens[:n_tokens], 0, request.sampling, request.n_ctx, spans=request.spans)
-        source.adapters = request.adapters
+        tokens, how = request.tokens[:n_tokens], (request.sampling, request.n_ctx)
+        source = Request(-number, tokens, 0, *how, spans=request.spans, adapters=request.adapters)
         source.finish, source.n_retained = Finish.STOPPED, n_tokens
         self._target.pool.load(source.id, number, n_tokens)
         for level in self._levels[1:]:

@@ -26,7 +26,7 @@ class SpecType(click.Choice[str]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if value in MISSING:
-            way_out = f"draft-simple, {', '.join(each for each in DRAFTS[1:])}, {MTP} and n-grams can"
+            way_out = f"{', '.join((*DRAFTS, MTP))} and n-grams can"
             self.fail(f"{value!r} guesses with a model that cannot be loaded here; {way_out}", param, ctx)
         return super().convert(value, param, ctx)
 
