@@ -12,7 +12,7 @@ import numpy as np
 
 from pipeinfer import __version__
 from pipeinfer.cluster.hosts.cores import Host
-from pipeinfer.cluster.stages.log_prob_file import OPTION, LogProbFile, chunk_text, create
+from pipeinfer.cluster.stages.log_prob_file import LEAST_CHUNK, OPTION, LogProbFile, chunk_text, create
 from pipeinfer.cluster.verdicts import Comparison, ScoredToken
 from pipeinfer.errors import StopRequested, UserError
 from pipeinfer.job.launch import Context
@@ -20,7 +20,7 @@ from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.planning.deploy import deploy
 from pipeinfer.job.planning.plan_table import show_start
-from pipeinfer.job.planning.prepare import make_request, open_job, start_prepared
+from pipeinfer.job.planning.prepare import inputs_of, make_request, open_job, start_prepared
 from pipeinfer.job.process.streams import complain
 from pipeinfer.job.requests.request import GenerationRequest, read_text
 from pipeinfer.job.session.result import describe_model
@@ -28,10 +28,9 @@ from pipeinfer.job.session.session import Output, open_session
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.report import stderr_console
-from pipeinfer.outputs import check_writable
+from pipeinfer.outputs import check_separate, check_writable
 from pipeinfer.text import json_text
 
-LEAST_CHUNK = 4
 GEOMETRIC = ("base_perplexity", "ratio")  # means of logarithms
 TABLE = """Mean PPL(Q)                   : {perplexity:10.6f} ± {error:10.6f}
 Mean PPL(base)                : {base_perplexity:10.6f} ± {base_perplexity_error:10.6f}
@@ -66,7 +65,7 @@ def _prepare(
 ) -> "tuple[JobPlan, PerplexityRun]":
     """Raises UserError for a text that is too short, and whatever is wrong with options and files."""
     if base and source:
-        check_writable(base, OPTION)
+        base = _checked_base(base, options.changed(file=source))
     text = read_text("--file", source) if source else ""
     options, info, tokenizer = open_job(options)
     chunks = (
@@ -79,7 +78,7 @@ def _prepare(
     options = options.changed(parallel=n_open, ctx_size=size + 1, predict=0)
     requests = [make_request(options, info, tokenizer, prompt) for prompt in prompts]
     plan = deploy(options, hosts, info, n_open * (size + 1), size)
-    new_base = base.absolute() if base and source else None
+    new_base = base if source else None
     if base:
         file = _unfinished(new_base) if new_base else base.absolute()
         requests = [_with_base(each, chunk_text(file, index, bool(source))) for index, each in enumerate(requests)]
@@ -87,8 +86,19 @@ def _prepare(
     return plan, PerplexityRun(plan, requests, tokenizer, output.json, output.verbose, new_base, chunks)
 
 
+def _checked_base(base: Path, options: RunOptions) -> Path:
+    """The file that is to be written, of a link the one that it names. Raises UserError for one that the job reads, and
+    for what is no file: rows are written in any order."""
+    check_separate({OPTION: base}, inputs_of(options))
+    base = base.resolve()
+    if base.exists() and not (base.is_file() or base.is_dir()):
+        raise UserError(f"{OPTION} {base} is a device or a pipe, and is written in any order; name a file")
+    check_writable(base, OPTION)
+    return base
+
+
 def _unfinished(base: Path) -> Path:
-    return base.with_name(f".{base.name}.part")
+    return base.with_name(f".{base.name[:40]}.part")
 
 
 def _with_base(request: GenerationRequest, base_chunk: str) -> GenerationRequest:
@@ -100,7 +110,8 @@ def _chunks(tokens: list[int], size: int, source: str) -> list[list[int]]:
         raise UserError(f"-c {size} is no chunk: half of it is scored; give {LEAST_CHUNK} or more")
     if len(tokens) < 2 * size:
         reason = f"{source} has {len(tokens)} tokens, and two chunks of {size} are the least"
-        raise UserError(f"{reason}; give a longer text, or -c {len(tokens) // 2}")
+        less = len(tokens) // 2
+        raise UserError(f"{reason}; give a longer text{f', or -c {less}' if less >= LEAST_CHUNK else ''}")
     return [tokens[start : start + size] for start in range(0, len(tokens) - size + 1, size)]
 
 

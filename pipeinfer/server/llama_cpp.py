@@ -1,13 +1,16 @@
 """llama-server's own endpoints: completions in its form, fill-in-the-middle, its properties."""
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
+from pipeinfer.core.samplers import SAMPLERS
+from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.job.requests.answers import spelled
-from pipeinfer.job.requests.fields import CHAT, COMPLETION, PassedOver, is_list_of, refuse, shown
+from pipeinfer.job.requests.fields import CHAT, COMPLETION, SAMPLING_SETTINGS, PassedOver, is_list_of, refuse, shown
 from pipeinfer.job.serve.channel import Setup
 from pipeinfer.models.text.answers import AnswerPart
+from pipeinfer.models.text.breakers import DEFAULT
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server.choices import Choice
 from pipeinfer.server.errors import Refusal
@@ -63,7 +66,7 @@ class CompletionForm(OpenAIForm):
     def _object(self, output: ChoiceOutput, content: str) -> dict[str, Any]:
         """The last object of a text."""
         choice, request = output.choice, output.choice.request
-        settings = asdict(request.sampling) | {"n_predict": request.n_predict, "stop": request.stops}
+        settings = _settings(request.sampling, request.n_predict, request.stops)
         if request.adapters is not None:
             settings["lora"] = [{"id": number, "scale": scale} for number, scale in request.adapters]
         members: dict[str, Any] = {"index": output.index, "content": content, "tokens": [], "id_slot": -1, "stop": True}
@@ -73,6 +76,17 @@ class CompletionForm(OpenAIForm):
         members |= {"stop_type": stop_type, "stopping_word": choice.stop, "timings": choice.timings}
         members |= {**self._probabilities(choice), "generation_settings": settings}
         return _named(members, self.parsed.fields) if self.parsed.fields else members
+
+
+def _settings(sampling: SamplingParams, n_predict: int, stops: Sequence[str]) -> dict[str, Any]:
+    """Parameters of a text by llama-server's names."""
+    settings: dict[str, Any] = {name: getattr(sampling, name) for name, _, _ in SAMPLING_SETTINGS}
+    settings["temperature"] = settings.pop("temp")
+    breakers, order = sampling.dry_sequence_breakers, sampling.sampler_order
+    settings["dry_sequence_breakers"] = json.loads(breakers) if breakers else list(DEFAULT)
+    settings |= {"samplers": order.split(";") if order else list(SAMPLERS), "grammar": sampling.grammar}
+    counts = {"n_probs": max(0, sampling.n_logprobs), "n_predict": n_predict, "max_tokens": n_predict}
+    return settings | counts | {"stop": list(stops)}
 
 
 def _named(members: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -121,7 +135,7 @@ def with_suffix(body: Mapping[str, Any], tokenizer: Tokenizer, passed: PassedOve
 def props(setup: Setup, model: str, template: str, tokenizer: Tokenizer) -> dict[str, Any]:
     """llama-server's properties of itself."""
     defaults = setup.defaults
-    params = asdict(defaults.sampling) | {"n_predict": defaults.n_predict, "stop": list(defaults.stops)}
+    params = _settings(defaults.sampling, defaults.n_predict, defaults.stops)
     properties: dict[str, Any] = {"default_generation_settings": {"n_ctx": setup.limit, "params": params}}
     properties |= {"total_slots": setup.parallel, "model_alias": model, "model_path": setup.model.name}
     properties |= {"modalities": {"vision": False, "audio": False}, "chat_template": template}

@@ -133,7 +133,13 @@ def test_llama_server_s_own_endpoints(served: Served) -> None:
     lines = served.http.post("/completion", json=query | {"stream": True}).text.split("\n\n")
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
     assert "".join(event["content"] for event in events) == whole["content"] and events[-1]["stop"]
+    query |= {"dry_multiplier": 1, "dry_sequence_breakers": ["a"], "samplers": ["dry", "min_p", "top_k"], "n_probs": 2}
+    settings = served.http.post("/completion", json=query).json()["generation_settings"]
+    assert settings["temperature"] == 1 and settings["dry_sequence_breakers"] == ["a"] and settings["n_probs"] == 2
+    assert settings["samplers"] == ["dry", "min_p", "top_k"] and settings["max_tokens"] == 8
+    assert not {"temp", "dry_breakers", "sampler_order", "ends", "base_chunk", "reasoning"} & settings.keys()
     props = served.http.get("/props").json()
+    assert props["default_generation_settings"]["params"].keys() == settings.keys()
     assert props["total_slots"] == 4 and props["chat_template"] == TEMPLATE
     prompt = served.http.post("/apply-template", json={"messages": USER}).json()["prompt"]
     assert prompt == "u What is 1 + 1?\na "

@@ -129,13 +129,15 @@ def test_sampled_texts_are_those_of_a_job_with_the_same_factors(given: list[str]
 
 
 def test_what_cannot_be_is_refused(given: list[str]) -> None:
-    with Served(1, [*given, "-md", "none"]) as served:
+    first, second = given[3:6:2]
+    with Served(1, [*given[:2], "--lora", first, "--lora-scaled", f"{second}:-20", "-md", "none"]) as served:
         for lora, message in (
             (3, "lora is 3; give a list such as"),
             ([3], "lora is [3]; give a list such as"),
             ([{"scale": 1}], "lora.id is null; give a whole number from 0 to 1"),
             ([{"id": 2, "scale": 1}], "lora.id is 2; give a whole number from 0 to 1"),
-            ([{"id": 0, "scale": 1e7}], "lora.scale is 10000000.0; give a number from -1e+06 to 1e+06"),
+            ([{"id": 0, "scale": -11}], "lora.scale is -11; give a number from -10 to 10"),
+            ([{"id": 1, "scale": 21}], "lora.scale is 21; give a number from -20 to 20"),
             ([{"id": 0, "scale": "1"}], 'lora.scale is "1"; give a number'),
         ):
             for path, body in (("/v1/completions", {"prompt": "a", "lora": lora}), ("/lora-adapters", lora)):

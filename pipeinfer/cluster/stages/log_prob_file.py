@@ -18,9 +18,11 @@ from pipeinfer.cluster.verdicts import Comparison
 from pipeinfer.core.samplers import total_weight
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import UserError
+from pipeinfer.outputs import write_error
 
-OPTION = "--kl-divergence-base"
+OPTION, AGAIN = "--kl-divergence-base", "write it again"
 MAGIC, HEAD = b"_logits_", np.dtype([("magic", "S8"), ("n_ctx", "<i4"), ("n_vocab", "<i4"), ("n_chunks", "<i4")])
+LEAST_CHUNK = 4  # tokens: with fewer none is scored
 N_STEPS, DEPTH = 65535, np.float32(16)  # logits further below the greatest are written as that far below
 
 
@@ -28,7 +30,8 @@ class LogProbFile:
     """An open file. `tokens`: (n_chunks, n_ctx), of all chunks as they are in the text."""
 
     def __init__(self, path: Path, is_new: bool = False) -> None:
-        """`is_new`: its rows have yet to be written. Raises UserError for a file that is none, or ends early."""
+        """`is_new`: its rows have yet to be written. Raises UserError for a file that is none, is damaged, or ends
+        early."""
         try:
             self._file = path.open("r+b" if is_new else "rb", buffering=0)
             head, n_bytes = self._file.read(HEAD.itemsize), path.stat().st_size
@@ -37,17 +40,24 @@ class LogProbFile:
         if head[: len(MAGIC)] != MAGIC or len(head) < HEAD.itemsize:
             raise UserError(f"{OPTION} {path} does not begin with {MAGIC.decode()}; write it without --kl-divergence")
         _, self.n_ctx, self.n_vocab, self.n_chunks = np.frombuffer(head, HEAD)[0].tolist()
+        if self.n_ctx < LEAST_CHUNK or self.n_vocab < 1 or self.n_chunks < 1:
+            size = f"{self.n_chunks} chunks of {self.n_ctx} tokens, of a vocabulary of {self.n_vocab}"
+            raise UserError(f"{OPTION} {path} is damaged: it has {size}; {AGAIN}")
         self._row_bytes = 8 + 4 * ((self.n_vocab + 1) // 2)
         self._rows_at = HEAD.itemsize + 4 * self.n_chunks * self.n_ctx
         n_whole = self._offset(self.n_chunks, self.n_ctx // 2 + 1)
         if not is_new and n_bytes < n_whole:
-            raise UserError(f"{OPTION} {path} has {n_bytes} bytes of {n_whole}; write it again")
+            raise UserError(f"{OPTION} {path} has {n_bytes} bytes of {n_whole}; {AGAIN}")
 
     @property
     def tokens(self) -> list[list[int]]:
+        """Raises UserError where some are of no vocabulary of this size."""
         data = os.pread(self._file.fileno(), self._rows_at - HEAD.itemsize, HEAD.itemsize)
-        tokens: list[list[int]] = np.frombuffer(data, "<i4").reshape(-1, self.n_ctx).tolist()
-        return tokens
+        tokens = np.frombuffer(data, "<i4").reshape(-1, self.n_ctx)
+        if tokens.min() < 0 or tokens.max() >= self.n_vocab:
+            reason = f"its tokens are from {tokens.min()} to {tokens.max()}, of a vocabulary of {self.n_vocab}"
+            raise UserError(f"{OPTION} {self._file.name} is damaged: {reason}; {AGAIN}")
+        return list(tokens.tolist())
 
     def _offset(self, chunk: int, position: int) -> int:
         """Of the row of the token at that position."""
@@ -70,11 +80,13 @@ class LogProbFile:
             raise UserError(f"{OPTION} {self._file.name}: the disk is full")
 
     def compare(self, chunk: int, position: int, logits: FloatArray, token: int) -> Comparison:
-        """`token`: of the text, at `position`."""
+        """`token`: of the text, at `position`. Raises UserError where the file has no numbers there."""
         data = os.pread(self._file.fileno(), self._row_bytes, self._offset(chunk, position))
-        row, greatest = np.frombuffer(data, np.uint16), logits.max()
+        row, greatest = np.frombuffer(data.ljust(self._row_bytes, b"\0"), np.uint16), logits.max()
         step, least = row[:4].view(np.float32)
         base = step * row[4 : 4 + self.n_vocab].astype(np.float32) + least
+        if len(data) < self._row_bytes or not np.isfinite(base).all():
+            raise UserError(f"{OPTION} {self._file.name} is damaged: chunk {chunk + 1} has no numbers; {AGAIN}")
         counts = base > -DEPTH
         logprobs = logits[counts] - np.float32(greatest + math.log(total_weight(logits, greatest)))
         terms = np.exp(base[counts]) * (base[counts] - logprobs)
@@ -83,9 +95,12 @@ class LogProbFile:
 
 
 def create(path: Path, n_vocab: int, chunks: Sequence[Sequence[int]]) -> None:
-    """A file of these chunks, all of one length, whose rows have yet to be written. Raises OSError."""
+    """A file of these chunks, all of one length, whose rows have yet to be written. Raises UserError."""
     head = np.array([(MAGIC, len(chunks[0]), n_vocab, len(chunks))], HEAD)
-    path.write_bytes(head.tobytes() + np.array(chunks, "<i4").tobytes())
+    try:
+        path.write_bytes(head.tobytes() + np.array(chunks, "<i4").tobytes())
+    except OSError as error:
+        raise write_error(path, OPTION, error) from None
 
 
 def chunk_text(path: Path, chunk: int, is_new: bool) -> str:

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from pipeinfer.core.types import AdapterScales
-from pipeinfer.job.options.values import MAX_SCALE
 from pipeinfer.job.requests.fields import is_list_of, is_number, refuse, shown, whole
 from pipeinfer.models.gguf.adapter import ScaledAdapter, active_scales, check_order
 
 FIELD = "lora"
+MAX_FACTOR = 10.0
+"""Of a request, where the job has no larger one. With 1000 a small model's rows were no numbers, which ends a job."""
 
 
 def read_scales(value: Any, adapters: Sequence[ScaledAdapter]) -> AdapterScales | None:
@@ -22,8 +23,9 @@ def read_scales(value: Any, adapters: Sequence[ScaledAdapter]) -> AdapterScales 
     for each in value:
         number = whole(f"{FIELD}.id", each.get("id"), 0, len(adapters) - 1)
         scale = each.get("scale", 0)
-        if not is_number(scale) or abs(scale) > MAX_SCALE:
-            refuse(f"{FIELD}.scale is {shown(scale)}; give a number from {-MAX_SCALE:g} to {MAX_SCALE:g}")
+        most = max(MAX_FACTOR, abs(adapters[number].scale))
+        if not is_number(scale) or abs(scale) > most:
+            refuse(f"{FIELD}.scale is {shown(scale)}; give a number from {-most:g} to {most:g}")
         scales[number] = float(scale)
     chosen = [ScaledAdapter(adapter, scales.get(number, 0.0)) for number, (adapter, _) in enumerate(adapters)]
     check_order(chosen, FIELD)

@@ -224,6 +224,7 @@ class Decoder:
         self.model = self._load(slice_file)
         closing.callback(self.lib.llama_model_free, self.model)
         self._adapters = LoadedAdapters(self.lib, self.model, adapters, params.exact and params.n_gpu_layers == 0)
+        self.where += "".join(f", with --lora {adapter.path}," for adapter, _ in adapters)
         self._tiles = Tiles(self.model, names_of(info, first, last)) if params.in_groups else None
 
     def _load(self, slice_file: SliceFile) -> object:

@@ -121,4 +121,5 @@ def check_result(rows: FloatArray, are_logits: bool, where: str) -> None:
 
 
 def _fault(result: str, where: str) -> ModelFault:
-    return ModelFault(f"{where} computed {result}: the model file is damaged; copy or download it again")
+    files = "a factor is too large, or a file" if "--lora" in where else "the model file"
+    return ModelFault(f"{where} computed {result}: {files} is damaged; copy or download it again")

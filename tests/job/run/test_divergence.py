@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 
 import llama_cpp
 import numpy as np
 import pytest
 
+from pipeinfer.cluster.stages.log_prob_file import LogProbFile
+from pipeinfer.errors import UserError
 from pipeinfer.models.demo import DRAFT, TARGET
 from tests.support.jobs import finish
 
@@ -109,3 +112,53 @@ def test_what_cannot_be_compared_is_refused(
         path.write_bytes(base.read_bytes()[:n_bytes])
     done = finish(1, ["perplexity", "-m", str(DRAFT), BASE, str(path), *words])
     assert done.returncode == 2 and why in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("at", "data", "why"),
+    [
+        (8, [2], "4 chunks of 2 tokens"),
+        (8, [-5], "tokens"),
+        (16, [0], "0 chunks"),
+        (20 + 4 * 40, [9999], "to 9999, of a"),
+    ],
+)
+def test_a_damaged_base_is_refused(base: Path, tmp_path: Path, at: int, data: list[int], why: str) -> None:
+    damaged = bytearray(base.read_bytes())
+    damaged[at : at + 4] = np.array(data, "<i4").tobytes()
+    (tmp_path / "damaged").write_bytes(damaged)
+    with pytest.raises(UserError, match=f"is damaged: .*{why}"):
+        _ = LogProbFile(tmp_path / "damaged").tokens
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_rows_without_numbers_are_named(base: Path, tmp_path: Path, is_cut: bool) -> None:
+    (path := tmp_path / "damaged").write_bytes(base.read_bytes())
+    file, at = LogProbFile(path), 20 + 4 * N_CHUNKS * SIZE
+    logits = np.zeros(N_VOCAB, np.float32)
+    assert math.isfinite(file.compare(0, SIZE // 2 + 1, logits, 5).divergence)
+    with path.open("r+b") as rows:
+        rows.truncate(at + 99) if is_cut else os.pwrite(rows.fileno(), b"\xff" * 9, at)
+    with pytest.raises(UserError, match="chunk 1 has no numbers"):
+        file.compare(0, SIZE // 2 + 1, logits, 5)
+
+
+def test_what_the_job_reads_and_devices_are_not_replaced(tmp_path: Path) -> None:
+    text, model, pipe = tmp_path / "text", tmp_path / "model.gguf", tmp_path / "pipe"
+    text.write_bytes(Path(__file__).read_bytes())
+    model.symlink_to(TARGET)
+    os.mkfifo(pipe)
+    for path, why in (
+        (text, "is the file that --file reads"),
+        (model, "is the file that --model reads"),
+        (pipe, "is a device or a pipe"),
+    ):
+        done = finish(1, ["perplexity", "-m", str(TARGET), "-f", str(text), "-c", "64", BASE, str(path)])
+        assert done.returncode == 2 and why in done.stderr, done.stderr
+    assert text.read_bytes() == Path(__file__).read_bytes() and pipe.is_fifo()
+
+
+def test_the_file_that_a_link_names_is_written(tmp_path: Path) -> None:
+    (link := tmp_path / "link").symlink_to(tmp_path / "made")
+    done = finish(1, ["perplexity", "-m", str(DRAFT), "-f", __file__, "-c", "64", "--chunks", "1", BASE, str(link)])
+    assert done.returncode == 0 and link.is_symlink() and LogProbFile(tmp_path / "made").n_chunks == 1, done.stderr
