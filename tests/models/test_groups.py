@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from pipeinfer.models.llama.decoder import KvCacheFull
 from pipeinfer.models.llama.params import (
     GROUP,
     MANY,
+    TILED_ROWS,
     LlamaParams,
     TypeRows,
     in_groups,
@@ -29,7 +30,7 @@ from pipeinfer.models.llama.params import (
     matrix_bytes,
     worth_repacking,
 )
-from pipeinfer.models.llama.repacking import GROUP_SIZES, N_OUT, Kernels, grouped_types, repacked_types
+from pipeinfer.models.llama.repacking import N_GROUPS, N_OUT, Kernels, grouped_types, repacked_types
 from pipeinfer.models.llama.rows import pad_to_groups
 from pipeinfer.models.llama.stage import LlamaStage
 from tests.models.test_llama_stage import TreeDriver, load, loaded, make_batch, never, random_tokens, run  # noqa: F401
@@ -42,11 +43,11 @@ PARTS = tuple(TypeRows(type, n_rows) for type, n_rows, _ in repacked_types())
 Load = Callable[..., list[LlamaStage]]
 
 
-def params_of(path: Path, n_threads: int = 1, **changes: Any) -> LlamaParams:
+def params_of(path: Path, n_threads: int = 1, group: int = GROUP, **changes: Any) -> LlamaParams:
     types = matrix_bytes(read_model_info(path)).keys()
-    if not types <= {each.type for each in grouped_types()}:
+    if not {(type, group) for type in types} <= {each[:2] for each in grouped_types()}:
         pytest.skip("this libggml gives rows other bits in other groups")
-    repacked = tuple(TypeRows(type, GROUP, True) for type in sorted(types))
+    repacked = tuple(TypeRows(type, group, True) for type in sorted(types))
     params = LlamaParams(1024, 32, n_batch=64, n_outputs_max=64, n_threads=n_threads, repacked=repacked)
     return replace(params, **changes)
 
@@ -75,8 +76,8 @@ class OtherIn(Kernels):
         out = np.repeat(rows[:, :1], N_OUT, axis=1)
         changes = {
             "nothing": 0.0,
-            "place": np.arange(len(rows)) % GROUP == 1,
-            "size": len(rows) == 20,
+            "place": np.arange(len(rows)) % TILED_ROWS == 1,
+            "size": len(rows) == 5 * TILED_ROWS,
             "neighbours": np.roll(rows[:, 0], 1) > rows[:, 0],
             "threads": n_threads > 1,
         }
@@ -85,8 +86,8 @@ class OtherIn(Kernels):
 
 @pytest.mark.parametrize("what", ["nothing", "place", "size", "neighbours", "threads"])
 def test_rows_of_a_type_must_have_the_same_bits_in_all_groups(what: str) -> None:
-    rows = np.random.default_rng(0).standard_normal((GROUP_SIZES[-1], 4), np.float32)
-    assert (OtherIn(what)._check_groups(Q4_K, 0, rows) is not None) == (what == "nothing")
+    rows = np.random.default_rng(0).standard_normal((N_GROUPS[-1] * TILED_ROWS, 4), np.float32)
+    assert (OtherIn(what)._check_groups(TILED_ROWS, 0, rows) is not None) == (what == "nothing")
 
 
 def test_what_was_found_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,16 +102,18 @@ def test_what_was_found_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 # -- batches
 
 
+@pytest.mark.parametrize("group", [GROUP, TILED_ROWS])
 @pytest.mark.parametrize(("n_rows", "n_wanted"), [(1, 1), (1, 0), (3, 1), (4, 4), (5, 4), (7, 2), (8, 3), (16, 16)])
-def test_batches_and_wanted_rows_are_filled_up(n_rows: int, n_wanted: int) -> None:
+def test_batches_and_wanted_rows_are_filled_up(n_rows: int, n_wanted: int, group: int) -> None:
     rng = np.random.default_rng(n_rows)
     batch, hidden = make_batch(random_tokens(n_rows), 5), rng.standard_normal((n_rows, 6), np.float32)
     wanted = rng.permutation(np.arange(n_rows) < n_wanted)
-    filled = pad_to_groups(batch, hidden, wanted, 9)
+    filled = pad_to_groups(batch, hidden, wanted, 9, group)
     assert filled.hidden is not None and filled.wanted is not None
     n_filled = len(filled.batch.positions)
-    assert n_filled == in_whole_groups(n_rows) == n_rows + filled.n_added == len(filled.hidden) == len(filled.wanted)
-    assert np.count_nonzero(filled.wanted) == in_whole_groups(n_wanted)
+    assert n_filled == in_whole_groups(n_rows, group) == n_rows + filled.n_added
+    assert n_filled == len(filled.hidden) == len(filled.wanted)
+    assert np.count_nonzero(filled.wanted) == in_whole_groups(n_wanted, group)
     assert filled.batch.seqs == [(0,)] * n_rows + [(9,)] * filled.n_added
     assert filled.batch.positions[n_rows:].tolist() == list(range(filled.n_added))
     assert np.array_equal(filled.batch.tokens[:n_rows], batch.tokens)
@@ -189,7 +192,7 @@ class Requests:
             self.n_used = sum(self.at)
 
 
-@pytest.mark.parametrize("n_threads", [1, 2])
+@pytest.mark.parametrize(("n_threads", "group"), [(1, GROUP), (2, GROUP), (2, TILED_ROWS)])
 @pytest.mark.parametrize("type_name", TYPES)
 def test_rows_are_the_same_in_every_batch_tree_and_slice(
     folder: Path,
@@ -197,9 +200,10 @@ def test_rows_are_the_same_in_every_batch_tree_and_slice(
     texts: list[list[int]],
     type_name: str,
     n_threads: int,
+    group: int,
 ) -> None:
     path = model(folder, type_name)
-    params = params_of(path, n_threads)
+    params = params_of(path, n_threads, group)
     (alone,) = loaded(path, (), params=replace(params, n_threads=1))
     expected = each_alone(alone, texts)
     for cuts in ((), (2,)):
@@ -318,11 +322,15 @@ def test_groups_are_for_many_requests_where_parts_are_small(tmp_path: Path) -> N
     info = info_of(tmp_path, "Q4_K_M")
     types, three = matrix_bytes(info).keys(), (TypeRows(Q4_K, 3),)
     expected = tuple(TypeRows(type, GROUP, True) for type in sorted(types))
-    assert len(expected) > 1 and in_groups(info, three, types, MANY) == expected
-    assert in_groups(info, three, types, MANY - 1) == ()
-    assert in_groups(info, three, types - {Q4_K}, MANY) == (), "rows of one type have other bits in other groups"
-    assert in_groups(info, (TypeRows(Q4_K, 7),), types, MANY) == (), "parts are larger than groups"
+
+    def groups(info: ModelInfo, in_parts: tuple[TypeRows, ...], types: Iterable[int], n: int) -> tuple[TypeRows, ...]:
+        return in_groups(info, in_parts, [Q4_K], [(type, GROUP) for type in types], n)
+
+    assert len(expected) > 1 and groups(info, three, types, MANY) == expected
+    assert groups(info, three, types, MANY - 1) == ()
+    assert groups(info, three, types - {Q4_K}, MANY) == (), "rows of one type have other bits in other groups"
+    assert groups(info, (TypeRows(Q4_K, 7),), types, MANY) == (), "parts are larger than groups"
     half = info_of(tmp_path, "F16")
-    assert in_groups(half, (), {0, F16}, MANY), "rows come one by one"
+    assert groups(half, (), {0, F16}, MANY), "rows come one by one"
     experts = info_of(tmp_path, "Q4_K_M", arch="qwen3moe", n_expert=4)
-    assert in_groups(experts, three, {*range(40)}, MANY) == (), "rows of an expert are as many as chose it"
+    assert groups(experts, three, {*range(40)}, MANY) == (), "rows of an expert are as many as chose it"

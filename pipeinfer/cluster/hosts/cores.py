@@ -126,7 +126,7 @@ class Host:
     device_messages  whether MPI sends from, and receives into, the memory of the device that computes these layers
     repacked         types of weights that libggml repacks, the rows of each that may be computed at once with exact
                      numerics, and a digest of results; see pipeinfer.models.llama.repacking
-    grouped          types of which a row has the same bits in all whole groups of rows, and a digest of results
+    grouped          types of which a row has the same bits in all whole groups of so many rows, and a digest of results
     exact_rows       where libllama has layers of the target on GPUs, of each device of this rank, and of the CPU if
                      it has some: rows at once with the bits of single ones, and a digest of these; see
                      pipeinfer.models.llama.device_proof
@@ -148,7 +148,7 @@ class Host:
     gpus: tuple[tuple[str, int], ...] = ()
     device_messages: bool = False
     repacked: tuple[tuple[int, int, str], ...] = ()
-    grouped: tuple[tuple[int, str], ...] = ()
+    grouped: tuple[tuple[int, int, str], ...] = ()
     exact_rows: tuple[tuple[int, str], ...] = ()
     speed: LayerSpeed | None = None
     untimed: str = ""

@@ -161,8 +161,8 @@ class MemoryNeeds:
 
     @property
     def _n_outputs(self) -> int:
-        n_outputs = self.capacity.n_outputs
-        return in_whole_groups(n_outputs) if rows_in_groups(self.numerics.repacked) else n_outputs
+        n_outputs, group = self.capacity.n_outputs, rows_in_groups(self.numerics.repacked)
+        return in_whole_groups(n_outputs, group) if group else n_outputs
 
     @property
     def layers_read(self) -> tuple[int, ...]:

@@ -13,12 +13,21 @@ from pipeinfer.job.placement.devices import DevicePlan
 from pipeinfer.models.gguf.layers import F16_CACHE, CacheTypes
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.llama.ggml import type_name
-from pipeinfer.models.llama.params import MANY, LlamaParams, TypeRows, in_groups, rows_in_groups, worth_repacking
+from pipeinfer.models.llama.params import (
+    GROUP,
+    MANY,
+    MANY_TILED,
+    LlamaParams,
+    TypeRows,
+    in_groups,
+    rows_in_groups,
+    worth_repacking,
+)
 
 Devices = Iterable[DevicePlan]
 
 N_DIGITS = 4  # of a digest of what repacked kernels add up to: they differ between processors
-IN_GROUPS = re.compile(r"\.x\d")  # in the names of numerics whose rows come in groups; see `named`
+IN_GROUPS = re.compile(r"\.x(\d)")  # in the names of numerics whose rows come in groups; see `named`
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +63,10 @@ def repacked_alike(hosts: Sequence[Host], info: ModelInfo, n_requests: int, name
     if len({host.grouped for host in hosts}) > 1:
         return in_parts
     if name:
-        n_requests = MANY if IN_GROUPS.search(name) else 1
-    return in_groups(info, in_parts, [type for type, _ in hosts[0].grouped], n_requests) or in_parts
+        group = IN_GROUPS.search(name)
+        n_requests = 1 if group is None else MANY if int(group[1]) == GROUP else MANY_TILED
+    repacked, alike = [each[0] for each in hosts[0].repacked], [each[:2] for each in hosts[0].grouped]
+    return in_groups(info, in_parts, repacked, alike, n_requests) or in_parts
 
 
 def numerics_of(options: Numerics, repacked: tuple[TypeRows, ...], at_once: int, blocks: bool) -> NumericsPlan:
@@ -86,10 +97,9 @@ def named(plan: NumericsPlan, target: Sequence[DevicePlan], host: Host, adapters
     parts = [plan.name, *(["lora", adapters] if adapters else [])]
     if plan.repacked:
         parts += [f"{type_name(each.type)}.{'x' * each.in_groups}{each.n_rows}" for each in plan.repacked]
-        in_parts = [(type, digest) for type, _, digest in host.repacked]
-        used = {each.type for each in plan.repacked}
-        digests = host.grouped if rows_in_groups(plan.repacked) else in_parts
-        results = "".join(digest for type, digest in digests if type in used)
+        group, used = rows_in_groups(plan.repacked), {each.type for each in plan.repacked}
+        tried = host.grouped if group else host.repacked
+        results = "".join(digest for type, n_rows, digest in tried if type in used and (n_rows == group or not group))
         parts.append(hashlib.sha256(results.encode()).hexdigest()[:N_DIGITS])
     parts += sorted(str(kernels) for kernels in {device.kernels for device in target if device.is_torch})
     parts += ["gpu"] if any(device.uses_gpus for device in target) else []

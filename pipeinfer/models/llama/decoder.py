@@ -26,7 +26,7 @@ from pipeinfer.models.llama import ggml
 from pipeinfer.models.llama.adapters import LoadedAdapters
 from pipeinfer.models.llama.eval_callback import EvalCallback, SliceNodes
 from pipeinfer.models.llama.ggml import device_list
-from pipeinfer.models.llama.params import GROUP_CELLS, TILED_TYPES, LlamaParams
+from pipeinfer.models.llama.params import GROUP_CELLS, TILED_ROWS, TILED_TYPES, LlamaParams
 from pipeinfer.models.llama.rows import Flags
 from pipeinfer.models.llama.threads import ThreadShare
 
@@ -225,7 +225,7 @@ class Decoder:
         closing.callback(self.lib.llama_model_free, self.model)
         self._adapters = LoadedAdapters(self.lib, self.model, adapters, params.exact and params.n_gpu_layers == 0)
         self.where += "".join(f", with --lora {adapter.path}," for adapter, _ in adapters)
-        self._tiles = Tiles(self.model, names_of(info, first, last)) if params.in_groups else None
+        self._tiles = Tiles(self.model, names_of(info, first, last)) if 0 < params.group < TILED_ROWS else None
 
     def _load(self, slice_file: SliceFile) -> object:
         params, options = self.params, self.lib.llama_model_default_params()
@@ -308,7 +308,7 @@ class Decoder:
 
     def n_cells(self, context: LlamaContext) -> int:
         """Without those for rows that fill groups up."""
-        return int(self.lib.llama_n_ctx(context.handle)) - GROUP_CELLS * self.params.in_groups
+        return int(self.lib.llama_n_ctx(context.handle)) - GROUP_CELLS * bool(self.params.group)
 
     def cache_full(self, context: LlamaContext, n_rows: int) -> KvCacheFull:
         return KvCacheFull(f"no room for {n_rows} rows in the KV cache of {self.n_cells(context)} cells")

@@ -33,6 +33,11 @@ MANY = 8
 """Requests from which on rows come in groups. A row alone costs as much as a group then, up to twice as much as in a
 part; the mean time of a run of 1 to 8 rows is 0.85 of that in parts, of 1 to 4 rows 1.0."""
 
+MANY_TILED, TILED_SHARE = 16, 1 / 8
+"""Requests from which on, and the share of a model's bytes in TILED_TYPES that are not repacked from which on, groups
+have TILED_ROWS rows, so that tiled kernels multiply: 16 rows of a Q4_K_M model take 0.8 of the time, 8 rows 1.1, up to
+4 rows 2.0."""
+
 GROUP_CELLS = 256
 """Cells for rows that fill a group up: libllama rounds caches up to so many."""
 
@@ -42,12 +47,15 @@ CELL_BYTES = 64
 ROW_PADDING = 32
 
 
+Groups = Collection[tuple[int, int]]
+
+
 class TypeRows(NamedTuple):
     """Weights of a GGML type with exact numerics.
 
     n_rows     rows that may be computed at once, each with the bits that it has alone
-    in_groups  rows are computed in whole groups of `n_rows` instead, any number of groups at once, each with the bits
-               that it has in one of them
+    in_groups  rows are computed in whole groups of `n_rows` instead, GROUP or TILED_ROWS, any number of groups at once,
+               each with the bits that it has in one of them
     """
 
     type: int
@@ -55,9 +63,9 @@ class TypeRows(NamedTuple):
     in_groups: bool = False
 
 
-def in_whole_groups(n_rows: int) -> int:
-    """Rounded up to whole groups."""
-    return -(-n_rows // GROUP) * GROUP
+def in_whole_groups(n_rows: int, group: int) -> int:
+    """Rounded up to whole groups of `group` rows."""
+    return -(-n_rows // group) * group
 
 
 @dataclass(frozen=True)
@@ -109,37 +117,44 @@ class LlamaParams:
         return self.mixed_cache or self.at_once > 0
 
     @property
-    def in_groups(self) -> bool:
-        """Whether rows are computed in whole groups."""
+    def group(self) -> int:
+        """Rows of a group, where rows are computed in whole groups; else 0."""
         return rows_in_groups(self.repacked)
 
     def with_room(self) -> "LlamaParams":
         """With room for the rows that fill groups up."""
-        if not self.in_groups:
+        if not self.group:
             return self
-        n_batch, n_outputs_max = map(in_whole_groups, (self.n_batch, self.n_outputs_max))
+        n_batch, n_outputs_max = (in_whole_groups(n_rows, self.group) for n_rows in (self.n_batch, self.n_outputs_max))
         return replace(self, n_cells=self.n_cells + GROUP_CELLS, n_batch=n_batch, n_outputs_max=n_outputs_max)
 
 
-def rows_in_groups(repacked: Collection[TypeRows]) -> bool:
-    return any(each.in_groups for each in repacked)
+def rows_in_groups(repacked: Collection[TypeRows]) -> int:
+    """Rows of a group; 0 where rows come in parts."""
+    return max((each.n_rows for each in repacked if each.in_groups), default=0)
 
 
 def in_groups(
-    info: ModelInfo, repacked: tuple[TypeRows, ...], alike: Collection[int], n_requests: int
+    info: ModelInfo, in_parts: tuple[TypeRows, ...], repacked: Collection[int], alike: Groups, n_requests: int
 ) -> tuple[TypeRows, ...]:
-    """All types of the model's matrices, with rows in groups, if that is faster with so many requests than parts by
-    `repacked`, and gives a row the same bits in every batch; else none.
+    """All types of the model's matrices, with rows in groups, if that is faster with so many requests than `in_parts`,
+    and gives a row the same bits in every batch; else none.
 
-    `alike`: types of which a row has the same bits in all whole groups. The number of rows of an expert depends on the
-    other rows, so that models with experts, or other matrices of three dimensions, have none.
+    `repacked`: types that libggml repacks. `alike`: types, and sizes of their groups, of which a row has the same bits
+    in all whole groups. The number of rows of an expert depends on the other rows, so that models with experts, or
+    other matrices of three dimensions, have none.
     """
-    types, layers = matrix_bytes(info).keys(), info.layers.architecture
+    sizes, layers = matrix_bytes(info), info.layers.architecture
     has_planes = any(sum(length > 1 for length in tensor.shape) > 2 for tensor in info.tensors)
-    possible = types <= set(alike) and not has_planes and layers.flash and layers.states is None
-    part = largest_part(info, LlamaParams(0, repacked=repacked))
-    is_faster = n_requests >= MANY and part < GROUP
-    return tuple(TypeRows(type, GROUP, True) for type in sorted(types)) if possible and is_faster else ()
+    part = largest_part(info, LlamaParams(0, repacked=in_parts))
+    if has_planes or not layers.flash or layers.states is not None or n_requests < MANY or part >= GROUP:
+        return ()
+    tiled = sum(n_bytes for type, n_bytes in sizes.items() if type in TILED_TYPES and type not in repacked)
+    is_tiled = n_requests >= MANY_TILED and tiled >= TILED_SHARE * sum(sizes.values())
+    for group in (TILED_ROWS, GROUP)[not is_tiled :]:
+        if all((type, group) in alike for type in sizes):
+            return tuple(TypeRows(type, group, True) for type in sorted(sizes))
+    return ()
 
 
 def worth_repacking(info: ModelInfo, params: LlamaParams, possible: tuple[TypeRows, ...]) -> tuple[TypeRows, ...]:
@@ -161,7 +176,7 @@ def largest_part(info: ModelInfo, params: LlamaParams) -> int:
     """Rows that may be computed at once, with `exact` so that each has the bits that it has alone."""
     if params.at_once:
         return min(params.n_batch, params.at_once)
-    if not params.exact or params.n_gpu_layers or params.in_groups:
+    if not params.exact or params.n_gpu_layers or params.group:
         return params.n_batch
     types, repacked = matrix_bytes(info).keys(), {each.type: each.n_rows for each in params.repacked}
     as_in_file = types - repacked.keys() if IS_X86 else set[int]()

@@ -21,7 +21,7 @@ from pipeinfer.disk_cache import user_cache
 from pipeinfer.models.llama import ggml
 from pipeinfer.models.llama.amx_probe import CPU, F32, POINTER, InitParams, function
 from pipeinfer.models.llama.decoder import can_find, exclude
-from pipeinfer.models.llama.params import TILED_TYPES
+from pipeinfer.models.llama.params import GROUP, TILED_ROWS, TILED_TYPES
 
 TYPES = (2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 39)
 """GGML types that are repacked on some processor: Q4_0 to Q8_0, the K-quants, IQ4_NL, IQ4_XS and MXFP4."""
@@ -31,7 +31,7 @@ GROUP_TYPES = (0, 1, *TYPES, 30)
 
 N_IN, N_OUT = 1024, 96  # of the matrix that is multiplied
 SIZES = (2, 3, 4, 5, 6, 7, 8, 12, 16, 31, 32)  # rows at once
-GROUP_SIZES = (4, 8, 12, 16, 20, 28, 32, 48, 64)
+N_GROUPS = (1, 2, 3, 4, 5, 7, 8, 12, 16)  # at once
 N_CHOICES = 2  # of rows of each size
 N_THREADS = (1, 2)
 MEMORY_BYTES = 1 << 20  # for ggml's records of tensors and graphs, not for data
@@ -47,9 +47,10 @@ class Repacked(NamedTuple):
 
 
 class Grouped(NamedTuple):
-    """`type`: ggml's, of which a row has the same bits in all whole groups. `digest`: of these bits."""
+    """`type`: ggml's, of which a row has the same bits in all whole groups of so many rows. `digest`: of these bits."""
 
     type: int
+    n_rows: int
     digest: str
 
 
@@ -73,12 +74,13 @@ def _cached(subject: str, read: Callable[..., T], check: Callable[["Kernels"], I
 
 @cache
 def grouped_types() -> tuple[Grouped, ...]:
-    """With weights repacked if possible, and without tiled kernels. Empty where libggml must not repack."""
+    """With weights repacked if possible, and with tiled kernels in groups of TILED_ROWS rows alone. Empty where libggml
+    must not repack."""
     types = [type for type in GROUP_TYPES if type not in TILED_TYPES or can_find()]
     return _cached(
         "in groups",
-        lambda type, digest: Grouped(int(type), str(digest)),
-        lambda kernels: map(kernels.check_groups, types),
+        lambda type, n_rows, digest: Grouped(int(type), int(n_rows), str(digest)),
+        lambda kernels: itertools.starmap(kernels.check_groups, itertools.product(types, (GROUP, TILED_ROWS))),
     )
 
 
@@ -135,25 +137,31 @@ class Kernels:
             n_rows = size
         return Repacked(type, n_rows, hashlib.sha256(alone.tobytes()).hexdigest()[:16])
 
-    def check_groups(self, type: int) -> Grouped | None:
-        """None if a row has other bits in some whole groups."""
+    def check_groups(self, type: int, group: int) -> Grouped | None:
+        """None if a row has other bits in some whole groups. Also of a matrix that is not repacked for its shape."""
         generator = np.random.default_rng(type)
-        weights, rows = (generator.standard_normal((n, N_IN), np.float32) for n in (N_OUT, GROUP_SIZES[-1]))
+        weights, rows = (generator.standard_normal((n, N_IN), np.float32) for n in (N_OUT, N_GROUPS[-1] * group))
+        results = list[bytes]()
         for buffer_type in (*self._extra_buffers, self._plain_buffer):
             with self._tensors() as context, self._matrix(context, type, weights, buffer_type) as matrix:
-                if matrix:
-                    if buffer_type == self._plain_buffer:
-                        exclude(matrix)
-                    return self._check_groups(type, matrix, rows)
-        return None
+                if not matrix:
+                    continue
+                if buffer_type == self._plain_buffer and group < TILED_ROWS:
+                    exclude(matrix)
+                result = self._check_groups(group, matrix, rows)
+                if result is None:
+                    return None
+                results.append(result.tobytes())
+        return Grouped(type, group, hashlib.sha256(b"".join(results)).hexdigest()[:16]) if results else None
 
-    def _check_groups(self, type: int, matrix: int, rows: FloatArray) -> Grouped | None:
+    def _check_groups(self, group: int, matrix: int, rows: FloatArray) -> FloatArray | None:
+        """The product, if a row is the same in all whole groups."""
         together, generator = self._multiply(matrix, rows, 1), np.random.default_rng(0)
-        for size, n_threads, _ in itertools.product(GROUP_SIZES, N_THREADS, range(N_CHOICES)):
-            chosen = generator.permutation(len(rows))[:size]
+        for n_groups, n_threads, _ in itertools.product(N_GROUPS, N_THREADS, range(N_CHOICES)):
+            chosen = generator.permutation(len(rows))[: n_groups * group]
             if not np.array_equal(self._multiply(matrix, rows[chosen], n_threads), together[chosen]):
                 return None
-        return Grouped(type, hashlib.sha256(together.tobytes()).hexdigest()[:16])
+        return together
 
     @contextmanager
     def _tensors(self) -> Iterator[int]:

@@ -77,11 +77,11 @@ class PaddedBatch:
     n_added: int = 0
 
 
-def pad_to_groups(batch: Batch, hidden: FloatArray | None, wanted: Flags | None, seq: int) -> PaddedBatch:
-    """Repeat the last row to fill whole groups, in the empty sequence `seq` from position 0 on, and compute the logits
-    of further rows, the added ones first, until these fill whole groups too."""
+def pad_to_groups(batch: Batch, hidden: FloatArray | None, wanted: Flags | None, seq: int, group: int) -> PaddedBatch:
+    """Repeat the last row to fill whole groups of `group` rows, in the empty sequence `seq` from position 0 on, and
+    compute the logits of further rows, the added ones first, until these fill whole groups too."""
     n_rows = len(batch.positions)
-    n_added = in_whole_groups(n_rows) - n_rows
+    n_added = in_whole_groups(n_rows, group) - n_rows
     rows = np.minimum(np.arange(n_rows + n_added), n_rows - 1)
     positions = np.concatenate([batch.positions, np.arange(n_added, dtype=np.int32)])
     seqs = [*batch.seqs, *[(seq,)] * n_added]
@@ -93,7 +93,7 @@ def pad_to_groups(batch: Batch, hidden: FloatArray | None, wanted: Flags | None,
     n_wanted = int(np.count_nonzero(original))
     others = np.flatnonzero(~original)[::-1]
     computed = original.copy()
-    computed[others[: in_whole_groups(n_wanted) - n_wanted]] = True
+    computed[others[: in_whole_groups(n_wanted, group) - n_wanted]] = True
     is_original = original[computed]
     first = slice(n_wanted)  # a view, if the batch's own logits come first
     return PaddedBatch(padded, hidden, computed, first if is_original[first].all() else is_original, n_added)

@@ -200,8 +200,8 @@ class LlamaStage:
 
     def _evaluate_rows(self, batch: Batch, hidden: FloatArray | None, wanted: Flags | None) -> FloatArray:
         padded = PaddedBatch(batch, hidden, wanted)
-        if self.params.in_groups:
-            padded = pad_to_groups(batch, hidden, wanted, self._arrival)
+        if self.params.group:
+            padded = pad_to_groups(batch, hidden, wanted, self._arrival, self.params.group)
         try:
             self._decoder.decode(self._context, padded.batch, padded.hidden, padded.wanted)
         except BatchRefused:
