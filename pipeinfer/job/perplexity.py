@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -65,7 +65,7 @@ def _prepare(
 ) -> "tuple[JobPlan, PerplexityRun]":
     """Raises UserError for a text that is too short, and whatever is wrong with options and files."""
     if base and source:
-        base = _checked_base(base, options.changed(file=source))
+        base = _checked_base(base, inputs_of(options.changed(file=source)))
     text = read_text("--file", source) if source else ""
     options, info, tokenizer = open_job(options)
     chunks = (
@@ -86,10 +86,10 @@ def _prepare(
     return plan, PerplexityRun(plan, requests, tokenizer, output.json, output.verbose, new_base, chunks)
 
 
-def _checked_base(base: Path, options: RunOptions) -> Path:
-    """The file that is to be written, of a link the one that it names. Raises UserError for one that the job reads, and
+def _checked_base(base: Path, inputs: Mapping[str, Iterable[Path]]) -> Path:
+    """The file that is to be written, of a link the one that it names. Raises UserError for one of `inputs`, and
     for what is no file: rows are written in any order."""
-    check_separate({OPTION: base}, inputs_of(options))
+    check_separate({OPTION: base}, inputs)
     base = base.resolve()
     if base.exists() and not (base.is_file() or base.is_dir()):
         raise UserError(f"{OPTION} {base} is a device or a pipe, and is written in any order; name a file")
