@@ -6,7 +6,7 @@ import click
 
 from pipeinfer.cli.options.setting_options import command, take
 from pipeinfer.job.inspect.info import InfoQuestion, info
-from pipeinfer.job.options.sections import Servers
+from pipeinfer.job.options.rank_sections import Servers
 
 
 @command("info", Servers)

@@ -14,7 +14,7 @@ from pipeinfer.core.types import FloatArray
 from pipeinfer.models.gguf.architectures import ARCHITECTURES
 from pipeinfer.models.gguf.layers import Layers
 from pipeinfer.models.gguf.model_info import read_model_info
-from pipeinfer.models.gguf.slice import _slice_tensors, slice_bytes
+from pipeinfer.models.gguf.slice import slice_bytes, slice_tensors
 from pipeinfer.models.llama import ggml
 from pipeinfer.models.llama.params import IS_X86, LlamaParams
 from tests.models.test_llama_stage import load, make_batch, random_tokens, run
@@ -80,7 +80,7 @@ def test_slices_equal_the_whole_model(tmp_path: Path, name: str) -> None:
     info = read_model_info(path)
     layers = info.layers
     for first, last in combinations(range(layers.n + 1), 2):
-        held = [part.tensor.n_bytes for part in _slice_tensors(info, first, last) if not part.is_hole]
+        held = [part.tensor.n_bytes for part in slice_tensors(info, first, last) if not part.is_hole]
         assert slice_bytes(info, first, last) == sum(held), (first, last)
     two, three = possible_cuts(layers, 2), possible_cuts(layers, 3)
     assert two and three

@@ -13,6 +13,7 @@ from pipeinfer.models.gguf.layers import CacheTypes
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.device_proof import NONE, SIZES, prove, spans_of_kinds
 from pipeinfer.models.llama.params import IS_X86, LlamaParams, largest_part
+from pipeinfer.models.llama.tensor_places import TensorPlace, TensorPlaces
 from tests.support.architecture_factory import write_random_model
 from tests.support.architecture_models import MODELS
 from tests.support.gguf_factory import Shape, write_model
@@ -44,6 +45,8 @@ def test_the_limits_of_types_are_found(tmp_path: Path, type_name: str) -> None:
 
 def test_one_layer_of_each_kind_is_tried(tmp_path: Path) -> None:
     info = read_model_info(TARGET)
-    assert list(spans_of_kinds(info)) == [(0, 1), (info.n_layer - 1, info.n_layer)]
+    assert list(spans_of_kinds(info, TensorPlaces())) == [(0, 1), (info.n_layer - 1, info.n_layer)]
+    moved = TensorPlaces((TensorPlace.parse(r"blk\.[34]\.ffn_up=CPU"),))
+    assert list(spans_of_kinds(info, moved)) == [(0, 1), (3, 4), (info.n_layer - 1, info.n_layer)]
     states = write_random_model(tmp_path / "m.gguf", MODELS["mamba2"])
     assert prove(read_model_info(states), PARAMS) == NONE

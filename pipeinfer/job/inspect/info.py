@@ -15,7 +15,8 @@ from pipeinfer.cluster.hosts.cores import UNLIMITED, this_host
 from pipeinfer.cluster.hosts.launch import is_launched
 from pipeinfer.cluster.hosts.roster import describe_mpi, version_text
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.sections import PlacementOptions, Servers
+from pipeinfer.job.options.rank_sections import Servers
+from pipeinfer.job.options.sections import PlacementOptions
 from pipeinfer.job.placement.devices import check_servers
 from pipeinfer.models.llama.ggml import describe_build
 from pipeinfer.models.llama.rpc import connect

@@ -130,6 +130,7 @@ def load_part(
         exact=numerics.exact and is_target,  # guesses need not be reproducible to the bit: the target decides
         cache=numerics.cache if is_target else numerics.draft_cache,
         devices=device.devices,
+        places=device.places,
         stop_interval_s=STOP_INTERVAL_S,
         repack=numerics.repack,
         repacked=numerics.repacked if is_target else (),

@@ -50,7 +50,7 @@ def experiment_key(what: str, device: DevicePlan, hosts: Sequence[Host], threads
     """The name under which the times of `what` on a rank are kept, with everything that they depend on. `threads`: of
     each rank."""
     host, there = hosts[rank], " ".join(map(str, threads_there(hosts, threads, rank)))
-    where = f"-ngl {device.n_gpu_layers} {device.name}".rstrip()
+    where = " ".join(filter(None, [f"-ngl {device.n_gpu_layers}", device.name, device.places.text]))
     by = f"{device.backend} {torch_version()}" if device.is_torch else where
     place = f"{host.processor}, {host.name}, {host.n_cores} cores, {threads[rank]} threads, {by}, threads there {there}"
     return f"{what}, {place}, pipeinfer {__version__}, {describe_build()}"

@@ -173,7 +173,7 @@ class RunOptions:
         rank or stage."""
         ranks = self.placement
         by_role = bool(ranks.layer_split or self.experiments.pace or self.speculation.lookup) or any(
-            len(values) > 1 for values in (ranks.n_gpu_layers, ranks.device, ranks.backend)
+            len(values) > 1 for values in (ranks.n_gpu_layers, ranks.device, ranks.backend, ranks.n_cpu_moe)
         )
         by_role = by_role or ranks.n_gpu_layers_draft != AUTO_LAYERS  # its speed there is not timed
         return ranks.draft_rank is None and len(self.drafts_in_use) == 1 and not by_role

@@ -11,6 +11,7 @@ from pipeinfer.cluster.wire import WireType
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import AUTO_LAYERS, NO_DEVICE
 from pipeinfer.job.options.values import Backend, Parsed
+from pipeinfer.models.llama.tensor_places import TensorPlace
 from pipeinfer.text import shortened
 
 N_SHOWN = 4  # differences in a message
@@ -40,6 +41,7 @@ class PlanFile:
         numerics, capacity = decisions["numerics"], decisions["capacity"]
         targets, draft_stages = [rank["target"] for rank in ranks], decisions["draft_stages"]
         devices = [each["devices"] for each in targets]
+        moved = next(filter(None, (target.get("override_tensor") for target in targets)), ())
         widths, threads = tuple(map(len, draft_stages[1:])), tuple(rank["threads"] or 0 for rank in ranks)
         draft_rank = draft_stages[0][0][0] if len(draft_stages) == 1 else 0
         draft = ranks[draft_rank]["draft"]
@@ -51,6 +53,9 @@ class PlanFile:
             "samplers": ranks[decisions["stages"][-1][0]]["samplers"] if capacity["n_requests"] > 1 else None,
             "backend": _short([Backend.parse(target["backend"]) for target in targets]),
             "n_gpu_layers": _short([target["n_gpu_layers"] for target in targets]),
+            "n_cpu_moe": _short([target.get("n_cpu_moe", 0) for target in targets]),
+            "cpu_moe": False,
+            "override_tensor": tuple(map(TensorPlace.parse, moved)),
             "device": _short([NO_DEVICE if names == [] else tuple(names or ()) for names in devices]),
             "n_gpu_layers_draft": AUTO_LAYERS if draft in (None, targets[draft_rank]) else int(draft["n_gpu_layers"]),
             "numerics": "exact" if numerics["exact"] else "fast",

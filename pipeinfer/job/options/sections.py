@@ -5,16 +5,15 @@ A command names its sections. Some are records of `RunOptions`; `cli/options/job
 """
 
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 
 import click
 
-from pipeinfer.cluster.watch.protocol import LEAST_S, MOST_S, Limits
 from pipeinfer.cluster.wire import WireType
 from pipeinfer.core.settings import setting
 from pipeinfer.job.options.limits import AUTO, AUTO_LAYERS, MAX_LAYERS, MAX_SAMPLERS, MAX_SEQUENCES, OFF, ON
 from pipeinfer.job.options.plan_file import SPLIT
+from pipeinfer.job.options.rank_sections import Servers, TensorOptions
 from pipeinfer.job.options.values import (
     BACKEND,
     DEVICES,
@@ -22,13 +21,11 @@ from pipeinfer.job.options.values import (
     PACE,
     REPO,
     SCALED,
-    SERVERS,
     Backend,
     File,
     Folder,
     Joined,
     Listed,
-    Number,
     Pace,
     ScaledFile,
     TextType,
@@ -40,12 +37,6 @@ from pipeinfer.models.gguf.layers import CACHE_TYPES, F16_CACHE, CacheTypes
 from pipeinfer.models.hub import HubName
 from pipeinfer.models.llama.params import NUMA_STRATEGIES
 from pipeinfer.policies import POLICIES
-
-TIMEOUT_HELP = (
-    f"Seconds without a sign of a rank after which it is named and the job ends. [default: {Limits().link_s:g} where "
-    f"its host cannot be reached, {Limits().silent_s:g} where its process stands still]"
-)
-
 
 # -- models
 
@@ -111,31 +102,7 @@ class Adapters:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watching:
-    """How ranks are watched."""
-
-    heading = "Ranks"
-    rank_timeout_s: float | None = setting(None, "--rank-timeout", type=Number(LEAST_S, MOST_S), help=TIMEOUT_HELP)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Servers(Watching):
-    """Devices that are not in ranks' hosts.
-
-    rpc: llama.cpp's RPC servers, whose devices are devices of a rank, RPC0 and so on: HOST:PORT, or several,
-        HOST:PORT+HOST:PORT; none. One value, or one a rank: a server serves one rank at a time.
-    """
-
-    heading = "Ranks"
-    rpc: tuple[tuple[str, ...], ...] = setting(((),), "--rpc", type=Listed(SERVERS), written="none", column=True)
-
-    def servers_of(self, rank: int, n_ranks: int) -> tuple[str, ...]:
-        """A lone rank has all."""
-        return self.rpc[rank % len(self.rpc)] if n_ranks > 1 else tuple(chain.from_iterable(self.rpc))
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlacementOptions(Servers):
+class PlacementOptions(Servers, TensorOptions):
     """The layers of each rank, and its devices.
 
     threads: Threads: one value, or one a rank, as in 6,32,20. [default: the host's cores, shared]

@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from pipeinfer.cluster.assignment import Assignment
+from pipeinfer.cluster.assignment import Assignment, Stages
+from pipeinfer.cluster.hosts.cores import Host
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS
 from pipeinfer.job.options.sections import Numerics
@@ -11,7 +12,8 @@ from pipeinfer.job.placement.devices import RankDevices
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.models.gguf.adapter import ScaledAdapter, check_cut, check_exact
 from pipeinfer.models.gguf.layers import F16_CACHE, block_length
-from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.gguf.model_info import ModelInfo, layer_of
+from pipeinfer.models.llama.tensor_places import HOST, TensorPlace, TensorPlaces, check_names
 
 F16_WAY_OUT = "leave them out, or give f16"
 
@@ -100,6 +102,30 @@ def check_adapters(
             check_cut(adapter, info)
         if is_exact:
             check_exact(adapter)
+
+
+def check_tensor_places(
+    by_name: tuple[TensorPlace, ...],
+    info: ModelInfo,
+    stages: Stages,
+    devices: Sequence[RankDevices],
+    hosts: Sequence[Host],
+) -> None:
+    """`by_name`: of -ot; `stages`: the target's. Raises UserError for a pattern that is in no tensor's name, and where
+    a rank lacks the device of one of its tensors."""
+    check_names(info, by_name)
+    for rank, first, last in ((stage.rank, stage.first, stage.last) for stage in stages if by_name):
+        device, of_stage = devices[rank].target, [*range(first, last), *[None] * (last == info.n_layer)]
+        present = (device.devices or hosts[rank].gpu_names) if device.uses_gpus else ()
+        for tensor in info.tensors if present or not device.uses_gpus else ():  # else they are not known
+            name = TensorPlaces(by_name).device_of(tensor.name)
+            if layer_of(tensor.name) in of_stage and name and name not in (HOST, *present):
+                shown = (
+                    f"{tensor.name} for {name}, and rank {rank}, which has it, computes on {'+'.join(present) or HOST}"
+                )
+                raise UserError(
+                    f"-ot has {shown} (-ngl, --device); write layers into the pattern, as blk.[0-3].ffn_up_exps"
+                )
 
 
 def check_draft_gpu_layers(n_gpu_layers: int, devices: Sequence[RankDevices], ranks: Sequence[int]) -> None:

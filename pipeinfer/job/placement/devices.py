@@ -10,6 +10,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS, NO_DEVICE
 from pipeinfer.job.options.options import JobPlacement
 from pipeinfer.job.options.values import Backend
+from pipeinfer.models.llama.tensor_places import TensorPlace, TensorPlaces
 from pipeinfer.models.torch.params import AUTO, CUDA
 
 
@@ -22,6 +23,7 @@ class DevicePlan:
     devices: tuple[str, ...] | None = None  # names of libllama's devices for them; None: all that it sees; empty: none
     turn: int = 0  # index among the ranks of its host that share the GPUs through torch
     is_named: bool = False  # the user named the devices
+    places: TensorPlaces = TensorPlaces()  # noqa: RUF009 (it is frozen)
 
     @property
     def is_torch(self) -> bool:
@@ -45,14 +47,17 @@ class DevicePlan:
     def decisions(self) -> dict[str, Any]:
         """As plain data; see `from_decisions`."""
         devices = None if self.devices is None else list(self.devices)
+        places = {"n_cpu_moe": self.places.n_cpu_moe, "override_tensor": list(map(str, self.places.by_name))}
         backend, n_gpu_layers = str(self.backend), self.n_gpu_layers
-        return {"backend": backend, "n_gpu_layers": n_gpu_layers, "devices": devices, "turn": self.turn}
+        return {"backend": backend, "n_gpu_layers": n_gpu_layers, "devices": devices, "turn": self.turn} | places
 
     @classmethod
     def from_decisions(cls, values: Mapping[str, Any]) -> "DevicePlan":
         names = None if values["devices"] is None else tuple(values["devices"])
         backend = Backend.parse(values["backend"])
-        return cls(backend, values["n_gpu_layers"], names, values["turn"], names is not None)
+        by_name = tuple(map(TensorPlace.parse, values.get("override_tensor", ())))
+        places = TensorPlaces(by_name, values.get("n_cpu_moe", 0))
+        return cls(backend, values["n_gpu_layers"], names, values["turn"], names is not None, places)
 
 
 class RankDevices(NamedTuple):
@@ -69,6 +74,7 @@ class RankOptions(NamedTuple):
     n_gpu_layers: int
     names: tuple[str, ...]
     servers: tuple[str, ...]
+    places: TensorPlaces
 
 
 def plan_devices(options: JobPlacement, hosts: Sequence[Host]) -> tuple[RankDevices, ...]:
@@ -83,7 +89,7 @@ def plan_devices(options: JobPlacement, hosts: Sequence[Host]) -> tuple[RankDevi
     targets = []
     for rank, host in enumerate(hosts):
         turn = sum(takes_turns[other] for other in there[rank] if other < rank)
-        targets.append(_target(*by_rank[rank][:3], host.offloads, turn))
+        targets.append(_target(by_rank[rank], host.offloads, turn))
 
     def shared(plan: DevicePlan, rank: int) -> DevicePlan:
         return _with_share(plan, rank, there[rank], targets, hosts)
@@ -92,15 +98,18 @@ def plan_devices(options: JobPlacement, hosts: Sequence[Host]) -> tuple[RankDevi
     return tuple(RankDevices(shared(target, rank), shared(draft, rank)) for rank, (target, draft) in enumerate(both))
 
 
-def _target(backend: Backend, n_gpu_layers: int, names: tuple[str, ...], offloads: bool, turn: int) -> DevicePlan:
+def _target(options: RankOptions, offloads: bool, turn: int) -> DevicePlan:
     """The target's devices, before ranks share GPUs."""
+    n_gpu_layers, names = options.n_gpu_layers, options.names
     if n_gpu_layers == AUTO_LAYERS:
         n_gpu_layers = ALL_LAYERS if offloads else 0
-    return DevicePlan(backend, n_gpu_layers, () if names == NO_DEVICE else names or None, turn, bool(names))
+    devices, places = () if names == NO_DEVICE else names or None, options.places if n_gpu_layers else TensorPlaces()
+    return DevicePlan(options.backend, n_gpu_layers, devices, turn, bool(names), places)
 
 
 def _draft(options: JobPlacement, target: DevicePlan) -> DevicePlan:
-    """Those of the target's layers there, or of -ngld."""
+    """Those of the target's layers there, or of -ngld; a draft's tensors are where its layers are."""
+    target = replace(target, places=TensorPlaces())
     n_gpu_layers = options.n_gpu_layers_draft
     if n_gpu_layers == AUTO_LAYERS or (n_gpu_layers and target.is_torch):
         return target
@@ -143,6 +152,7 @@ def rank_options(options: JobPlacement, n_ranks: int) -> list[RankOptions]:
         ("--gpu-layers", options.n_gpu_layers, gpu_layers_text, ""),
         ("--backend", options.backend, str, ""),
         ("--device", options.device, device_text, " (several of one rank as CUDA0+CUDA1)"),
+        ("--n-cpu-moe", options.n_cpu_moe, gpu_layers_text, ""),
         ("--rpc", options.rpc, servers_text, " (several of one rank as HOST:PORT+HOST:PORT)"),
     )
     for flag, values, text, further in lists:
@@ -152,13 +162,14 @@ def rank_options(options: JobPlacement, n_ranks: int) -> list[RankOptions]:
             raise UserError(f"{flag} {shown} {several}; give one, or one for each rank{further}")
     by_rank = []
     for rank in range(n_ranks):
-        n_gpu_layers, backend, names = (values[rank % len(values)] for _, values, *_ in lists[:3])
+        n_gpu_layers, backend, names, n_cpu_moe = (values[rank % len(values)] for _, values, *_ in lists[:4])
         if names == NO_DEVICE:
             n_gpu_layers = 0
         if n_ranks == 1:  # a lone rank has all devices
             names = tuple(name for of_rank in options.device for name in of_rank)
-        by_rank.append(RankOptions(backend, n_gpu_layers, names, options.servers_of(rank, n_ranks)))
-        _check_rank(rank, *by_rank[-1])
+        places = TensorPlaces(options.override_tensor, ALL_LAYERS if options.cpu_moe else n_cpu_moe)
+        by_rank.append(RankOptions(backend, n_gpu_layers, names, options.servers_of(rank, n_ranks), places))
+        _check_rank(rank, *by_rank[-1][:4])
     return by_rank
 
 

@@ -213,11 +213,12 @@ class Layers:
             return 0
         info, on_gpu = self.info, slice(self.last - self.n_on_gpu, self.last)
         has_head = self.is_last and not 0 <= self.device.n_gpu_layers <= self.last - self.first
-        weights = sum(info.layer_bytes[on_gpu]) + (info.output_bytes if has_head else 0)
+        weights = self.device.places.gpu_bytes(info, self.first, self.last, self.n_on_gpu, has_head)
         weights += sum(self.adapter_bytes[on_gpu])
         kv = self.n_cells * sum(self.cache.cell_bytes(info.kv_shapes[on_gpu]))
         n_rows = min(self.n_rows, self.at_once or self.n_rows)
-        return weights + kv + graph_bytes(info, has_head, self.n_cells, n_rows, self.n_outputs)
+        moves_all = self.device.places.moves_experts(self.last - self.first - 1)
+        return weights + kv + graph_bytes(info, has_head, self.n_cells, n_rows, self.n_outputs, not moves_all)
 
     @property
     def _llama_memory(self) -> Memory:

@@ -93,7 +93,7 @@ def named(plan: NumericsPlan, target: Sequence[DevicePlan], host: Host, adapters
     """`target`: what computes each stage of the target. `host`: one of them; all repack alike. `adapters`: a digest, or
     empty. A name is such as `exact`, `exact-lora-51d0c2aa`, `exact-q4_0.32-1f3a`, `exact-q4_k.x4-q6_k.x4-9c07` (in
     groups), `fast-q8_0-f16`, `exact-torch`; with layers on GPUs `exact-gpu-51d0`, which is exact, or `exact-gpu`, which
-    is not."""
+    is not, and `exact-gpu-ot-8e01` where some of their tensors are elsewhere."""
     parts = [plan.name, *(["lora", adapters] if adapters else [])]
     if plan.repacked:
         parts += [f"{type_name(each.type)}.{'x' * each.in_groups}{each.n_rows}" for each in plan.repacked]
@@ -103,6 +103,8 @@ def named(plan: NumericsPlan, target: Sequence[DevicePlan], host: Host, adapters
         parts.append(hashlib.sha256(results.encode()).hexdigest()[:N_DIGITS])
     parts += sorted(str(kernels) for kernels in {device.kernels for device in target if device.is_torch})
     parts += ["gpu"] if any(device.uses_gpus for device in target) else []
+    places = "; ".join(sorted({device.places.text for device in target if device.places.text}))
+    parts += ["ot", hashlib.sha256(places.encode()).hexdigest()[:N_DIGITS]] if places and not plan.at_once else []
     # none on a rank that has the draft alone, for which `plan` predicts a policy without guesses
     parts += [digest[:N_DIGITS] for _, digest in host.exact_rows[:1]] if plan.at_once else []
     # libllama's exact numerics add in the order of cells; torch sorts them itself

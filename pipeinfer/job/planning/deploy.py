@@ -23,6 +23,7 @@ from pipeinfer.job.placement.checks import (
     check_head,
     check_kv_disk,
     check_one_backend,
+    check_tensor_places,
     head_of,
     not_on_disk,
 )
@@ -34,6 +35,7 @@ from pipeinfer.job.placement.numerics import named, unnamed_numerics
 from pipeinfer.job.profiling.speeds import Schedule, make_schedule
 from pipeinfer.models.gguf.adapter import ScaledAdapter, digest_of
 from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.llama.tensor_places import has_experts
 from pipeinfer.models.torch.params import check_known
 from pipeinfer.virtual.costs import Profile
 from pipeinfer.virtual.profile import load_profile
@@ -271,6 +273,7 @@ def _check_computable(
     if any(devices[rank].target.is_torch for rank in ranks):
         check_known(inputs.info)
         check_kv_disk(options.context)
+    check_tensor_places(options.placement.override_tensor, inputs.info, assignment.stages, devices, inputs.hosts)
     check_adapters(adapters, inputs.info, devices, ranks, options.numerics.numerics == "exact")
     for model, stages in zip(inputs.drafts, assignment.drafts, strict=True):
         if any(devices[stage.rank].draft.is_torch for stage in stages):
@@ -281,6 +284,13 @@ def _unused(inputs: PlanInputs, plan: JobPlan) -> Iterator[str]:
     """Options without effect, a line each."""
     options, assignment = inputs.options, plan.assignment
     yield from without_effect(options, max(map(len, (assignment.stages, *assignment.drafts))))
+    ranks, uses_gpus = options.placement, any(rank.target.uses_gpus for rank in plan.ranks)
+    moves = {"-cmoe": ranks.cpu_moe, "-ncmoe": any(ranks.n_cpu_moe), "-ot": bool(ranks.override_tensor)}
+    for flag in (flag for flag, is_given in moves.items() if is_given):
+        if not uses_gpus:
+            yield f"{flag} is without effect: no rank has layers on a GPU (-ngl)"
+        elif flag != "-ot" and not has_experts(inputs.info):
+            yield f"{flag} is without effect: {inputs.info.path.name} has no experts"
     if options.context.kv_disk and (why := not_on_disk(inputs.info)):
         yield f"--kv-disk is without effect: {why}, and such cells are not kept on disk"
     if options.context.kv_dir and not options.context.kv_disk:

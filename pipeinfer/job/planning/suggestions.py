@@ -11,7 +11,9 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.placement.job_plan import check_memory
 from pipeinfer.job.placement.memory import CELLS_PADDING
 from pipeinfer.job.planning.deploy import DoesNotFit
+from pipeinfer.job.planning.fit import fewest_moved, largest
 from pipeinfer.job.planning.planner import Planner, Prediction
+from pipeinfer.models.llama.tensor_places import has_experts
 from pipeinfer.policies import Iterative
 from pipeinfer.text import count_text, size_text
 from pipeinfer.virtual.nodes import Node
@@ -78,7 +80,7 @@ def advised(error: DoesNotFit, planner: Planner) -> DoesNotFit:
 
 def _tried(planner: Planner) -> Iterator[Suggestion]:
     """Those of the least effort first."""
-    for what, change in (*_left_out(planner), *_contexts(planner), *_hosts(planner)):
+    for what, change in (*_left_out(planner), *_experts(planner), *_contexts(planner), *_hosts(planner)):
         try:
             short = change.plan.shortage
             yield Suggestion(what, short, None if short else change.speed)
@@ -91,6 +93,24 @@ def _left_out(planner: Planner) -> Iterator[tuple[str, Planner]]:
     for option, name in (("--layer-split", "layer_split"), ("--draft-rank", "draft_rank")):
         if getattr(planner.options.placement, name) is not None:
             yield f"leave {option} out", planner.changed(**{name: None})
+
+
+def _experts(planner: Planner) -> Iterator[tuple[str, Planner]]:
+    """Experts of as few layers as it takes on CPUs, where GPUs are too small."""
+    ranks = planner.options.placement
+    if ranks.cpu_moe or any(ranks.n_cpu_moe) or not (has_experts(planner.info) and _lacks_on_gpus(planner)):
+        return
+    moved = fewest_moved(
+        lambda counts: _lacks_on_gpus(planner.changed(n_cpu_moe=tuple(counts))),
+        planner.info.n_layer,
+        len(planner.nodes),
+    )
+    if moved:
+        yield f"-ncmoe {','.join(map(str, moved))}", planner.changed(n_cpu_moe=moved)
+
+
+def _lacks_on_gpus(planner: Planner) -> bool:
+    return any(n_bytes is not None and n_bytes < 0 for n_bytes in planner.plan.spare_on_gpus)
 
 
 def _contexts(planner: Planner) -> Iterator[tuple[str, Planner]]:
@@ -141,16 +161,6 @@ def _has_plan(planner: Planner) -> bool:
         return bool(planner.plan)
     except UserError:
         return False
-
-
-def largest(holds: Callable[[int], bool], least: int, most: int) -> int:
-    """The largest number from `least` to `most` for which it holds, as it does for all below; 0 if it never does."""
-    if least > most or not holds(least):
-        return 0
-    while least < most:
-        middle = (least + most + 1) // 2
-        least, most = (middle, most) if holds(middle) else (least, middle - 1)
-    return least
 
 
 # -- hosts in use

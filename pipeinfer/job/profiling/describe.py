@@ -19,6 +19,7 @@ from pipeinfer.models.llama.ggml import GPUS, Device, cache_key, has_gpu, llama_
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.repacking import grouped_types, repacked_types
 from pipeinfer.models.llama.rpc import connect
+from pipeinfer.models.llama.tensor_places import HOST, TensorPlaces
 
 BUILD = "a build of llama-cpp-python with CMAKE_ARGS=-DGGML_CUDA=on"
 
@@ -118,8 +119,19 @@ def _exact_rows(
         return ((0, ""),)
     info = read_model_info(model)
     names = (device.devices or [each.name for each in present]) if device.uses_gpus else ()
-    places = [replace(params, n_gpu_layers=ALL_LAYERS, devices=(name,)) for name in names]
-    return tuple(_proof(info, place, present) for place in [params] * (device.n_gpu_layers != ALL_LAYERS) + places)
+    between = any(place.device != HOST for place in device.places.by_name)  # devices: alone all must have the same bits
+    kinds = [TensorPlaces()] if between else _kinds_of_layers(device.places)
+    has_host_rows = between or device.n_gpu_layers != ALL_LAYERS
+    on_gpus = [
+        replace(params, n_gpu_layers=ALL_LAYERS, devices=(name,), places=kind) for name in names for kind in kinds
+    ]
+    return tuple(_proof(info, place, present) for place in [params] * has_host_rows + on_gpus)
+
+
+def _kinds_of_layers(places: TensorPlaces) -> list[TensorPlaces]:
+    """Where a rank's layers are with and without their experts, the split decides which; both must have the same
+    bits."""
+    return [places._replace(n_cpu_moe=n) for n in (0, ALL_LAYERS)] if places.n_cpu_moe > 0 else [places]
 
 
 def _proof(info: ModelInfo, params: LlamaParams, present: Sequence[Device]) -> tuple[int, str]:
@@ -129,7 +141,8 @@ def _proof(info: ModelInfo, params: LlamaParams, present: Sequence[Device]) -> t
     if not params.devices or params.devices[0].startswith("RPC"):
         return prove(info, params)
     description = next(each.description for each in present if each.name == params.devices[0])
-    name = cache_key(f"exact rows of {info.fingerprint} with {' '.join(params.cache)} on {description}")
+    places = f", {params.places.text}" if params.places.text else ""
+    name = cache_key(f"exact rows of {info.fingerprint} with {' '.join(params.cache)} on {description}{places}")
     try:
         n_rows, digest = user_cache().get(name)
         return int(n_rows), str(digest)

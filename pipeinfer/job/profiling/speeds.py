@@ -86,7 +86,7 @@ def make_schedule(
     kinds: list[Kind] = []
     for rank, host in enumerate(hosts):
         device = devices[rank].target
-        work = str(device.backend), device.n_gpu_layers, device.name
+        work = str(device.backend), device.n_gpu_layers, device.name, device.places
         kinds.append((host.processor, host.n_cores, threads[rank], *work, there[rank]))
     differ = len({(hosts[rank].name, kinds[rank]) for rank in ranks}) > 1
     return Schedule(ranks, turns, devices, threads, kinds, target_ranks) if differ else None
@@ -273,7 +273,8 @@ class _RankTimer:
 def timing_params(numerics: NumericsPlan, device: DevicePlan, **sizes: Any) -> LlamaParams:
     """Of layers of the target that are timed. `sizes`: further fields."""
     kernels = {name: getattr(numerics, name) for name in ("exact", "cache", "repack", "repacked", "at_once")}
-    return LlamaParams(n_seq_max=2, n_gpu_layers=device.n_gpu_layers, devices=device.devices, **kernels, **sizes)
+    where = {name: getattr(device, name) for name in ("n_gpu_layers", "devices", "places")}
+    return LlamaParams(n_seq_max=2, **where, **kernels, **sizes)
 
 
 # -- times that are kept

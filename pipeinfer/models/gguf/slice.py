@@ -29,7 +29,7 @@ from pipeinfer.models.gguf.writer import (
     written,
 )
 
-__all__ = ["ModelInfo", "SliceFile", "open_slice", "read_model_info", "slice_bytes", "slice_path"]
+__all__ = ["ModelInfo", "SliceFile", "open_slice", "read_model_info", "slice_bytes", "slice_path", "slice_tensors"]
 
 TABLE, HEAD, BIAS = "token_embd.weight", "output.weight", "output.bias"
 UNSHARED = ("tokenizer.", "split.", "general.tensor_extra", "general.alignment")
@@ -120,7 +120,7 @@ class Feed(Protocol):
 def slice_bytes(info: ModelInfo, first: int, last: int) -> int:
     """Bytes of the weights of layers [first, last), on the last slice with the output head."""
     if (first, last) == (0, info.n_layer) or info.layers.query_scale != 1:
-        return sum(each.tensor.n_bytes for each in _slice_tensors(info, first, last) if not each.is_hole)
+        return sum(each.tensor.n_bytes for each in slice_tensors(info, first, last) if not each.is_hole)
     sums, shared = _sums(info)
     unused = info.layers.unused(first, last)
     tables = sum(each.tensor.n_bytes for each in _tables(info, last == info.n_layer) if not each.is_hole)
@@ -201,7 +201,7 @@ def is_cached(info: ModelInfo, first: int, last: int, cache_dir: Path, elsewhere
 def slice_data(info: ModelInfo, first: int, last: int) -> tuple[int, Iterator[bytes | memoryview]]:
     """(bytes, pieces) of a slice's data in the model's files; a piece is valid until the next. Raises UserError, at the
     end, if the files have changed."""
-    tensors = [each for each in _slice_tensors(info, first, last) if not each.is_hole]
+    tensors = [each for each in slice_tensors(info, first, last) if not each.is_hole]
 
     def pieces() -> Iterator[bytes | memoryview]:
         for each in tensors:
@@ -212,7 +212,7 @@ def slice_data(info: ModelInfo, first: int, last: int) -> tuple[int, Iterator[by
 
 
 def _layout(info: ModelInfo, first: int, last: int) -> _Layout:
-    tensors = _slice_tensors(info, first, last)
+    tensors = slice_tensors(info, first, last)
     return _Layout(_encode_header(info, first, last, tensors), tensors)
 
 
@@ -244,7 +244,7 @@ def _data_of(each: SliceTensor, feed: Feed | None = None) -> Iterable[bytes | me
     return [each.data] if each.data is not None else tensor_data(each.tensor, COPY_BYTES)
 
 
-def _slice_tensors(info: ModelInfo, first: int, last: int) -> list[SliceTensor]:
+def slice_tensors(info: ModelInfo, first: int, last: int) -> list[SliceTensor]:
     """Every tensor of the slice, vocabulary-sized ones first."""
     if (first, last) == (0, info.n_layer):
         return [SliceTensor(tensor.name, tensor) for tensor in info.tensors]

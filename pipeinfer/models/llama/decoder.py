@@ -28,6 +28,7 @@ from pipeinfer.models.llama.eval_callback import EvalCallback, SliceNodes
 from pipeinfer.models.llama.ggml import device_list
 from pipeinfer.models.llama.params import GROUP_CELLS, TILED_ROWS, TILED_TYPES, LlamaParams
 from pipeinfer.models.llama.rows import Flags
+from pipeinfer.models.llama.tensor_places import HOST, moved_tensors
 from pipeinfer.models.llama.threads import ThreadShare
 
 
@@ -147,7 +148,7 @@ def _extra(tensor: int) -> ctypes.c_void_p:
 
 LOAD_BY_READING, LOAD_BY_MAPPING = 0, 1
 FLASH_ATTENTION_AUTO, FLASH_ATTENTION_ON = -1, 1
-PLANES = r"^blk\.({layers})\.attn_[kv]_b\.weight"
+PLANES = ("attn_k_b", "attn_v_b")
 """Matrices of three dimensions, by which libllama multiplies permuted rows. libggml's AMX kernels accept such weights
 when they are loaded, and no such rows later, which ends the process."""
 
@@ -240,9 +241,9 @@ class Decoder:
         # torch's oneDNN releases a thread's AMX tiles, which libggml configures once: its next product ends by SIGILL
         may_repack = ggml.amx_works() and "torch" not in sys.modules
         options.use_extra_bufts = params.repack and (not params.exact or bool(params.repacked)) and may_repack
-        on_cpu = "|".join(map(str, range(min(n_layer, n_layer + 1 - options.n_gpu_layers))))
-        overrides = (_BufferOverride * 2)(_BufferOverride(PLANES.format(layers=on_cpu).encode(), ggml.mapped_buffers()))
-        if options.use_extra_bufts and on_cpu:
+        n_on_cpu = min(n_layer, n_layer + 1 - options.n_gpu_layers)
+        overrides = self._overrides(slice_file, n_on_cpu, bool(options.use_extra_bufts))
+        if len(overrides) > 1:
             options.tensor_buft_overrides = ctypes.addressof(overrides)  # held while it loads
         options.load_mtp = self._is_mtp
         # repacking copies the weights: mapped, they would be in memory twice
@@ -252,6 +253,19 @@ class Decoder:
         if not model:
             raise UserError(f"{self.where} cannot be loaded: {ggml.last_errors() or 'libllama gives no reason'}")
         return model
+
+    def _overrides(self, slice_file: SliceFile, n_on_cpu: int, repacks: bool) -> "ctypes.Array[_BufferOverride]":
+        """For libllama, with an empty one behind the last. `n_on_cpu`: layers."""
+        moved = moved_tensors(slice_file.info, slice_file.first, slice_file.last, self.params.places)
+        types = {pattern: ggml.buffer_type(device) for pattern, device in moved.items()}
+        if repacks:
+            in_host = [pattern for pattern, device in moved.items() if device == HOST]
+            planes = [pattern for pattern in in_host if any(name in pattern for name in PLANES)]
+            layers = "|".join(map(str, range(n_on_cpu)))
+            planes += [rf"^blk\.({layers})\.({'|'.join(PLANES)})\.weight"] * bool(layers)
+            types |= dict.fromkeys(planes, ggml.mapped_buffers())
+        overrides = [_BufferOverride(pattern.encode(), type) for pattern, type in types.items()]
+        return (_BufferOverride * (len(overrides) + 1))(*overrides)
 
     def create_context(self, size: ContextSize) -> LlamaContext:
         """A context that the caller frees. Raises UserError if there is no memory for it."""

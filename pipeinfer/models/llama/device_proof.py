@@ -23,6 +23,7 @@ from pipeinfer.models.gguf.model_info import ModelInfo, layer_of
 from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
+from pipeinfer.models.llama.tensor_places import TensorPlaces
 
 N_BEFORE, N_ROWS = 8, 32
 """Rows of a sequence: those that are computed one by one every time, and those that come several at once."""
@@ -65,7 +66,7 @@ def prove(info: ModelInfo, params: LlamaParams) -> ExactRows:
         at_once=N_BETWEEN,
         taps=(),
     )
-    for first, last in spans_of_kinds(info):
+    for first, last in spans_of_kinds(info, params.places):
         try:
             stage = LlamaStage(open_slice(info, first, last), params)
         except UserError:
@@ -79,13 +80,14 @@ def prove(info: ModelInfo, params: LlamaParams) -> ExactRows:
     return ExactRows(n_rows, digest.hexdigest()[:16])
 
 
-def spans_of_kinds(info: ModelInfo) -> Iterator[tuple[int, int]]:
-    """One layer of each kind, by the types and shapes of its tensors, and the last one, which has the output head. More
-    layers where one alone cannot be cut."""
+def spans_of_kinds(info: ModelInfo, places: TensorPlaces) -> Iterator[tuple[int, int]]:
+    """One layer of each kind, by the types, shapes and devices of its tensors, and the last one, which has the output
+    head. More layers where one alone cannot be cut."""
     kinds: dict[tuple[object, ...], int] = {}
     for layer in range(info.n_layer - 1):
         of_layer = (tensor for tensor in info.tensors if layer_of(tensor.name) == layer)
-        kind = tuple(sorted((each.name.split(".", 2)[2], each.type, each.shape) for each in of_layer))
+        names = ((each.name.split(".", 2)[2], places.device_of(each.name, layer), each) for each in of_layer)
+        kind = tuple(sorted((name, device, each.type, each.shape) for name, device, each in names))
         kinds.setdefault(kind, layer)
     for layer in (*kinds.values(), info.n_layer - 1):
         ends = [(layer, layer + 1), *((first, info.n_layer) for first in range(layer, -1, -1))]

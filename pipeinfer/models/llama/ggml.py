@@ -274,6 +274,14 @@ def device_list(names: Sequence[str]) -> ctypes.Array[ctypes.c_void_p]:
     return (ctypes.c_void_p * (len(names) + 1))(*(handles[name] for name in names), None)
 
 
+def buffer_type(name: str) -> int:
+    """Of weights on the device of this name, which must exist."""
+    base, handles = ggml(), {device.name: handle for device, handle in _devices()}
+    base.ggml_backend_dev_buffer_type.argtypes = [ctypes.c_void_p]
+    base.ggml_backend_dev_buffer_type.restype = ctypes.c_void_p
+    return int(base.ggml_backend_dev_buffer_type(handles[name]))
+
+
 def _devices() -> Iterator[tuple[Device, int]]:
     """With ggml's own handles."""
     base = ggml()

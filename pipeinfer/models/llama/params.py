@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from pipeinfer.models.gguf.layers import F16_CACHE, CacheTypes
 from pipeinfer.models.gguf.model_info import ModelInfo, layer_of
+from pipeinfer.models.llama.tensor_places import TensorPlaces
 
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 
@@ -78,6 +79,7 @@ class LlamaParams:
     n_threads        at most; fewer while other processes want the cores
     n_gpu_layers     layers of this slice on the GPU; negative: all
     devices          names of libllama's devices for these layers; None: libllama's choice, empty: none
+    places           tensors that are on other devices than their layers
     stop_interval_s  approximate time between two calls of `stop`; 0: after every layer
     cache            types of keys and values, unless `exact` determines them
     repack           whether weights may be repacked
@@ -98,6 +100,7 @@ class LlamaParams:
     n_gpu_layers: int = 0
     exact: bool = True
     devices: tuple[str, ...] | None = None
+    places: TensorPlaces = TensorPlaces()  # noqa: RUF009 (it is frozen)
     stop_interval_s: float = 0.0
     repack: bool = True
     repacked: tuple[TypeRows, ...] = ()
@@ -209,22 +212,22 @@ def buffer_bytes(info: ModelInfo, is_last: bool, n_cells: int, n_rows: int, n_ou
     return graph_bytes(info, is_last, n_cells, n_rows, n_outputs) + logits + residual + CELL_BYTES * n_cells
 
 
-def graph_bytes(info: ModelInfo, is_last: bool, n_cells: int, n_rows: int, n_outputs: int) -> int:
-    """Of these, those where the layers are computed ("compute buffer size")."""
+def graph_bytes(info: ModelInfo, is_last: bool, n_cells: int, n_rows: int, n_outputs: int, experts: bool = True) -> int:
+    """Of these, those where the layers are computed ("compute buffer size"). `experts`: they are computed there too."""
     padded = -(-n_rows // ROW_PADDING) * ROW_PADDING
     mask = 2 * padded * n_cells  # float16
-    hidden = 4 * n_rows * (info.n_embd + feed_forward_length(info))
+    hidden = 4 * n_rows * (info.n_embd + feed_forward_length(info, experts))
     return mask + max(4 * hidden, 4 * n_outputs * info.n_vocab if is_last else 0)  # logits use the layers' memory
 
 
 @lru_cache(maxsize=8)  # a planner asks for every way to cut
-def feed_forward_length(info: ModelInfo) -> int:
-    """Of the widest layer; the sum of the experts that a row uses."""
+def feed_forward_length(info: ModelInfo, experts: bool = True) -> int:
+    """Of the widest layer; the sum of the experts that a row uses, or without `experts`."""
     used = info.metadata.get(f"{info.architecture}.expert_used_count")
     n_used = used.value if used is not None and isinstance(used.value, int) else 1
     widths = [
         tensor.shape[0] * (n_used if "_exps" in tensor.name else 1)
         for tensor in info.tensors
-        if layer_of(tensor.name) is not None and ".ffn_down" in tensor.name
+        if layer_of(tensor.name) is not None and ".ffn_down" in tensor.name and (experts or "_exps" not in tensor.name)
     ]
-    return max(widths, default=info.n_embd)
+    return max(widths, default=info.n_embd if experts else 0)

@@ -39,6 +39,7 @@ from pipeinfer.job.requests.bench_prompts import (
     read_prompts,
 )
 from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.models.llama.tensor_places import TensorPlace
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.summary import markdown, summarise
 from pipeinfer.observe.table import RESULTS
@@ -206,6 +207,9 @@ def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
         "threads": (2,),
         "n_gpu_layers": (1,),
         "n_gpu_layers_draft": 0,
+        "n_cpu_moe": (1,),
+        "cpu_moe": True,
+        "override_tensor": (TensorPlace("ffn", "CPU"),),
         "device": (("none",),),
         "numa": "isolate",
         "backend": (Backend("torch"),),

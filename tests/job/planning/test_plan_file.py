@@ -20,6 +20,7 @@ from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.planning.deploy import DoesNotFit, deploy
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.llama.tensor_places import TensorPlace
 from pipeinfer.policies import POLICIES
 from tests.support.cases import cases
 from tests.support.jobs import finish, run_json
@@ -56,6 +57,8 @@ def random_options(rng: random.Random, n_ranks: int) -> RunOptions:
     )
     if "n_gpu_layers" in way and rng.random() < 0.3:
         way = {"n_gpu_layers": (ALL_LAYERS,), "device": by_rank((), NO_DEVICE, ("CUDA0",))}
+    if rng.random() < 0.2:
+        way |= {"n_cpu_moe": by_rank(0, 2, ALL_LAYERS), "override_tensor": (TensorPlace("ffn_down", "CPU"),)}
     return options_of(
         model=TARGET,
         drafts=(DRAFT,),
