@@ -97,6 +97,20 @@ def test_fingerprint_follows_the_file(model: Path, tmp_path: Path) -> None:
         assert read_model_info(copy).fingerprint != info.fingerprint, tensor.name
 
 
+def test_a_header_is_parsed_once_until_its_file_changes(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", Shape(n_layer=2))
+    assert read_header(path) is not read_header(path), "another change could leave the same time"
+    os.utime(path, (1, 1))
+    header = read_header(path)
+    assert read_header(path) is header
+    write_model(tmp_path / "other.gguf", Shape(n_layer=3)).replace(path)
+    os.utime(path, (1, 1))
+    assert len(read_header(path).tensors) > len(header.tensors)
+    path.unlink()
+    with pytest.raises(UserError, match="does not exist"):
+        read_header(path)
+
+
 def test_whole_model_is_not_copied(model: Path) -> None:
     info = read_model_info(model)
     whole = open_slice(info, 0, info.n_layer)

@@ -8,8 +8,10 @@ import hashlib
 import math
 import os
 import struct
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -49,6 +51,7 @@ MAX_NAME_BYTES = 1 << 16
 MAX_TENSOR_NAME_BYTES = 63  # ggml's
 MAX_SMALL_ARRAY = 4096  # numeric arrays up to this length are read; longer ones (token scores) belong to vocabularies
 READ_BYTES = 1 << 20
+SETTLED_NS = 1_000_000_000  # after a change; before, another one may leave the file with the same time
 N_SAMPLES = 3  # blocks of each tensor's data in a file's digest
 
 
@@ -172,7 +175,19 @@ def value_of(metadata: Mapping[str, Value], key: str, default: T) -> T:
 
 def read_header(source: Path | FileHead) -> Header:
     """Parse one GGUF file; UserError if it is missing, unreadable, not a GGUF, damaged or truncated."""
+    if isinstance(source, Path):
+        with contextlib.suppress(OSError):  # which is said when it is opened
+            state = FileState.of(source)
+            if time.time_ns() - state.mtime_ns > SETTLED_NS:
+                return _read_unchanged(source, state)
     with _opened(source) as cursor:
+        return _parse(cursor)
+
+
+@lru_cache(maxsize=16)
+def _read_unchanged(path: Path, state: FileState) -> Header:
+    """A start reads the header of the same file several times, and each takes some 50 ms with a large vocabulary."""
+    with _opened(path) as cursor:
         return _parse(cursor)
 
 
