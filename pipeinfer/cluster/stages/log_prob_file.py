@@ -6,6 +6,7 @@ follow; then rows, of the tokens of each chunk's second half but its first: log-
 as a step and the least of them in float32, and each one's steps above the least in 16 bits.
 """
 
+import errno
 import math
 import os
 from collections.abc import Sequence
@@ -72,12 +73,13 @@ class LogProbFile:
         row[:4].view(np.float32)[:] = step, least - greatest - math.log(total_weight(logits, greatest))
         if step:
             row[4 : 4 + self.n_vocab] = np.rint((np.maximum(logits, least) - least) * (np.float32(1) / step))
+        path, data = Path(self._file.name), row.tobytes()
         try:
-            n_written = os.pwrite(self._file.fileno(), row.tobytes(), self._offset(chunk, position))
+            if os.pwrite(self._file.fileno(), data, self._offset(chunk, position)) < len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
-            raise UserError(f"{OPTION} {self._file.name}: {error.strerror}") from None
-        if n_written < self._row_bytes:
-            raise UserError(f"{OPTION} {self._file.name}: the disk is full")
+            path.unlink(missing_ok=True)  # rank 0 may be ended before it can
+            raise write_error(path, OPTION, error) from None
 
     def compare(self, chunk: int, position: int, logits: FloatArray, token: int) -> Comparison:
         """`token`: of the text, at `position`. Raises UserError where the file has no numbers there."""

@@ -104,13 +104,13 @@ def read_prompt(options: PromptOptions) -> str:
         return options.prompt
     if options.prompt is not None or options.file is None:
         raise UserError("give the prompt with -p TEXT or with -f FILE (- is standard input), one of them")
-    if options.file == STDIN and sys.stdin is None:
-        raise UserError("--file -: standard input is closed; give the prompt with -p, or name a file")
     return read_text("--file", options.file).removesuffix("\n")
 
 
 def read_text(option: str, path: Path) -> str:
     """A whole file, or standard input. Raises UserError, which names the option."""
+    if path == STDIN and sys.stdin is None:
+        raise UserError(f"{option} -: standard input is closed; name a file")
     try:
         with nullcontext(sys.stdin.buffer) if path == STDIN else path.open("rb") as file:
             return read_limited(file, f"{option} {path}").decode().removeprefix(BYTE_ORDER_MARK)

@@ -99,6 +99,7 @@ def test_a_reader_that_is_gone(arguments: str) -> None:
     assert "Traceback" not in done.stderr and "Error" not in done.stderr and "xception" not in done.stderr
 
 
-def test_closed_input() -> None:
-    done = shell("run -f -", "<&-")
+@pytest.mark.parametrize("command", ["run", "perplexity"])
+def test_closed_input(command: str) -> None:
+    done = shell(f"{command} -f -", "<&-")
     assert done.returncode == 2 and done.stderr.startswith("pipeinfer: --file -: standard input is closed")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import resource
 from pathlib import Path
 
 import llama_cpp
 import numpy as np
 import pytest
 
-from pipeinfer.cluster.stages.log_prob_file import LogProbFile
+from pipeinfer.cluster.stages.log_prob_file import LogProbFile, create
 from pipeinfer.errors import UserError
 from pipeinfer.models.demo import DRAFT, TARGET
 from tests.support.jobs import finish
@@ -162,3 +163,15 @@ def test_the_file_that_a_link_names_is_written(tmp_path: Path) -> None:
     (link := tmp_path / "link").symlink_to(tmp_path / "made")
     done = finish(1, ["perplexity", "-m", str(DRAFT), "-f", __file__, "-c", "64", "--chunks", "1", BASE, str(link)])
     assert done.returncode == 0 and link.is_symlink() and LogProbFile(tmp_path / "made").n_chunks == 1, done.stderr
+
+
+def test_a_file_without_room_is_removed(tmp_path: Path) -> None:
+    create(path := tmp_path / "new", N_VOCAB, [[1] * SIZE])
+    file, limits = LogProbFile(path, is_new=True), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * N_VOCAB, limits[1]))
+    try:
+        with pytest.raises(UserError, match="name a file where there is room"):
+            file.note(0, SIZE // 2 + 1, np.arange(N_VOCAB, dtype=np.float32))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not path.exists()
