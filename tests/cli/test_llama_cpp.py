@@ -177,7 +177,8 @@ def test_kinds_of_guesses_have_llama_cpp_s_names(monkeypatch: pytest.MonkeyPatch
         return [str(draft) for draft in options.models.drafts], speculation.lookup, speculation.policy.name
 
     draft = ["-md", "d.gguf"]
-    assert guesses("--spec-type", "none") == ([], False, "iterative") == guesses("--spec-type", "ngram-mod,none")
+    assert guesses("--spec-type", "none") == ([], None, "iterative") == guesses("--spec-type", "ngram-mod,none")
+    assert guesses("--spec-type", "none", "--policy", "auto") == ([], False, "auto")
     assert (
         guesses("--spec-type", "ngram-simple") == ([], True, "auto") == guesses("--spec-type", "ngram-cache,ngram-mod")
     )

@@ -10,6 +10,7 @@ from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import NO_DRAFT
 from pipeinfer.job.options.values import Listed
+from pipeinfer.policies import Iterative
 
 NONE, MTP, MTP_DRAFT = "none", "draft-mtp", Path("mtp")
 DRAFTS = ("draft-simple", "draft-eagle3")
@@ -66,5 +67,8 @@ def with_spec_types(values: dict[str, Any]) -> dict[str, Any]:
     if has_grams or not has_draft:
         if values["lookup"] not in (None, has_grams):
             raise UserError(f"{given} and {'--lookup' if values['lookup'] else '--no-lookup'} contradict each other")
-        values["lookup"] = has_grams
+        if has_grams or values["policy"]:
+            values["lookup"] = has_grams
+        else:
+            values["policy"] = Iterative.name
     return values
