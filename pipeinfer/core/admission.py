@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from pipeinfer.core.blocks import common, n_alike
-from pipeinfer.core.levels import Level
+from pipeinfer.core.levels import InFlightRun, Level
 from pipeinfer.core.policy import Active, ActiveRequest
 from pipeinfer.core.requests import Prefix, Request
 from pipeinfer.core.run_cost import RunCost
@@ -144,10 +144,11 @@ class Admission:
         self.waiting: list[ActiveRequest] = []
         self._n_arrived = 0
 
-    def store(self, keys: Collection[BlockKey]) -> None:
-        """Let the stages store cells on their disks. `keys`: of the blocks that all of them have there."""
+    def store(self, keys: Collection[BlockKey], read_only: bool = False) -> None:
+        """Let the stages store cells on their disks, or if `read_only` read them alone. `keys`: of the blocks that all
+        of them have there."""
         prefixes = self.prefixes.n_cached, self.prefixes.retain, self.forget_oldest
-        self.stored = StoredBlocks(self.levels, self.speculator, keys, *prefixes)
+        self.stored = StoredBlocks(self.levels, self.speculator, keys, *prefixes, read_only)
 
     # -- who waits
 
@@ -159,6 +160,11 @@ class Admission:
         insort(self.waiting, active, key=RANK)
         if self.stored:
             self.stored.request(active.request)
+
+    def sent(self, flight: InFlightRun) -> None:
+        """Called after a run was sent to the target."""
+        if self.stored:
+            self.stored.sent(flight)
 
     def closes(self, request: Request) -> None:
         """Called before the levels close an open request."""

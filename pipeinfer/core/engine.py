@@ -192,8 +192,7 @@ class Engine:
 
     def _settle_next(self) -> bool:
         """Take in the target's next verdict, if one has come."""
-        answered = self.target.poll()
-        if answered is None:
+        if (answered := self.target.poll()) is None:
             return False
         (flight, verdict), stored = answered, self.admission.stored
         if stored and stored.hear(flight, verdict):
@@ -322,6 +321,7 @@ class Engine:
         if flight is None:  # no run will come back that frees cells: free them now
             return self._drains and not self.target.pool.has_nodes and self._send_next()
         self._pacer.sent(flight)
+        self.admission.sent(flight)
         for part in sent:
             self._note_sent(self._active[part.request.id], part, flight)
         return True

@@ -69,12 +69,16 @@ class StageModel(Protocol):
 
 @runtime_checkable
 class CellStage(Protocol):
-    """A StageModel whose cells can be taken out and put back, with the same bits."""
+    """A StageModel whose cells can be taken out and put back, with the same bits. `has_states`: only all of a
+    sequence's together."""
+
+    has_states: bool
 
     def next_position(self, seq: int) -> int: ...
 
     def save_cells(self, seq: int, first: int, end: int) -> npt.NDArray[np.uint8]:
-        """The cells of a sequence at positions [first, end), BLOCK or up to LARGEST, as bytes."""
+        """The cells of a sequence at positions [first, end), BLOCK or up to LARGEST, as bytes. With states it ends at
+        `end`, and `first` is 0."""
 
     def load_cells(self, seq: int, cells: npt.NDArray[np.uint8]) -> None:
         """Put such cells, which follow those of the sequence, into it. There must be room for them."""

@@ -44,7 +44,8 @@ class KvOp:
     CLOSE   request `src` has ended: its state at the stages is freed
     SHARED  before a COMPACT: the cells of `dst` at positions [0, last) are those of `src`, and stay shared; at most one
             for each `dst`, after that of its `src`
-    STORE   write the cells of `src` at the positions `rows` to the stage's disk, as the block of `key`
+    STORE   write the cells of `src` at the positions `rows` to the stage's disk, as the block of `key`; with states
+            all that `src` has, if it ends there
     READ    begin to read the block of `key` back, the next one of reading `src`
     JOIN    wait until the blocks of reading `src` are read; `last` becomes the number that every stage could read
     LOAD    the first blocks of reading `src`, positions [0, last), become the cells of the empty sequence `dst`, and

@@ -5,6 +5,10 @@ A block is one of a prompt that is evaluated in blocks (see `blocks`), or up to 
 hash of the request's adapters, of all tokens up to its end and of how their rows are cut, so that cells of the same key
 have the same bits.
 
+Where sequences do not rewind the stages store states: all that a sequence has at the end of a block of its prompt, with
+the key of that block. A state is taken right behind the run that ends there, before the run is heard of; a stage that
+has not evaluated it stores nothing.
+
 Two runs without rows read blocks back. With the first each stage begins to read, with the second it waits for the end;
 the verdict of the second has the number of blocks that every stage could read. They become the cells of a finished
 request, with which others start as with any other's.
@@ -18,13 +22,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pipeinfer.core.blocks import BLOCK, Span
+from pipeinfer.core.blocks import BLOCK, LARGEST, Span
 from pipeinfer.core.levels import InFlightRun, Level
 from pipeinfer.core.requests import Finish, Request
 from pipeinfer.core.runs import BlockKey, KvOp, OpKind, Verdict
 from pipeinfer.core.speculator import Speculator
 
 IN_BLOCK, BY_ROW = b"b", b"r"
+STATE_ROWS = 4096  # of a prompt, between its states; one more is near its end
 
 
 class TextBlock(NamedTuple):
@@ -69,10 +74,10 @@ class _Reading:
 
 
 class StoredBlocks:
-    """`levels`: the target first, of which sequences rewind and all layers see all cells. `keys`: of the blocks that
-    every stage has; one may have lost some. `n_cached`: tokens of a request that need not be evaluated in any case.
-    `retain`: takes a finished request with which others can start; `forget_oldest`: frees one, False if there is none.
-    """
+    """`levels`: the target first, of which all layers see all cells. `keys`: of the blocks that every stage has; one
+    may have lost some. `n_cached`: tokens of a request that need not be evaluated in any case. `retain`: takes a
+    finished request with which others can start; `forget_oldest`: frees one, False if there is none. `read_only`:
+    nothing is stored."""
 
     def __init__(
         self,
@@ -82,9 +87,13 @@ class StoredBlocks:
         n_cached: Callable[[Request], int],
         retain: Callable[[Request], None],
         forget_oldest: Callable[[], bool],
+        read_only: bool = False,
     ) -> None:
         self._levels, self._target, self._speculator, self._keys = levels, levels[0], speculator, set(keys)
         self._n_cached, self._retain, self._forget_oldest = n_cached, retain, forget_oldest
+        self._has_states = not self._target.pool.rewinds
+        self._read_only = read_only
+        self._state_ends: dict[int, int] = {}  # of open requests, where the newest state was taken
         self._texts: dict[int, TextBlocks] = {}  # of open requests
         self._readings: dict[int, _Reading] = {}
         self._n_readings = 0
@@ -102,8 +111,9 @@ class StoredBlocks:
 
     def _store(self, request: Request) -> None:
         """Let the stages store what they have evaluated of an open request since the last call."""
-        if (text := self._texts.get(request.id)) is None:
-            text = self._texts[request.id] = self._blocks_of(request)
+        if self._read_only or self._has_states:
+            return
+        text = self._text(request)
         if self._target.pool.placed_end(request.id) - text.end < BLOCK or request.is_scored:
             return
         n_settled = self._target.n_settled(request)
@@ -112,10 +122,36 @@ class StoredBlocks:
                 self._keys.add(block.key)
                 self._target.pool.store(request.id, *block)
 
+    def sent(self, flight: InFlightRun) -> None:
+        """Let the stages store the states that prompts have behind a run."""
+        if self._has_states and not self._read_only:
+            for part in flight.parts:
+                if part.n_context and not part.request.is_scored:
+                    self._store_state(part.request)
+
+    def _store_state(self, request: Request) -> None:
+        text, last, end = self._text(request), None, self._target.pool.placed_end(request.id)
+        while block := text.next(end):
+            last = block
+        n_new, n_left = end - self._state_ends.get(request.id, 0), self._target.n_context_left(request)
+        is_due = n_new >= STATE_ROWS or (n_new >= BLOCK and 0 < n_left <= max(self._target.n_chunk, LARGEST))
+        if last and last.end == end and is_due:
+            self._state_ends[request.id] = end
+            if last.key not in self._keys:
+                self._keys.add(last.key)
+                self._target.pool.store(request.id, 0, end, last.key)
+
+    def _text(self, request: Request) -> TextBlocks:
+        """Of an open request."""
+        if (text := self._texts.get(request.id)) is None:
+            text = self._texts[request.id] = self._blocks_of(request)
+        return text
+
     def end(self, request: Request) -> None:
         """Store the rest of an open request that is about to be closed."""
         self._store(request)
-        del self._texts[request.id]
+        self._texts.pop(request.id, None)
+        self._state_ends.pop(request.id, None)
         self._target.send_ops(self._target.pool.take_pending(), 0)  # there may be no further run
 
     def _blocks_of(self, request: Request) -> TextBlocks:
@@ -162,11 +198,14 @@ class StoredBlocks:
         self._retain(source)
 
     def _stored(self, request: Request) -> list[TextBlock]:
-        """The first blocks of its text that were stored. Its root is always evaluated."""
+        """The first blocks of its text that were stored, or the last one with a state. Its root is always evaluated."""
         text, blocks = self._blocks_of(request), list[TextBlock]()
         n_most = min(len(request.tokens) - 1, self._target.pool.n_cells)
-        while (block := text.next(n_most)) and block.key in self._keys:
-            blocks.append(block)
+        while block := text.next(n_most):
+            if block.key in self._keys:
+                blocks = [block] if self._has_states else [*blocks, block]
+            elif not self._has_states:
+                break
         return blocks
 
     def _make_room(self, n_tokens: int) -> bool:

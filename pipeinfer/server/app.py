@@ -6,7 +6,6 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +35,7 @@ from pipeinfer.server.prompting import ParsedRequest, Prompting, parse_request
 from pipeinfer.server.request_log import RequestLog
 from pipeinfer.server.respond import STREAM_HEADERS, AnswerResponse, passed_over_header
 from pipeinfer.server.responses import RESPONSES, ResponseForm
+from pipeinfer.server.slots import ACTIONS, open_slots
 
 T = TypeVar("T")
 STALLS_S = 10.0  # how long one token may take on an idle server
@@ -83,6 +83,7 @@ class Api:
         self.spell = speller(self.tokenizer)
         prompting.prompts.warn = self.log.warn
         self.defaults = replace(setup.defaults, strict=http.strict)
+        self.saved = open_slots(http, setup, self.tokenizer.n_vocab, head)
 
     def app(self, address: str) -> Access:
         """`address`: where it listens."""
@@ -105,7 +106,7 @@ class Api:
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
             ADAPTERS: self.apply_adapters,
-            **({"/slots/{id}": self.save_slot} if self.http.slots else {}),
+            **({"/slots/{id:int}": self.act_on_slot} if self.http.slots else {}),
         }
         methods = {"GET": get, "POST": post}
         routes = [Route(*each, methods=[method]) for method, endpoints in methods.items() for each in endpoints.items()]
@@ -149,8 +150,16 @@ class Api:
         """The open texts."""
         return JsonResponse([_slot(choice) for choice in self.head.choices.values()])
 
-    async def save_slot(self, request: Request) -> Response:
-        raise Refusal(501, NOT_SAVED)
+    async def act_on_slot(self, request: Request) -> Response:
+        """llama-server's: save, restore or erase a slot's last text."""
+        if not self.saved:
+            raise Refusal(501, NOT_SAVED)
+        slot, action = request.path_params["id"], request.query_params.get("action", "")
+        if action not in ACTIONS:
+            refuse(f"action is {shown(action)}; it is one of {', '.join(ACTIONS)}")
+        self.head.check_ready()
+        fields = {} if action == "erase" else await self._body(request, dict)
+        return JsonResponse(await self.saved.act(action, slot, fields, _client(request)))
 
     async def adapters(self, request: Request) -> Response:
         """llama-server's: the adapters, and what applies where a request does not say."""
@@ -207,7 +216,13 @@ class Api:
         answer = self.head.ask(await self.prompting.ask(parsed, client), client)
         form = dialect.form(parsed, answer, self.model, self.setup.version, self.spell)
         id = str(form.common["id"])
-        end, warn = partial(self.log.ended, id, path, answer), lambda line: self.log.warn(f"{id}: {line}")
+        warn = lambda line: self.log.warn(f"{id}: {line}")  # noqa: E731
+
+        def end() -> None:
+            self.log.ended(id, path, answer)
+            if self.saved:
+                self.saved.note(parsed.slot, answer)
+
         return AnswerResponse(self.head, answer, form, passed_over_header(parsed.passed_over), end, warn)
 
     async def count_tokens(self, request: Request) -> Response:
@@ -225,7 +240,9 @@ class Api:
         passed = PassedOver(self.http.strict)
 
         def read(fields: dict[str, Any]) -> ParsedRequest:
-            return parse_request(dialect.body(fields, self.tokenizer, passed), dialect.url, self.defaults, passed)
+            slot = self.saved.slot_of(fields) if self.saved else 0
+            body = dialect.body(fields, self.tokenizer, passed)
+            return replace(parse_request(body, dialect.url, self.defaults, passed), slot=slot)
 
         parsed = await self._body(request, read)
         self.log.passed_over(parsed.passed_over)

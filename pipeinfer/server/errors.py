@@ -27,8 +27,8 @@ NOT_SERVED: Mapping[str, str] = {
 """Paths of other servers, and the reason why they are not served."""
 
 NOT_SAVED = (
-    "KV states are saved by no request: with --kv-disk each rank keeps those of its layers on its disk, and requests "
-    "that begin alike share them, also after a restart; texts that were being written go on under `pipeinfer supervise`"
+    "this server does not support slots actions; start it with --slot-save-path DIRECTORY and --kv-disk SIZE. With "
+    "--kv-disk alone texts that begin alike share keys and values, also after a restart"
 )
 """The same for llama-server's `/slots/ID?action=save`, `restore`, `erase`."""
 

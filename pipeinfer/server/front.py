@@ -26,7 +26,7 @@ from pipeinfer.child import python_command
 from pipeinfer.cluster.watch.protocol import Limits
 from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.values import File, Listed, Number, TextType
+from pipeinfer.job.options.values import File, Folder, Listed, Number, TextType
 from pipeinfer.job.process.streams import complain, read_limited
 from pipeinfer.job.process.supervised import FRONT, connect_supervisor, own_attempt, seal
 from pipeinfer.job.serve.channel import Closing, Front, Setup
@@ -61,6 +61,7 @@ class HttpOptions:
     log_format: A line a request on standard error.
     metrics: /metrics, for Prometheus.
     slots: /slots: what is being written.
+    slot_folder: Where /slots/ID?action=save puts the tokens of texts, whose keys and values --kv-disk keeps.
     page: The page at /.
     """
 
@@ -82,6 +83,7 @@ class HttpOptions:
     log_format: str = setting("text", "--log-format", type=click.Choice(["text", "json", "none"]))
     metrics: bool = setting(True, "--metrics/--no-metrics")
     slots: bool = setting(True, "--slots/--no-slots")
+    slot_folder: Path | None = setting(None, "--slot-save-path", type=Folder())
     page: bool = setting(True, "--ui/--no-ui")
 
 

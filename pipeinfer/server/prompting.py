@@ -37,7 +37,7 @@ class ParsedRequest:
     counts of tokens. `timed`, `progress`: llama-server's figures in streams. `keep`: cells stay in the cache. `fields`:
     the members of llama-server's answer; empty: all. `echo`: the text begins with the prompt. `scores`: the answer has
     vLLM's `prompt_logprobs`. `passed_over`: what is ignored, with reasons. `schemas`: see
-    `schemas_to_check`."""
+    `schemas_to_check`. `slot`: of llama-server's, which has the text."""
 
     bodies: tuple[Body, ...]
     n: int
@@ -52,6 +52,7 @@ class ParsedRequest:
     scores: bool = False
     passed_over: Mapping[str, str] = field(default_factory=dict)
     schemas: Mapping[str, Any] = field(default_factory=dict)
+    slot: int = 0
 
     @property
     def prompts(self) -> tuple[Body, ...]:

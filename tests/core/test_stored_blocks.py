@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import random
+import shutil
+import time
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import pytest
 
 from pipeinfer.cluster.stages.block_files import BlockFiles
@@ -18,27 +23,39 @@ from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.stored_blocks import TextBlocks
 from pipeinfer.policies import Iterative
 from tests.core.test_engine import random_policy, toy_engine
-from tests.core.test_kept_prefixes import BlockStage, Chat, Counted, check, next_request, some_drafter
+from tests.core.test_kept_prefixes import BlockStage, Chat, Counted, check, next_request, some_drafter, state_pool
 from tests.core.test_levels import draft_levels
 from tests.support.audit import audit_engine
 from tests.support.cases import cases
 from tests.support.toy import N_LAYERS, Reference, ToyPipeline
 
 N_CTX = 400
+Kind = tuple[bool, bool, bool]  # prompts are evaluated in blocks, cells are parked, sequences rewind
 
 
 class ToyJob:
     """An engine whose stages keep blocks in `folder`, of `limit` bytes each."""
 
-    def __init__(self, rng: random.Random, folder: Path, cuts: list[int], kind: tuple[bool, bool], limit: int) -> None:
-        self.blocks, parked = kind
+    def __init__(
+        self,
+        rng: random.Random,
+        folder: Path,
+        cuts: list[int],
+        kind: Kind,
+        limit: int,
+        stage: type[BlockStage] = BlockStage,
+    ) -> None:
+        self.blocks, parked, rewinds = kind
         n_cells, n_seq = N_CTX + rng.choice([10, 60, 400]), rng.choice([1, 2, 5, 31])
-        stages = [BlockStage(first, last, last == N_LAYERS, n_cells, parked) for first, last in pairwise(cuts)]
+        stages = [stage(first, last, last == N_LAYERS, n_cells, parked) for first, last in pairwise(cuts)]
         pipeline = ToyPipeline(stages, rng, late=rng.choice([0.0, 0.5, 0.95]))
         self.reference = Reference(N_LAYERS)
         self.drafter = some_drafter(rng, self.reference, n_seq, n_cells + 64)
         drafts = draft_levels(rng, n_cells, [rng.random() for _ in range(rng.choice([0, 0, 1]))])
-        pool, options = SequencePool(n_seq, n_cells, parked), {"n_chunk": rng.choice([3, 64, 128])}
+        pool = SequencePool(n_seq, n_cells, parked) if rewinds else state_pool(stages, n_seq, n_cells, parked)
+        for each in stages:
+            each.has_states = not rewinds
+        options = {"n_chunk": rng.choice([3, 64, 128])}
         self.engine: Engine = toy_engine(pipeline, pool, self.drafter, drafts, blocks=self.blocks, **options)
         self.stores = [
             CellStore(BlockFiles(folder / str(at), f"{kind} {cuts[at : at + 2]}", limit, print), stage)
@@ -56,7 +73,7 @@ class ToyJob:
 
 def talk(rng: random.Random, job: ToyJob, chats: list[Chat]) -> tuple[int, int]:
     """Some turns of each chat, some of them at a time; tokens of prompts that were not evaluated, and all."""
-    engine, n_left, n_kept, n_prompt = job.engine, 6, 0, 0
+    engine, n_left, n_kept, n_prompt = job.engine, 5, 0, 0
     while n_left or engine.busy:
         chat = rng.choice(chats)
         if n_left and (not chat.newest or chat.newest.finish) and (not engine.busy or rng.random() < 0.05):
@@ -102,13 +119,21 @@ def damage(rng: random.Random, folder: Path) -> None:
         (path / f"{'0' * 31}.kv").write_bytes(b"another program's")
 
 
+def random_kind(rng: random.Random) -> Kind:
+    return rng.random() < 0.5, rng.random() < 0.5, rng.random() < 0.7
+
+
+def random_cuts(rng: random.Random) -> list[int]:
+    return [0, *sorted(rng.sample(range(1, N_LAYERS), rng.randrange(N_LAYERS))), N_LAYERS]
+
+
 def run_case(seed: int, folder: Path) -> tuple[int, int]:
-    """Chats over three jobs of one split; tokens of prompts that later jobs did not evaluate, and all of theirs."""
+    """Chats over jobs of one split; tokens of prompts that later jobs did not evaluate, and all of theirs."""
     rng = random.Random(seed)
-    cuts = [0, *sorted(rng.sample(range(1, N_LAYERS), rng.randrange(N_LAYERS))), N_LAYERS]
-    kind, limit = (rng.random() < 0.5, rng.random() < 0.5), rng.choice([1 << 30, 1 << 30, 60_000, 3_000])
+    cuts = random_cuts(rng)
+    kind, limit = random_kind(rng), rng.choice([1 << 30, 1 << 30, 60_000, 3_000])
     chats, counts = [Chat() for _ in range(rng.choice([1, 2, 3]))], [0, 0]
-    for number in range(3):
+    for number in range(rng.choice([2, 2, 3])):
         job = ToyJob(rng, folder, cuts, kind, limit)
         n_kept, n_prompt = talk(rng, job, chats)
         job.close()
@@ -123,18 +148,67 @@ def run_case(seed: int, folder: Path) -> tuple[int, int]:
     return counts[0], counts[1]
 
 
-@pytest.mark.parametrize("block", cases(2, 8))
+@pytest.mark.parametrize("block", cases(5, 500))
 def test_what_is_read_back_changes_no_text(block: int, tmp_path: Path) -> None:
-    counts = [run_case(seed, tmp_path / str(seed)) for seed in range(block * 10, block * 10 + 10)]
-    assert sum(n_kept for n_kept, _ in counts) > 0.3 * sum(n_prompt for _, n_prompt in counts)
+    counts = []
+    for seed in range(block * 20, block * 20 + 20):
+        counts.append(run_case(seed, tmp_path / str(seed)))
+        shutil.rmtree(tmp_path / str(seed))
+    assert sum(n_kept for n_kept, _ in counts) > 0.2 * sum(n_prompt for _, n_prompt in counts)
 
 
-def test_a_prompt_is_read_back_by_the_next_job(tmp_path: Path) -> None:
-    """Whole blocks of it: what another prompt begins with, too."""
+class WideStage(BlockStage):
+    """Blocks of cells so large that most of the time goes into writing them."""
+
+    def save_cells(self, seq: int, first: int, end: int) -> npt.NDArray[np.uint8]:
+        return np.concatenate([super().save_cells(seq, first, end), np.zeros(1 << 21, np.uint8)])
+
+
+def run_killed(seed: int, folder: Path) -> int:
+    """A job is killed at a random moment, another one goes on; the files that the first left unfinished."""
+    rng = random.Random(seed)
+    cuts, kind, limit = random_cuts(rng), random_kind(rng), rng.choice([1 << 30, 20 << 20])
+
+    def talk_once() -> ToyJob:
+        job = ToyJob(random.Random(seed), folder, cuts, kind, limit, WideStage)
+        talk(random.Random(seed), job, [Chat(), Chat()])
+        job.close()
+        return job
+
+    process = multiprocessing.get_context("fork").Process(target=talk_once)
+    process.start()
+    began_s = time.monotonic()
+    while not list(folder.rglob("*.new")) and process.is_alive() and time.monotonic() < began_s + 60:
+        time.sleep(1e-3)
+    process.join(rng.uniform(0.0, 0.2))
+    process.kill()
+    process.join()
+    n_unfinished = len(list(folder.rglob("*.new")))
+    for store in talk_once().stores:
+        files = BlockFiles(store.files._root, f"{kind} {cuts[int(store.files._root.name) :][:2]}", limit, print)
+        there = {path for path in store.files._root.rglob("*") if path.is_file()}
+        assert len(there) == len(files.keys) + 1, "a file is neither a block nor the lock"
+        assert all(files.read(key) for key in files.keys), "a file is torn"
+        files.close()
+    return n_unfinished
+
+
+@pytest.mark.parametrize("block", cases(1, 30))
+def test_a_kill_at_any_moment_leaves_no_wrong_text_and_no_file(block: int, tmp_path: Path) -> None:
+    n_unfinished = 0
+    for seed in range(block * 10, block * 10 + 10):
+        n_unfinished += run_killed(seed, tmp_path / str(seed))
+        shutil.rmtree(tmp_path / str(seed))
+    assert n_unfinished, "no kill came while a block was written"
+
+
+@pytest.mark.parametrize(("rewinds", "n_kept_by_job"), [(True, (0, 299, 299, 192, 0)), (False, (0, 192, 192, 192, 0))])
+def test_a_prompt_is_read_back_by_the_next_job(rewinds: bool, n_kept_by_job: tuple[int, ...], tmp_path: Path) -> None:
+    """Whole blocks of it: what another prompt begins with, too. With states up to where one was taken."""
     prompt = [at % 11 for at in range(300)]
-    for number, (n_same, n_kept) in enumerate([(300, 0), (300, 299), (300, 299), (250, 192), (60, 0)]):
+    for number, (n_same, n_kept) in enumerate(zip([300, 300, 300, 250, 60], n_kept_by_job, strict=True)):
         rng = random.Random(3)
-        job = ToyJob(rng, tmp_path, [0, 2, N_LAYERS], (True, True), 1 << 20)
+        job = ToyJob(rng, tmp_path, [0, 2, N_LAYERS], (True, True, rewinds), 1 << 20)
         chat = Chat(Request(0, [*prompt[:n_same], *[5] * (300 - n_same)], 5, SamplingParams(temp=0.0), N_CTX))
         job.engine.add(chat.request, Iterative(), chat.counted)
         job.engine.complete()
@@ -147,7 +221,7 @@ def test_requests_of_one_prompt_wait_for_one_reading(tmp_path: Path) -> None:
     prompt = [at % 11 for at in range(200)]
     for number in range(2):
         rng = random.Random(5)
-        job = ToyJob(rng, tmp_path, [0, N_LAYERS], (False, False), 1 << 20)
+        job = ToyJob(rng, tmp_path, [0, N_LAYERS], (False, False, True), 1 << 20)
         chats = [Chat(Request(at, prompt, 5, SamplingParams(at, 0.8), N_CTX)) for at in range(4)]
         for chat in chats:
             job.engine.add(chat.request, Iterative(), chat.counted)

@@ -81,7 +81,7 @@ class ToyStage:
         """`read`: layers whose outputs a draft reads, as `toy_features`."""
         self.read, self.n_features, self.features = read, len(read), np.empty((len(read), 0, N_EMBD), np.float32)
         self.first, self.last, self.is_last = first, last, is_last
-        self.n_embd, self.n_cells, self.parked = N_EMBD, n_cells, parked
+        self.n_embd, self.n_cells, self.parked, self.has_states = N_EMBD, n_cells, parked, False
         self.seqs: dict[int, dict[int, tuple[int, tuple[int, ...]]]] = {}  # seq -> position -> (cell id, layer values)
         self.holders = Counter[int]()  # of each cell, how many sequences
         self.next_cell, self.n_parked, self.n_shared = 0, 0, 0

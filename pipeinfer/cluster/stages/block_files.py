@@ -44,10 +44,14 @@ class CellBlock(NamedTuple):
 
 
 class BlockFiles:
-    """The files of one rank, of `n_bytes_max` together, over all slices. One process has the folder at a time."""
+    """The files of one rank, of `n_bytes_max` together, over all slices. One process has the folder at a time, or any
+    number of those that are `read_only`, which change nothing in it."""
 
-    def __init__(self, folder: Path, slice: str, n_bytes_max: int, notice: Callable[[str], object]) -> None:
+    def __init__(
+        self, folder: Path, slice: str, n_bytes_max: int, notice: Callable[[str], object], read_only: bool = False
+    ) -> None:
         """`notice`: takes a line when a file cannot be written, once. Raises UserError if the folder cannot be had."""
+        self._read_only = read_only
         self._slice, self._n_bytes_max, self._notice = blake2b(slice.encode(), digest_size=16), n_bytes_max, notice
         self._root, self._folder = folder, folder / self._slice.hexdigest()
         self._sizes = OrderedDict[Path, int]()  # the least recently used first
@@ -61,7 +65,8 @@ class BlockFiles:
         except OSError as error:
             where = f"--kv-dir: {folder}: {error.strerror or error}"
             raise UserError(f"{where}; name a folder of yours with room, or leave --kv-disk out") from None
-        self._make_room(0)
+        if not read_only:
+            self._make_room(0)
 
     @property
     def keys(self) -> list[BlockKey]:
@@ -69,7 +74,8 @@ class BlockFiles:
         return [_key_of(path) for path in self._sizes if path.parent == self._folder]
 
     def write(self, key: BlockKey, block: CellBlock) -> None:
-        """Write a block, unless it is there or larger than all files may be."""
+        """Write a block, unless it is there or larger than all files may be. Not if `read_only`."""
+        assert not self._read_only, f"{key} is written where blocks are only read"
         path, tokens = self._path(key), block.tokens.astype("<i4").tobytes()
         n_bytes = HEADER.size + len(tokens) + block.cells.nbytes
         if path in self._sizes or n_bytes > self._n_bytes_max:
@@ -107,7 +113,7 @@ class BlockFiles:
     def use(self, keys: Sequence[BlockKey]) -> None:
         """Note a use of these blocks, the first of which are removed last."""
         for path in map(self._path, reversed(keys)):
-            if path in self._sizes:
+            if path in self._sizes and not self._read_only:
                 self._sizes.move_to_end(path)
                 with contextlib.suppress(OSError):
                     os.utime(path)
@@ -144,7 +150,7 @@ class BlockFiles:
         end_s = time.monotonic() + LOCK_S
         while True:
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(self._lock, (fcntl.LOCK_SH if self._read_only else fcntl.LOCK_EX) | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
                 if time.monotonic() >= end_s:
@@ -160,7 +166,7 @@ class BlockFiles:
                 status = path.lstat()
                 if NAME.fullmatch(path.name) and path.is_file() and not path.is_symlink():
                     ages.append((status.st_mtime, path, status.st_size))
-                elif path.suffix in (SUFFIX, UNFINISHED):
+                elif path.suffix in (SUFFIX, UNFINISHED) and not self._read_only:
                     path.unlink(missing_ok=True)
         self._sizes.update((path, n_bytes) for _, path, n_bytes in sorted(ages))
         self.n_bytes = sum(self._sizes.values())
@@ -171,6 +177,8 @@ class BlockFiles:
 
     def _remove(self, path: Path) -> None:
         self.n_bytes -= self._sizes.pop(path, 0)
+        if self._read_only:
+            return
         with contextlib.suppress(OSError):
             path.unlink(missing_ok=True)
 

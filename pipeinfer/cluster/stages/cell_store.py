@@ -68,6 +68,8 @@ class CellStore:
     def _store(self, op: KvOp, tokens: npt.NDArray[np.int32]) -> None:
         if self._n_waiting > WAITING_BYTES:
             return
+        if self._model.has_states and self._model.next_position(op.src) != op.rows[1]:
+            return  # rows before it were left out here
         block = CellBlock(tokens, self._model.save_cells(op.src, *op.rows))
         with self._counting:
             self._n_waiting += block.cells.nbytes

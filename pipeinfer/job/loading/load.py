@@ -179,7 +179,7 @@ def open_store(context: Context, plan: JobPlan, stage: LoadedModel) -> CellStore
     slice = f"{plan.model.fingerprint} {part.layers} {plan.numerics} {device.decisions} {describe_build()}"
     folder = (plan.kv_dir or cache_folder() / "kv") / f"rank-{context.rank}"
     notice = lambda line: complain(f"{context.name}: {line}")  # noqa: E731
-    return CellStore(BlockFiles(folder, slice, plan.kv_disk, notice), model)
+    return CellStore(BlockFiles(folder, slice, plan.kv_disk, notice, plan.kv_read_only), model)
 
 
 def make_worker(context: Context, plan: JobPlan, model: LoadedModel) -> StageWorker:

@@ -12,6 +12,7 @@ from pipeinfer.job.options.values import LOGIT_BIAS, SIZE, Delay, File, Folder, 
 
 ESCAPES = r"\n is a new line; so are \t, \r, \', \", \\, and \x with two digits."
 MAX_REQUESTS, MIN_RATE, MAX_RATE = 100_000, 1e-6, 1e6
+KV_DISK = 10_000_000_000  # bytes a rank where a folder is named and no size
 PARALLEL = 32  # the default number of open requests that arrive at a rate, as in a batch
 PARALLEL_HELP = (
     "Requests of loads at a time at most, for which there is to be room. [default: the largest --concurrency, with "
@@ -166,8 +167,9 @@ class ContextOptions:
     batch_size: Prompt tokens a run at most, up to 2048; a prompt is cut into smaller chunks where that fills the
         pipeline.
     kv_disk: Keep keys and values of texts on each rank's disk, up to so much a rank (500M, 20G): a text that begins
-        like one of an earlier job goes on from there.
+        like one of an earlier job goes on from there. [default: 0, or 10G with --kv-dir]
     kv_dir: Where --kv-disk keeps them. [default: pipeinfer/kv in the user's cache folder]
+    kv_read_only: Read what --kv-dir has, and write nothing there; several jobs can do so at a time.
     """
 
     heading = "Context and length"
@@ -175,8 +177,13 @@ class ContextOptions:
     ignore_eos: bool = setting(False, "--ignore-eos")
     ctx_size: int = setting(0, "--ctx-size", "-c", most=MAX_CTX, first=True, column=True)
     batch_size: int = setting(128, "--batch-size", "-b", least=1, column=True)
-    kv_disk: int = setting(0, "--kv-disk", type=SIZE, written="0", column=True)
-    kv_dir: Path | None = setting(None, "--kv-dir", type=Folder())
+    kv_disk: int = setting(0, "--kv-disk", type=SIZE, column=True)
+    kv_dir: Path | None = setting(None, "--kv-dir", "--prompt-cache", type=Folder())
+    kv_read_only: bool = setting(False, "--kv-read-only", "--prompt-cache-ro", column=True)
+
+    def __post_init__(self) -> None:
+        if self.kv_dir and not self.kv_disk:
+            object.__setattr__(self, "kv_disk", KV_DISK)
 
 
 @dataclass(frozen=True, kw_only=True)

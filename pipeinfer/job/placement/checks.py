@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from pipeinfer.cluster.assignment import Assignment, Stages
 from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.core.blocks import LARGEST
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS
 from pipeinfer.job.options.sections import Numerics
@@ -33,11 +34,18 @@ def check_head(draft_rank: int | None, drafts: Sequence[ModelInfo]) -> None:
         raise UserError(f"--draft-rank {draft_rank}: {why}; leave --draft-rank out")
 
 
-def not_on_disk(info: ModelInfo) -> str:
-    """Why --kv-disk does not keep this model's cells; empty: it does."""
-    if not info.layers.rewinds:
-        return f"layers of {info.path.name} keep states"
-    return f"layers of {info.path.name} have a sliding window" if info.layers.window else ""
+def not_on_disk(info: ModelInfo, exact: bool) -> str:
+    """Why --kv-disk does not keep this model's cells; empty: it does. `exact`: the numerics are, with which no cell is
+    taken for another while a text has it, also outside of its layers' window."""
+    layers, name = info.layers, info.path.name
+    if not layers.window:
+        return ""
+    if not (exact and layers.rewinds):
+        return (
+            f"layers of {name} have a sliding window, and {'others keep states' if exact else 'numerics are not exact'}"
+        )
+    # libllama takes no cells out that are outside of the window of the block's last one
+    return f"layers of {name} have a sliding window of {layers.window}" if layers.window <= LARGEST else ""
 
 
 def check_kv_disk(context: ContextOptions) -> None:

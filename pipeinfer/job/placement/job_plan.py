@@ -89,6 +89,7 @@ class JobPlan:
     slice_cache: Path | None = None  # directory in which hosts keep slices
     kv_disk: int = 0  # bytes of cells that a rank keeps on its disk; 0: none
     kv_dir: Path | None = None  # the folder for them; None: in the user's cache
+    kv_read_only: bool = False  # nothing is written there
     send_layers: bool = True  # rank 0 sends layers to hosts that lack a file
     prepare_ahead: bool = True
     post_ahead: bool = True

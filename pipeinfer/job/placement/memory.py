@@ -10,6 +10,7 @@ from pipeinfer.cluster.assignment import Assignment, Stages
 from pipeinfer.cluster.hosts.cores import Host, free_memory
 from pipeinfer.cluster.hosts.resources import Memory, check_fits, left_on_gpus
 from pipeinfer.cluster.spread import StageRoom
+from pipeinfer.cluster.stages.cell_store import WAITING_BYTES
 from pipeinfer.cluster.stages.runs import N_BUFFERS
 from pipeinfer.core.blocks import LARGEST
 from pipeinfer.job.placement.capacity import CELLS_PADDING, Capacity
@@ -58,6 +59,7 @@ class MemoryNeeds:
     in_cache: bool = False  # slices are kept on disks
     has_samplers: bool = False
     adapter_bytes: Sequence[int] = ()  # of each layer of the target; empty: it has no adapters
+    stores: bool = False  # the target's cells go to disks
 
     def of_ranks(self, assignment: Assignment) -> tuple[Memory, ...]:
         return tuple(self._of_ranks(assignment.n_ranks, (*assignment.drafts, assignment.stages)))
@@ -147,6 +149,10 @@ class MemoryNeeds:
             needs += Memory(buffers=N_BUFFERS * 4 * self._n_outputs * info.n_vocab)
         if layers.device.is_torch:
             return needs
+        if self.stores:  # what waits to be written, and a text that is read back
+            states = sum(info.layers.state_bytes[first:last])
+            n_waiting = min(WAITING_BYTES, capacity.n_cells * layers.cell_bytes + states)
+            needs += Memory(buffers=n_waiting + capacity.n_ctx * layers.cell_bytes + states)
         if rows_in_groups(numerics.repacked):
             needs += Memory(kv=GROUP_CELLS * sum(info.kv_bytes_per_cell[first:last]))
         if not info.layers.rewinds:
@@ -201,6 +207,11 @@ class Layers:
         """Layers on a GPU, which are the last ones."""
         n_layers, n_on_gpu = self.last - self.first, self.device.n_gpu_layers
         return n_layers if n_on_gpu < 0 else min(n_layers, n_on_gpu)
+
+    @property
+    def cell_bytes(self) -> int:
+        """Of one cell of all layers."""
+        return sum(self.cache.cell_bytes(self.info.kv_shapes[self.first : self.last]))
 
     @property
     def memory(self) -> Memory:

@@ -144,9 +144,9 @@ def lay_out(inputs: PlanInputs) -> JobPlan:
     n_in_blocks = rows_in_blocks(inputs.n_prompt) if numerics.blocks else 0
     lacks, in_cache = tuple(host.lacks for host in hosts), options.models.slice_cache is not None
     has_samplers = ranks.may_have_samplers(n_requests)
-    needs = MemoryNeeds(
-        info, drafts, capacity, numerics, devices, n_in_blocks, lacks, in_cache, has_samplers, adapter_bytes
-    )
+    kv_disk = 0 if not_on_disk(info, numerics.exact) else options.context.kv_disk
+    kinds = has_samplers, adapter_bytes, kv_disk > 0
+    needs = MemoryNeeds(info, drafts, capacity, numerics, devices, n_in_blocks, lacks, in_cache, *kinds)
     assignment = _assign(inputs, needs)
     target = [devices[stage.rank].target for stage in assignment.stages]
     _check_computable(inputs, assignment, devices, adapters)
@@ -173,8 +173,9 @@ def lay_out(inputs: PlanInputs) -> JobPlan:
         dilation=pace.dilation if pace else 1.0,
         slice_cache=options.models.slice_cache,
         send_layers=options.models.send_layers,
-        kv_disk=0 if not_on_disk(info) else options.context.kv_disk,
+        kv_disk=kv_disk,
         kv_dir=options.context.kv_dir,
+        kv_read_only=options.context.kv_read_only,
         prepare_ahead=options.experiments.prepare_ahead,
         post_ahead=options.experiments.post_ahead,
         notes=tuple(_notes(inputs)),
@@ -291,10 +292,10 @@ def _unused(inputs: PlanInputs, plan: JobPlan) -> Iterator[str]:
             yield f"{flag} is without effect: no rank has layers on a GPU (-ngl)"
         elif flag != "-ot" and not has_experts(inputs.info):
             yield f"{flag} is without effect: {inputs.info.path.name} has no experts"
-    if options.context.kv_disk and (why := not_on_disk(inputs.info)):
+    if options.context.kv_disk and (why := not_on_disk(inputs.info, plan.numerics.exact)):
         yield f"--kv-disk is without effect: {why}, and such cells are not kept on disk"
-    if options.context.kv_dir and not options.context.kv_disk:
-        yield "--kv-dir is without effect: --kv-disk SIZE is not given"
+    if options.context.kv_read_only and not options.context.kv_disk:
+        yield "--kv-read-only is without effect: neither --kv-disk nor --kv-dir is given"
     hops = pairwise(stage.rank for stage in assignment.stages)
     if options.numerics.gpu_aware == ON and not any(plan.hop_is_out_of_band(*hop) for hop in hops):
         why = "messages are paced" if plan.pace else "no two stages that torch computes follow each other"

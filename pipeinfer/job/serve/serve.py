@@ -122,6 +122,7 @@ def _prepare(
     defaults = defaults_of(options, adapters=plan.adapters)
     sizes = n_ctx, min(n_ctx, info.n_ctx_train), max(1, n_ctx // parallel)
     version = f"{info.fingerprint[:12]}-{plan.text_numerics}"
+    context = replace(context, kv_disk=plan.kv_disk, kv_dir=None)
     setup = Setup(options.models.target, options.text, context, defaults, parallel, timeout_s, *sizes, version)
     front = open_front(service.front, setup)
     try:

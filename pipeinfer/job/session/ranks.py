@@ -168,7 +168,7 @@ class LoadedRanks:
             draft_s=self._draft_s,
         )
         if plan.kv_disk:
-            engine.admission.store(self._blocks)
+            engine.admission.store(self._blocks, plan.kv_read_only)
         if not all(each.is_at_head for each in self._pipelines):  # else nothing comes while this rank evaluates
             for each in self._pipelines:
                 each.listen_by(engine.listen)

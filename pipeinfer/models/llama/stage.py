@@ -139,6 +139,7 @@ class LlamaStage:
         self._decoder = decoder = Decoder(slice_file, params, closing, adapters)
         self.threads, self._callback, self._lib = decoder.threads, decoder.callback, decoder.lib
         form, has_states = CacheForm.of(self._lib, decoder.model, info), info.layers.architecture.states is not None
+        self.has_states = has_states
         # rows that keep the bits of single ones are computed in parts that are not tiled
         n_part = params.n_batch if has_states else largest_part(info, params)
         # types that differ keep attention off the kernels whose sums depend on batch size and thread count
@@ -255,6 +256,8 @@ class LlamaStage:
 
     def save_cells(self, seq: int, first: int, end: int) -> StateBytes:
         """See CellStage."""
+        if self.has_states:
+            return save_state(self._lib, self._context.handle, seq)
         transfer = self._transfer
         self._lib.llama_memory_seq_cp(self._memory, seq, transfer, first, end)
         cells = save_state(self._lib, self._context.handle, transfer)
@@ -263,8 +266,11 @@ class LlamaStage:
 
     def load_cells(self, seq: int, cells: StateBytes) -> None:
         """See CellStage."""
-        if not restore_state(self._lib, self._context.handle, self._transfer, cells):
+        transfer = seq if self.has_states else self._transfer
+        if not restore_state(self._lib, self._context.handle, transfer, cells):
             raise RuntimeError(f"{self._decoder.where}: cells cannot be restored; {ggml.last_errors()}")
+        if self.has_states:
+            return
         self._lib.llama_memory_seq_cp(self._memory, self._transfer, seq, -1, -1)
         self._lib.llama_memory_seq_rm(self._memory, self._transfer, -1, -1)
 

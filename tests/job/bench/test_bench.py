@@ -218,6 +218,7 @@ def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
         "numerics": "fast",
         "slice_cache": tmp_path,
         "kv_disk": 10**9,
+        "kv_read_only": True,
         "pace": Pace.parse("pipeinfer-c"),
         "sampling": SamplingParams(seed=1),
         "couple": False,

@@ -15,11 +15,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeinfer.cluster.hosts.cores import Host, free_memory
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.models.gguf.slice import read_model_info
 from tests.models.test_llama_stage import ARCHITECTURES, PARAMS, load
+from tests.support.architecture_factory import write_random_model
+from tests.support.architecture_models import MODELS
 from tests.support.gguf_factory import write_model
 from tests.support.jobs import descendants, finish, run_json, start
+from tests.support.planned import lay_out, options_of
 from tests.support.serving import Served
 
 PROMPT = " ".join(f"{word} {at}" for at, word in enumerate(["one", "two", "three", "five"] * 30))
@@ -116,10 +121,61 @@ def test_a_folder_is_one_jobs(tmp_path: Path) -> None:
 
 def test_models_whose_cells_are_not_kept_say_so(tmp_path: Path) -> None:
     for arguments, line in (
-        (["--kv-dir", str(tmp_path)], "--kv-dir is without effect: --kv-disk SIZE is not given"),
+        (["--kv-read-only"], "--kv-read-only is without effect: neither --kv-disk nor --kv-dir is given"),
         (["--kv-disk", "1X"], "is no size"),
     ):
         assert line in finish(1, ["run", *WORDS, "-n", "1", *arguments]).stderr
+
+
+def test_llama_cpps_prompt_cache_is_a_folder(plain: dict[str, Any], tmp_path: Path) -> None:
+    """And is only read by those who say so, as many as there are."""
+    words, folder = [*WORDS, "--temp", "0"], tmp_path / "cache"
+    assert run_json(2, [*words, "--prompt-cache", str(folder), "--prompt-cache-all"])["text"] == plain["0"]["text"]
+    there = {path: path.stat().st_mtime_ns for path in files_of(folder)}
+    read_only = ["--prompt-cache", str(folder), "--prompt-cache-ro"]
+    with Served(2, ["-m", str(TARGET), *read_only]):
+        result = run_json(2, [*words, *read_only, "-n", "90"])
+        done = finish(2, ["run", *words, "--prompt-cache", str(folder)])
+    assert result["text"].startswith(plain["0"]["text"]) and result["timings"]["cache_n"] > 300
+    assert there == {path: path.stat().st_mtime_ns for path in files_of(folder)}
+    assert done.returncode == 2 and "another job has" in done.stderr
+
+
+def random_words(name: str, folder: Path, more: dict[str, Any]) -> list[str]:
+    model = replace(MODELS[name], metadata={**MODELS[name].metadata, **more}, with_vocab=True)
+    path = write_random_model(folder / f"{name}.gguf", model)
+    return ["-m", str(path), "-md", "none", "-t", "1", "-n", "40", "--temp", "0", "--ignore-eos", "-c", "1500"]
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "mamba", "qwen3next", "lfm2", "jamba"])
+def test_windows_and_states_are_read_back_with_the_same_bits(name: str, tmp_path: Path) -> None:
+    window = {"attention.sliding_window": 128} if name in ("gemma3", "gpt-oss") else {}
+    words, folder = random_words(name, tmp_path, window), disk(tmp_path / "kv")
+    first, other = "the layer of the rank " * 60, "the layer of the rank " * 25 + "a token of the model " * 9
+    for prompt, n_before in ((first, 0), (other, 64 if window else 0)):
+        alone = run_json(1, [*words, "-p", prompt])
+        results = [run_json(2, [*words, "-p", prompt, *folder]) for _ in range(2)]
+        assert [result["tokens"] for result in results] == [alone["tokens"]] * 2
+        n_most = len(alone["prompt_tokens"]) - 1
+        n_cached = [result["timings"]["cache_n"] for result in results]
+        assert n_cached[0] >= n_before and n_most >= n_cached[1] > n_most - (1 if window else 2 * 128)
+
+
+@pytest.mark.parametrize(
+    ("window", "more", "line"),
+    [(200, ["--numerics", "fast"], "and numerics are not exact"), (127, [], "have a sliding window of 127")],
+)
+def test_cells_that_may_be_lost_are_not_kept(window: int, more: list[str], line: str, tmp_path: Path) -> None:
+    words = random_words("gemma3", tmp_path, {"attention.sliding_window": window})
+    assert line in finish(1, ["run", *words, *more, "-n", "1", "-p", "a", *disk(tmp_path / "kv")]).stderr
+
+
+def test_the_plan_has_room_for_blocks_on_their_way() -> None:
+    info, hosts = read_model_info(TARGET), [Host("a", frozenset(), 0, free_memory())]
+    plain, stored = (lay_out(options_of(TARGET, kv_disk=size), hosts, info, [], 4096, 1) for size in (0, 1 << 30))
+    cell_bytes = sum(info.kv_bytes_per_cell)
+    more = stored.ranks[0].memory.buffers - plain.ranks[0].memory.buffers
+    assert more == (plain.capacity.n_cells + 4096) * cell_bytes
 
 
 @pytest.mark.parametrize(("n_ranks", "n_turns"), [(1, 3), (3, 2)])
@@ -141,7 +197,7 @@ def test_a_conversation_goes_on_after_a_restart(n_ranks: int, n_turns: int, tmp_
         assert [ask(server, prompt)[0] for prompt in prompts[:-1]] == [text for text, _ in found]
 
 
-@pytest.mark.parametrize("n_kills", [2, pytest.param(10, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n_kills", [2, pytest.param(30, marks=pytest.mark.long)])
 def test_a_kill_while_blocks_are_written_harms_no_text(n_kills: int, plain: dict[str, Any], tmp_path: Path) -> None:
     """Of any rank, at any moment: the next job says the same, and leaves no file that it does not use."""
     rng, words = random.Random(3), [*WORDS, "--temp", "0.8", *disk(tmp_path)]

@@ -1,0 +1,69 @@
+"""llama-server's slots: their texts are saved and restored by name, over a restart."""
+
+from __future__ import annotations
+
+import stat
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from pipeinfer.models.demo import DRAFT, TARGET
+from tests.support.serving import Served
+
+PROMPT = " ".join(f"{word} {at}" for at, word in enumerate(["one", "two", "three", "five"] * 30))
+MODELS = ["-m", str(TARGET), "-md", str(DRAFT), "-c", "2048", "--parallel", "4"]
+
+
+def act(served: Served, slot: int, action: str, name: Any = None) -> httpx.Response:
+    return served.http.post(f"/slots/{slot}?action={action}", json={} if name is None else {"filename": name})
+
+
+def ask(served: Served, **more: Any) -> tuple[str, int]:
+    body = {"prompt": PROMPT, "n_predict": 20, "seed": 7, **more}
+    answer = served.http.post("/completion", json=body).json()
+    return answer["content"], answer["timings"]["cache_n"]
+
+
+def test_a_slot_is_restored_after_a_restart(tmp_path: Path) -> None:
+    words = [
+        *MODELS,
+        "--kv-disk",
+        "100M",
+        "--kv-dir",
+        str(tmp_path / "kv"),
+        "--slot-save-path",
+        str(tmp_path / "slots"),
+    ]
+    with Served(1, words) as served:
+        text, n_cached = ask(served, id_slot=2)
+        assert text and not n_cached
+        saved = act(served, 2, "save", "talk.bin").json()
+        assert saved["id_slot"] == 2 and saved["n_saved"] > 400 and saved["timings"]["save_ms"] >= 0
+        assert stat.S_IMODE((tmp_path / "slots" / "talk.bin").stat().st_mode) == 0o600
+        ask(served, prompt="another", id_slot=3)
+        assert act(served, 2, "erase").json() == {"id_slot": 2, "n_erased": saved["n_saved"]}
+        for slot, action, name, words_ in (
+            (2, "save", "talk.bin", "has had no text"),
+            (2, "restore", "gone.bin", "No such file"),
+            (2, "restore", "../talk.bin", "without a folder"),
+            (2, "restore", None, "without a folder"),
+            (4, "save", "talk.bin", "from -1 to 3"),
+            (2, "forget", "talk.bin", "one of save, restore, erase"),
+        ):
+            answer = act(served, slot, action, name)
+            assert answer.status_code == 400 and words_ in answer.json()["error"]["message"], answer.text
+        (tmp_path / "slots" / "torn.bin").write_text("{")
+        assert "no saved slot" in act(served, 2, "restore", "torn.bin").json()["error"]["message"]
+    with Served(1, words) as served:
+        restored = act(served, 0, "restore", "talk.bin").json()
+        assert restored["n_restored"] == saved["n_saved"] and restored["n_read"] == saved["n_written"]
+        assert ask(served)[0] == text
+        assert ask(served)[1] > 400
+        assert act(served, 0, "save", "talk.bin").json()["n_saved"] == saved["n_saved"]
+
+
+def test_without_a_folder_or_a_disk_the_way_out_is_said(tmp_path: Path) -> None:
+    with Served(1, [*MODELS, "--slot-save-path", str(tmp_path)]) as served:
+        answer = act(served, 0, "save", "talk.bin")
+        assert answer.status_code == 501 and "--kv-disk SIZE" in answer.json()["error"]["message"]
