@@ -2,8 +2,8 @@
 
 `python benchmarks/policies.py [-o docs/results/policies.md]` simulates it all in virtual time, some 20 minutes of one
 core, and writes the page "Which policy when"; each policy's best setting is chosen for each cell after the fact, the
-papers' presets among them. Cells are kept in --folder, and not simulated again. Beside them the bound: `auto` if it
-knew every probability, which synthetic drafts say exactly.
+papers' presets among them. Speeds are kept in --folder, and of a new policy only its own are simulated. Beside them the
+bound: `auto` if it knew every probability, which synthetic drafts say exactly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.tree import Node
-from pipeinfer.policies import Auto, FlowSpec, Iterative, PipeDec, PipeInfer, PipeSpec, Speculative
+from pipeinfer.policies import Auto, FlowSpec, Iterative, PipeDec, PipeInfer, PipeSpec, Speculative, Ssd
 from pipeinfer.policies.auto import LEAST
 from pipeinfer.text import markdown_table
 from pipeinfer.virtual.choices import Choices, n_predicted, ranks_for, synthetic_team
@@ -84,6 +84,7 @@ TUNED: dict[str, Sequence[Policy]] = {
         FlowSpec(segment=2, tree_size=8, width=4, expansion_size=8),
     ],
     "pipespec": [PipeSpec(), PipeSpec(asynchronous=False)],
+    "ssd": [Ssd.from_paper(), *(Ssd(n_draft=n) for n in (2, 4, 12)), Ssd(backup="none")],
     "auto": [Auto()],
     BOUND: [Knowing()],
 }
@@ -161,13 +162,12 @@ class Cell:
 def measure(cluster: tuple[str, str, int], acceptance: float, seeds: int, n_tokens: int, folder: Path | None) -> Cell:
     name, pair, nodes = cluster
     kept = folder / f"{name}-{pair}-{nodes}-{acceptance:g}-{seeds}-{n_tokens}.json" if folder else None
-    if kept and kept.exists():
-        return Cell(**json.loads(kept.read_text()))
+    known = json.loads(kept.read_text())["speeds"] if kept and kept.exists() else {}
     speeds, limit = {}, 0.0
     texts = texts_of(acceptance, range(seeds))
     for policy_name, variants in TUNED.items():
         profile = load_profile(name).lay_out(nodes, pair, variants[0].drafts)
-        speeds[policy_name] = best_speed(variants, profile, texts, n_tokens)
+        speeds[policy_name] = known.get(policy_name) or best_speed(variants, profile, texts, n_tokens)
         limit = profile.limit_per_s(N_PROMPT)
     cell = Cell(name, pair, nodes or profile.n_ranks, acceptance, speeds, limit)
     if kept:

@@ -53,6 +53,7 @@ POLICY_LOOKS = {
     "pipedec": Look("#009E73", "\\\\", "^"),
     "flowspec": Look("#CC79A7", "..", "v"),
     "pipespec": Look("#56B4E9", "xx", "P"),
+    "ssd": Look("#F0E442", "++", "X"),
     "auto": Look("#D55E00", "", "*"),
 }
 TONES = (0.5, -0.35, 0.75, -0.6)  # towards white; below 0 towards black

@@ -12,9 +12,10 @@ from pipeinfer.policies.flowspec import FlowSpec
 from pipeinfer.policies.pipedec import PipeDec
 from pipeinfer.policies.pipeinfer import PipeInfer
 from pipeinfer.policies.pipespec import PipeSpec
+from pipeinfer.policies.ssd import Ssd
 
 POLICIES: Mapping[str, type[Policy]] = {
-    kind.name: kind for kind in (Iterative, Speculative, PipeInfer, PipeDec, FlowSpec, PipeSpec, Auto)
+    kind.name: kind for kind in (Iterative, Speculative, PipeInfer, PipeDec, FlowSpec, PipeSpec, Ssd, Auto)
 }
 
 USUAL = ("iterative", "speculative", "pipeinfer", "auto")

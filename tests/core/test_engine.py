@@ -24,7 +24,7 @@ from pipeinfer.core.types import FloatArray
 from pipeinfer.models.drafts.lookup import LookupDrafter
 from pipeinfer.models.drafts.model_drafter import ModelDrafter
 from pipeinfer.observe.metrics import RequestMetrics
-from pipeinfer.policies import Auto, FlowSpec, Iterative, PipeDec, PipeInfer, PipeSpec, Speculative
+from pipeinfer.policies import POLICIES, Auto, FlowSpec, Iterative, PipeDec, PipeInfer, PipeSpec, Speculative, Ssd
 from tests.support.audit import audit_engine, audit_pool, emitted
 from tests.support.cases import cases
 from tests.support.toy import (
@@ -81,9 +81,14 @@ def random_policy(rng: random.Random) -> Policy:
             rng.random() < 0.7,
         ),
         PipeSpec(rng.choice([0, 1, 5]), rng.random() < 0.2),
+        Ssd(rng.randint(1, 8), rng.randint(1, 4), rng.choice(["draft", "none"]), rng.random() < 0.5),
         Auto(),
     ]
     return rng.choice(choices)
+
+
+def test_random_cases_have_every_policy() -> None:
+    assert {type(random_policy(random.Random(seed))) for seed in range(500)} >= set(POLICIES.values())
 
 
 def random_drafter(rng: random.Random, reference: Reference, n_ctx: int, seed: int) -> Drafter:

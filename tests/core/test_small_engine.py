@@ -17,7 +17,7 @@ from pipeinfer.core.runs import Run
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.observe.metrics import RequestMetrics
-from pipeinfer.policies import FlowSpec, Iterative, PipeDec, PipeInfer, Speculative
+from pipeinfer.policies import FlowSpec, Iterative, PipeDec, PipeInfer, Speculative, Ssd
 from tests.support.small_engine import SmallEngine
 from tests.support.toy import N_LAYERS, OracleDrafter, Reference, ToyPipeline, ToyStage, ToyWaiter
 
@@ -30,6 +30,7 @@ POLICIES: dict[str, Callable[[random.Random], Policy]] = {
     ),
     "pipedec": lambda rng: PipeDec(children=rng.randint(1, 4), layer_width=rng.randint(1, 8)),
     "flowspec": lambda rng: FlowSpec(rng.randint(1, 4), rng.randint(1, 20), rng.randint(1, 4), rng.randint(1, 8)),
+    "ssd": lambda rng: Ssd(rng.randint(1, 8), rng.randint(1, 4), ranked=rng.random() < 0.5),
 }
 
 

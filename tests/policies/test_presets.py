@@ -34,8 +34,9 @@ PUBLISHED: dict[str, dict[str, float]] = {
     "pipedec": {"children": 16, "layer_width": 32, "group": 1},
     "flowspec": {"depth": 5, "tree_size": 80, "width": 10, "segment": 16, "expansion_depth": 5, "expansion_size": 64},
     "pipespec": {"lookahead": 0},
+    "ssd": {"n_draft": 7, "fan_out": 3},
 }
-ADDITIONS = {"pipeinfer": {"pacing", "best_first", "calibrated", "backoff", "pruning", "early"}}
+ADDITIONS = {"pipeinfer": {"pacing", "best_first", "calibrated", "backoff", "pruning", "early"}, "ssd": {"ranked"}}
 PAPERS = [name for name, kind in POLICIES.items() if issubclass(kind, PaperPolicy)]
 
 

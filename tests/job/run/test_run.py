@@ -17,10 +17,12 @@ import pytest
 
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.policies import POLICIES, USUAL
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import COMMAND, environment, finish, launcher, plain_tokens, run_json, start
 
 PROMPT = "def read_lines(path):\n"
+PAPERS = [name for name in POLICIES if name not in USUAL]
 LONG = ["-p", PROMPT, "-n", "6000", "-c", "7000", "--ignore-eos"]  # minutes of work: faults strike in the middle
 
 
@@ -37,7 +39,7 @@ def plain() -> list[int]:
         *((n, "speculative") for n in (2, 4)),
         *((n, "iterative") for n in (1, 3)),
         *((n, "auto") for n in (1, 4)),
-        *((3, policy) for policy in ("pipedec", "flowspec", "pipespec")),
+        *((3, policy) for policy in PAPERS),
     ],
 )
 def test_greedy_text_is_that_of_plain_llama(n_ranks: int, policy: str, plain: list[int]) -> None:
@@ -57,8 +59,7 @@ def test_sampled_text_is_the_same_everywhere() -> None:
             (2, "speculative"),
             (4, "pipeinfer"),
             (4, "pipedec"),
-            (3, "flowspec"),
-            (3, "pipespec"),
+            *((3, policy) for policy in PAPERS if policy != "pipedec"),
         )
     ]
     assert all(tokens == first for tokens in others)
