@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from pipeinfer.core.policy import N_ROWS, NOTHING, Answer, AwaitDraft, PaperPolicy, PolicyView, Send
-from pipeinfer.core.settings import MAX_DEPTH, MAX_RUN, MAX_WIDTH, N_DRAFT, setting
+from pipeinfer.core.settings import MAX_RUN, MAX_WIDTH, N_DRAFT, setting
 from pipeinfer.core.tree import Node
 from pipeinfer.policies.likeliest import SCORE
 
@@ -31,7 +31,7 @@ class Ssd(PaperPolicy):
 
     name: ClassVar[str] = "ssd"
 
-    n_draft: int = setting(4, *N_DRAFT, help="Guesses a chain.", least=1, most=MAX_DEPTH, shown=True, paper=7)
+    n_draft: int = setting(4, *N_DRAFT, help="Guesses a chain.", least=1, most=MAX_RUN, shown=True, paper=7)
     fan_out: int = setting(
         3, "--fan-out", help="Outcomes prepared for each row.", least=1, most=MAX_WIDTH, shown=True, paper=3
     )
