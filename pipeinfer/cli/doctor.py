@@ -11,7 +11,7 @@ from pipeinfer.job.options.sections import Loading, Models, Numerics, PlacementO
 from pipeinfer.job.options.text_sections import ContextOptions
 
 _SECTIONS = (DoctorRequest, Models, Loading, ContextOptions, PlacementOptions, Numerics)
-_WITHOUT = ("rpc", "predict", "ignore_eos", "plan", "samplers", "gpu_aware", "rank_timeout_s", "allow_other_numerics")
+_WITHOUT = ("predict", "ignore_eos", "plan", "samplers", "gpu_aware", "rank_timeout_s", "allow_other_numerics")
 
 
 @command("doctor", *_SECTIONS, has_variables=True, without=_WITHOUT)

@@ -139,6 +139,23 @@ def links(report: HostReport, cluster: Cluster) -> Result:
     )
 
 
+NO_SERVER = Fault(
+    "a server of rank {rank} cannot be used: {error}", "{at}pipeinfer info --rpc {server} must list its devices"
+)
+
+
+@check("RPC servers answer the ranks that have them, of this version, free", NO_SERVER)
+def servers(report: HostReport, cluster: Cluster) -> Result:
+    shown = []
+    for rank in report.ranks:
+        for server, each in report.facts_of(rank).get("servers", {}).items():
+            if each["error"]:
+                return NO_SERVER.on(report, rank=rank, server=server, error=each["error"])
+            devices = ", ".join(f"{name} with {size_text(n_bytes)} free" for name, n_bytes in each["devices"])
+            shown.append(f"rank {rank}: {server}, {devices}")
+    return "; ".join(shown) or None
+
+
 NO_START = Fault("no job starts on all hosts: {error}", "{command} hostname must print the name of every host")
 NO_RING = Fault(
     "no message went round in time: the launcher hangs, or MPI takes another network than the checks of TCP",
@@ -264,5 +281,5 @@ def _speed(mbit: int) -> str:
     return f", {mbit / 1000:g} Gbit/s" if mbit else ""
 
 
-NETWORK_CHECKS, LAST_CHECKS = (network, ports, links), (mpi, ring, models, hashes)
+NETWORK_CHECKS, LAST_CHECKS = (network, ports, links, servers), (mpi, ring, models, hashes)
 CHECKS = (*HOST_CHECKS, *NETWORK_CHECKS, *LAST_CHECKS)

@@ -34,7 +34,8 @@ class Severity(IntEnum):
 class HostReport:
     """What was found out of a host. `has_address`: its name leads to one here. `failure`: of its session,
     `facts_failure`: of the program there. `clock_s`: how much its clock is ahead of this machine's, beyond what the
-    answer took. `hashes`: path -> of the whole file, `hashes_failure`: of reading them."""
+    answer took. `hashes`: path -> of the whole file, `hashes_failure`: of reading them. `ranks`: those
+    that run there; `other_facts`: of those behind the first, where ranks have RPC servers of their own."""
 
     name: str
     is_here: bool
@@ -49,6 +50,11 @@ class HostReport:
     facts_failure: NoAnswer | None = None
     hashes: dict[str, Any] = field(default_factory=dict)
     hashes_failure: NoAnswer | None = None
+    ranks: Sequence[int] = (0,)
+    other_facts: dict[int, dict[str, Any]] = field(default_factory=dict)
+
+    def facts_of(self, rank: int) -> dict[str, Any]:
+        return self.other_facts.get(rank, self.facts)
 
 
 @dataclass(slots=True)

@@ -243,7 +243,7 @@ def kernels(report: HostReport, cluster: Cluster) -> Result:
     return f"{len(ours['repacked'])} types of weights are repacked"
 
 
-NO_DEVICE = Fault("a GPU is missing: {error}", "{at}pipeinfer info")
+NO_DEVICE = Fault("a device cannot be used: {error}", "{at}pipeinfer info")
 
 
 @check("processor, cores, memory, GPUs", NO_DEVICE, needs="gpus")

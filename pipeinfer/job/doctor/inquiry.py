@@ -41,6 +41,8 @@ def host_sessions(
     """`disk`: the folder for slices; `facts`: the command that reads them, if they are read, too; `environ`: the
     launcher's."""
     reports = {name: HostReport(name, name in hosts.here) for name in hosts.names}
+    for report in reports.values():
+        report.ranks = [rank for rank, node in enumerate(hosts.nodes) if node.host.name == report.name]
 
     def look(report: HostReport) -> None:
         _open(report, hosts.launcher, disk, environ)
@@ -95,19 +97,28 @@ def read_libraries(reports: Iterable[HostReport]) -> None:
     """The MPI library of hosts where the program starts, loaded by itself."""
     words = python_command("from pipeinfer.job.inspect.host_facts import tell_library; tell_library()")
     present = [report for report in reports if "version" in report.facts]
-    at_once(lambda report: _run(report, words, FACTS_S, FACTS_S, lambda fact: report.facts.update([fact])), present)
+    at_once(lambda report: _run(report, words, FACTS_S, FACTS_S, partial(_take, report.facts)), present)
 
 
-def facts_command(options: RunOptions) -> Sequence[str]:
-    """`options`: of a job, with files in place of names; read there only by the same version."""
-    arguments = version_text(), b64encode(pickle.dumps(options)).decode()
+def facts_command(options: RunOptions, names: Sequence[str] = ()) -> Sequence[str]:
+    """`options`: of a job, with files in place of names; read there only by the same version. `names`: of each rank's
+    host."""
+    arguments = version_text(), b64encode(pickle.dumps((options, names))).decode()
     return python_command("from pipeinfer.job.inspect.host_facts import main; main()", *arguments)
 
 
 def _read_facts(report: HostReport, words: Sequence[str]) -> None:
     same = report.base.get("interpreter", "").split(".")[:2] == [str(each) for each in sys.version_info[:2]]
-    if report.session and same and not report.base["program"]:
-        report.facts_failure = _run(report, words, FACTS_S, ALL_FACTS_S, lambda fact: report.facts.update([fact]))
+    for rank in report.ranks if report.session and same and not report.base["program"] else ():
+        is_first = rank == report.ranks[0]
+        if not is_first and (report.facts_failure or "servers" not in report.facts):
+            break
+        facts = report.facts if is_first else report.other_facts.setdefault(rank, {})
+        report.facts_failure = _run(report, [*words, str(rank)], FACTS_S, ALL_FACTS_S, partial(_take, facts))
+
+
+def _take(facts: dict[str, Any], fact: tuple[str, Any]) -> None:
+    facts.update([fact])
 
 
 def read_hashes(reports: Iterable[HostReport], paths: Sequence[Path]) -> None:

@@ -26,6 +26,7 @@ from pipeinfer.job.inspect.host_facts import host_of
 from pipeinfer.job.inspect.plan import plan_lines, plan_report
 from pipeinfer.job.options.options import JobModels, RunOptions
 from pipeinfer.job.options.values import TextType
+from pipeinfer.job.placement.devices import check_servers, device_text, gpu_layers_text, rank_options, servers_text
 from pipeinfer.job.placement.model_files import fetch_models
 from pipeinfer.job.planning.planner import ETHERNET
 from pipeinfer.models.gguf.model_info import part_paths
@@ -66,10 +67,12 @@ def doctor(options: RunOptions, request: DoctorRequest) -> int:
     """Returns the exit code: 0, 1 with warnings, 2 with errors. Raises UserError for bad input."""
     hosts = read_host_list(request.hosts, request.launcher)
     models = replace(_with_files(options.models), hf_token=None)  # options are words of commands from here on
-    options = replace(options, models=models)
+    options, names = replace(options, models=models), [node.host.name for node in hosts.nodes]
+    if any(options.placement.rpc):
+        check_servers([each.servers for each in rank_options(options.placement, len(names))], names)
     report = _Report(options.output.json)
     disk = options.models.slice_cache or SLICES
-    facts = facts_command(options)
+    facts = facts_command(options, names)
     with one_connection(hosts.launcher) as environ, host_sessions(hosts, disk, facts, environ) as reports:
         cluster = Cluster(hosts, options, reports, request.bandwidth)
         sessions = {name: each.session for name, each in reports.items() if each.session}
@@ -166,13 +169,13 @@ def _line(finding: Finding) -> str:
 
 def _plan(cluster: Cluster) -> dict[str, Any]:
     """What `run` would do on these hosts, as `plan --hosts` tells it. Raises UserError."""
-    nodes = [_node(node, cluster) for node in cluster.hosts.nodes]
+    nodes = [_node(rank, node, cluster) for rank, node in enumerate(cluster.hosts.nodes)]
     return plan_report(cluster.options, nodes, _link(cluster))
 
 
-def _node(node: Node, cluster: Cluster) -> Node:
+def _node(rank: int, node: Node, cluster: Cluster) -> Node:
     """As it is, but with the memory and the speed that the user says."""
-    facts = cluster.reports[node.host.name].facts
+    facts = cluster.reports[node.host.name].facts_of(rank)
     if "host" not in facts:
         raise UserError(f"{node.host.name}: the program there does not say what its host is; try pipeinfer info there")
     host = host_of(facts["host"], node.host.name)
@@ -196,4 +199,10 @@ def _command(cluster: Cluster) -> str:
     interface = min(interfaces) if has_others and len(interfaces) == 1 else ""
     words = hosts.words(hosts.names, {name: hosts.slots(name) for name in hosts.names}, interface)
     models = ["-m", str(files.target), *(word for path in files.drafts for word in ("-md", str(path)))]
-    return f"{shlex.join(full_words(words))} {program_words()} run {shlex.join(models)} -p 'Once upon a time'"
+    placement, servers = cluster.options.placement, list[str]()
+    if any(placement.rpc):
+        servers = ["-ngl", ",".join(map(gpu_layers_text, placement.n_gpu_layers))]
+        servers += ["--device", ",".join(map(device_text, placement.device))] if any(placement.device) else []
+        servers += ["--rpc", ",".join(map(servers_text, placement.rpc))]
+    run = shlex.join(["run", *models, *servers])
+    return f"{shlex.join(full_words(words))} {program_words()} {run} -p 'Once upon a time'"

@@ -6,8 +6,8 @@ import platform
 import socket
 import sys
 from base64 import b64decode
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from pickle import loads
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ def tell_library() -> None:
     print(json.dumps(["mpi", describe_mpi()]), flush=True)
 
 
-def _facts(our_version: str, options_text: str) -> Iterator[Fact]:
+def _facts(our_version: str, job_text: str, rank: str) -> Iterator[Fact]:
     location = own_location()
     yield "version", version_text()
     yield "place", [location.host, location.where]
@@ -47,19 +47,41 @@ def _facts(our_version: str, options_text: str) -> Iterator[Fact]:
     yield "features", load_library().llama_print_system_info().decode("utf-8", "replace")
     yield "amx_works", amx_works()
     if version_text() == our_version:
-        yield from _facts_of_job(loads(b64decode(options_text)))
+        options, names = loads(b64decode(job_text))
+        yield from _facts_of_job(options, names, int(rank))
 
 
-def _facts_of_job(options: "RunOptions") -> Iterator[Fact]:
+def _facts_of_job(options: "RunOptions", names: Sequence[str], rank: int) -> Iterator[Fact]:
+    """`names`: of each rank's host. Where ranks have RPC servers a rank's devices are its own; else they are those of
+    its host."""
     from pipeinfer.job.profiling.describe import describe_host, gpu_names
 
+    here, servers = this_host(socket.gethostname()), dict[str, dict[str, Any]]()
+    hosts, rank = ([replace(here, name=name) for name in names], rank) if any(options.placement.rpc) else ([here], 0)
+    if any(options.placement.rpc):
+        servers = {server: _server(server) for server in options.placement.servers_of(rank, len(hosts))}
+        yield "servers", servers
     yield "gpus", gpu_names()
-    try:
-        host = describe_host(options, [this_host(socket.gethostname())], 0)
-        yield "host", asdict(host) | {"cores": sorted(host.cores), "lacks": sorted(host.lacks)}
-    except UserError as error:
-        yield "host_error", str(error)
+    if not any(each["error"] for each in servers.values()):
+        try:
+            host = describe_host(options, hosts, rank)
+            yield "host", asdict(host) | {"cores": sorted(host.cores), "lacks": sorted(host.lacks)}
+        except UserError as error:
+            yield "host_error", str(error)
     yield "models", model_facts(options.models)
+
+
+def _server(server: str) -> dict[str, Any]:
+    """`devices`: their names and free bytes."""
+    from pipeinfer.models.llama.ggml import llama_devices
+    from pipeinfer.models.llama.rpc import connect
+
+    try:
+        connect([server])
+    except UserError as error:
+        return {"error": str(error), "devices": []}
+    devices = [each for each in llama_devices() if each.description == server]
+    return {"error": "", "devices": [[each.name, each.free_bytes] for each in devices]}
 
 
 def host_of(fact: Mapping[str, Any], name: str) -> Host:

@@ -19,6 +19,7 @@ from pipeinfer.models.gguf.adapter import ScaledAdapter
 from pipeinfer.models.gguf.slice import SliceFile
 from pipeinfer.models.llama.ggml import describe_build
 from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.llama.rpc import expect
 from pipeinfer.models.llama.stage import LlamaHead, LlamaStage
 from pipeinfer.models.torch.params import CPU, TorchParams, load_torch, torch_version
 from pipeinfer.virtual import costs
@@ -99,6 +100,7 @@ def time_stage(context: "Context", plan: JobPlan, model: LoadedModel) -> RunCost
         n_rows = BLOCK if blocks else min(BLOCK, plan.capacity.n_batch)
         n_blocks = 3 * BLOCK if blocks else 0
         chunk = n_rows, min(time_chunk(model, n_rows, n_blocks, time.monotonic)[1] for _ in range(2))
+    expect(RunCost(rows).seconds(plan.n_rows_max, 0))
     return RunCosts(rows, context_s or 0.0, chunk)
 
 
@@ -109,7 +111,9 @@ def time_draft(context: "Context", plan: JobPlan, model: LoadedModel, number: in
     layers, types = plan.parts(context.rank)[number].layers, " ".join(plan.numerics.draft_cache)
     part = f"{plan.drafts[number].fingerprint} {layers} of a draft, {types}"
     key = experiment_key(part, plan.ranks[context.rank].draft, plan.hosts, plan.threads, context.rank)
-    return RunCosts(recall_rows(model, time.monotonic, user_cache(), f"row times: {key}"))
+    rows = recall_rows(model, time.monotonic, user_cache(), f"row times: {key}")
+    expect(RunCost(rows).seconds(plan.capacity.n_guess_rows, 0))
+    return RunCosts(rows)
 
 
 def run_cost(stages: Collection[RunCosts], plan: JobPlan) -> RunCost | None:

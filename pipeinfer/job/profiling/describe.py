@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.watch.protocol import Limits
 from pipeinfer.disk_cache import user_cache
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import ALL_LAYERS, AUTO, OFF
@@ -21,6 +22,7 @@ from pipeinfer.models.llama.repacking import grouped_types, repacked_types
 from pipeinfer.models.llama.rpc import connect
 from pipeinfer.models.llama.tensor_places import HOST, TensorPlaces
 
+MOST_DEVICES = 15  # beside the CPU: libggml's scheduler takes 16
 BUILD = "a build of llama-cpp-python with CMAKE_ARGS=-DGGML_CUDA=on"
 
 
@@ -32,7 +34,7 @@ def describe_host(
     placement, by_rank = options.placement, rank_options(options.placement, len(hosts))
     check_servers([each.servers for each in by_rank], [host.name for host in hosts])
     with named_rank(rank, hosts[rank].name):
-        connect(by_rank[rank].servers)
+        connect(by_rank[rank].servers, Limits.of(placement.rank_timeout_s).silent_s)
     offloads = has_gpu()
     uses_gpus = offloads and (any(placement.n_gpu_layers) or placement.n_gpu_layers_draft != 0)
     present = gpus() if uses_gpus or any(placement.device) else []
@@ -43,9 +45,11 @@ def describe_host(
     ]
     alike[rank] = host = replace(alike[rank], gpu_names=tuple(device.name for device in present))
     devices = plan_devices(placement, alike)
-    if names := devices[rank].target.devices:
-        with named_rank(rank, host.name):
+    with named_rank(rank, host.name):
+        if names := devices[rank].target.devices:
             check_present(names, present)
+        for device in devices[rank]:
+            check_number(len(present if device.devices is None else device.devices) * device.uses_gpus)
     repacks = may_repack(options.numerics) and not devices[rank].target.is_torch
     gpu_aware = OFF if options.experiments.pace else options.numerics.gpu_aware
     ranks = range(len(hosts)) if options.may_choose_draft_rank else options.target_ranks(len(hosts))
@@ -106,6 +110,13 @@ def check_present(names: Sequence[str], present: Sequence[Device]) -> None:
     there = f"libllama has {shown} there" if present else f"libllama sees no GPU there: it takes one, and {BUILD}"
     others = "`pipeinfer info` lists devices, none leaves layers on the CPU"
     raise UserError(f"--device {missing} is not there; {there}; {others}")
+
+
+def check_number(n_devices: int) -> None:
+    """Raises UserError for more devices than libllama takes."""
+    if n_devices > MOST_DEVICES:
+        way_out = "name fewer, as in --device RPC0+RPC1, and others for other ranks"
+        raise UserError(f"the rank has {n_devices} devices, and llama.cpp takes {MOST_DEVICES} at most; {way_out}")
 
 
 def _exact_rows(

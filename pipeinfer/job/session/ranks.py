@@ -36,6 +36,7 @@ from pipeinfer.job.process.streams import complain
 from pipeinfer.models.drafts.lookup import LookupDrafter
 from pipeinfer.models.drafts.model_drafter import ModelDrafter
 from pipeinfer.models.llama.ggml import amx_works
+from pipeinfer.models.llama.rpc import expect
 from pipeinfer.observe.trace import HeadLedger
 
 NO_AMX = (
@@ -90,6 +91,7 @@ class LoadedRanks:
                 self._drafter = make_drafter(self.context, self.plan, self._drafts[0])
                 pace = self.plan.pace
                 self._draft_s = pace.drafts[0].seconds(1, 0) if pace else time_row(self._drafts[0], CLOCK)
+                expect(self._draft_s * self.plan.capacity.n_guess_rows)
             self.on_loaded(0, CLOCK() - start_s)
             if (self._drafts or not self.plan.numerics.exact) and not amx_works():
                 complain(NO_AMX)

@@ -18,7 +18,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from pipeinfer.disk_cache import user_cache
 from pipeinfer.errors import UserError
@@ -102,13 +102,23 @@ def explain_aborts(explain: Callable[[str], str]) -> None:
     _abort_causes.append(explain)
 
 
+def report_fault(line: str) -> NoReturn:
+    """End this process as a failed assertion of libggml does."""
+    _report(line)
+    os._exit(1)
+
+
+def _report(line: str) -> None:
+    for report in _abort_reports or [lambda line: os.write(2, f"{line}\n".encode())]:
+        report(line)
+
+
 def _hear_aborts() -> None:
     @ctypes.CFUNCTYPE(None, ctypes.c_char_p)
     def on_abort(text: bytes) -> None:
         line = re.sub(r"^\S*/", "", " ".join(text.decode("utf-8", "replace").split()))  # without the build's folder
         cause = next(filter(None, (explain(line) for explain in _abort_causes)), "")
-        for report in _abort_reports or [lambda line: os.write(2, f"{line}\n".encode())]:
-            report(cause or ABORTED.format(line=line, build=describe_build()))
+        _report(cause or ABORTED.format(line=line, build=describe_build()))
 
     with suppress(OSError, AttributeError):  # an older build has no such callback
         _libllama().ggml_set_abort_callback(on_abort)

@@ -8,8 +8,11 @@ import os
 import socket
 import struct
 import subprocess
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -19,6 +22,10 @@ from pipeinfer.models.llama import ggml
 from pipeinfer.models.llama.amx_probe import POINTER, function
 
 TIMEOUT_S = 5.0
+BUSY = (
+    "--rpc {server} does not answer in {limit:g} s: it serves one client at a time; give each rank and each job a "
+    "server of its own"
+)
 HELLO = struct.pack("<BQ24x", 14, 24)
 """The first command of a client: its number, and the bytes that follow, which offer no other transport than TCP."""
 
@@ -30,12 +37,39 @@ KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 10, "TCP_USER_TIMEOUT": 120_00
 """Options of libllama's connections, which fail 2 minutes after the other host is lost. Not sooner: data may also wait
 while a server computes."""
 
+LOOK_S = 0.5
+START_S, LEAST_S, SLOWER = 600.0, 60.0, 10.0
+"""The longest that a server may work at what it was told, in seconds: before runs are timed, when it may have kernels
+to compile; after that, unless LEAST_S is longer, SLOWER times the run of most rows in an empty cache. A server that
+computes neither reads nor says anything, so that nothing tells it from one that stands still."""
+
+STILL = (
+    "its RPC server {server} has not answered for {limit:.0f} s (--rank-timeout, or {slower:g} times the longest run): "
+    "it stands still; end it, start it again, and then the job"
+)
+
 LOST = (
     "its RPC server {servers} is gone or does not fit ({line}); see what it printed, start it again, of the same "
     "llama.cpp, and then the job"
 )
 
 _servers: list[str] = []
+_connections: list[socket.socket] = []
+
+
+@dataclass(slots=True)
+class _Work:
+    """How long servers may work, in seconds. `longest_run_s`: 0 before runs are timed."""
+
+    least_s: float = LEAST_S
+    longest_run_s: float = 0.0
+
+    @property
+    def limit_s(self) -> float:
+        return max(self.least_s, SLOWER * self.longest_run_s if self.longest_run_s else START_S)
+
+
+_work = _Work()
 
 
 def knows_rpc() -> bool:
@@ -47,11 +81,13 @@ def _registered() -> int | None:
     return function(ggml.ggml(), "ggml_backend_reg_by_name", ctypes.c_char_p)(b"RPC")
 
 
-def connect(servers: Sequence[str]) -> None:
+def connect(servers: Sequence[str], least_s: float = LEAST_S) -> None:
     """Make the devices of each server, HOST:PORT, devices of libllama: RPC0, RPC1 and so on. Those that are stay so.
+    `least_s`: see `expect`.
 
     Raises UserError if this build knows no RPC, or a server does not answer.
     """
+    _work.least_s = least_s
     new = [server for server in dict.fromkeys(servers) if server not in _servers]
     if new and not knows_rpc():
         needs = "a llama-cpp-python that was compiled with CMAKE_ARGS=-DGGML_RPC=on"
@@ -65,22 +101,62 @@ def connect(servers: Sequence[str]) -> None:
 
 
 def register(server: str) -> None:
-    """As `connect` of one that is known to answer; else libllama aborts, or waits for ever."""
-    base = ggml.ggml()
-    find = function(base, "ggml_backend_reg_get_proc_address", POINTER, ctypes.c_char_p)
-    add = ctypes.CFUNCTYPE(POINTER, ctypes.c_char_p)(find(_registered(), b"ggml_backend_rpc_add_server"))
-    before = _open_sockets()
-    devices = add(server.encode())
-    function(base, "ggml_backend_register", POINTER)(devices)
-    first = function(base, "ggml_backend_reg_dev_get", POINTER, ctypes.c_size_t)(devices, 0)
-    function(base, "ggml_backend_dev_init", POINTER, POINTER)(first, None)  # is never freed: it holds the connection
+    """As `connect` of one that is known to answer; else libllama aborts. Raises UserError if another client was
+    faster."""
+    before, backends = _open_sockets(), list[int]()
+    opening = threading.Thread(target=lambda: backends.append(_open(server)), daemon=True)
+    opening.start()
+    opening.join(TIMEOUT_S)
     for number in _open_sockets() - before:
         with suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
             if connection.getpeername()[1] == _address(server)[1]:
+                _connections.append(connection.dup())
                 _end_by_reset(connection, True)
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
                 for name, value in KEEPALIVE.items():
                     connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    if not backends:
+        raise UserError(BUSY.format(server=server, limit=TIMEOUT_S))
+    threading.Thread(target=_watch, args=(server, backends[0]), daemon=True).start()
+
+
+def _open(server: str) -> int:
+    """The backend of its first device, which is never freed: it holds the connection."""
+    base = ggml.ggml()
+    find = function(base, "ggml_backend_reg_get_proc_address", POINTER, ctypes.c_char_p)
+    add = ctypes.CFUNCTYPE(POINTER, ctypes.c_char_p)(find(_registered(), b"ggml_backend_rpc_add_server"))
+    devices = add(server.encode())
+    function(base, "ggml_backend_register", POINTER)(devices)
+    first = function(base, "ggml_backend_reg_dev_get", POINTER, ctypes.c_size_t)(devices, 0)
+    return int(function(base, "ggml_backend_dev_init", POINTER, POINTER)(first, None))
+
+
+def expect(longest_run_s: float) -> None:
+    """From now on servers work for SLOWER times the longest run of this process's models at most, or for `least_s`.
+    `longest_run_s`: of one of them, in seconds."""
+    _work.longest_run_s = max(_work.longest_run_s, longest_run_s)
+    for connection in _connections:  # data wait meanwhile
+        timeout_ms = max(KEEPALIVE["TCP_USER_TIMEOUT"], round(1000 * _work.limit_s))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
+
+
+def _watch(server: str, backend: int) -> None:
+    """Report a server that works at something for too long. Looks are counted, not seconds: this process may be
+    suspended."""
+    synchronize = function(ggml.ggml(), "ggml_backend_synchronize", POINTER)  # sends nothing
+    while True:
+        done, n_looks = threading.Event(), 0
+
+        def wait(done: threading.Event = done) -> None:
+            synchronize(backend)
+            done.set()
+
+        threading.Thread(target=wait, daemon=True).start()
+        while not done.wait(LOOK_S):
+            n_looks += 1
+            if n_looks * LOOK_S > _work.limit_s:
+                ggml.report_fault(STILL.format(server=server, limit=_work.limit_s, slower=SLOWER))
+        time.sleep(LOOK_S)
 
 
 def _open_sockets() -> set[int]:
@@ -112,8 +188,7 @@ def _check(server: str) -> None:
             connection.sendall(HELLO)
             answer = answers.read(len(ANSWER) + N_ANSWER)
         except TimeoutError:
-            busy = "it serves one client at a time; give each rank a server of its own"
-            raise UserError(f"--rpc {server} does not answer in {TIMEOUT_S:g} s: {busy}") from None
+            raise UserError(BUSY.format(server=server, limit=TIMEOUT_S)) from None
         except OSError:
             answer = b""
         if not answer:

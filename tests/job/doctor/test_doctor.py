@@ -60,6 +60,7 @@ FACTS = {
     "mpi": {"library": "MPICH Version: 4.3.2", "error": None},
     "amx_works": True,
     "gpus": [],
+    "servers": {},
     "host": HOST,
     "models": {"/m.gguf": MODEL},
 }
@@ -116,6 +117,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"limits": LIMITS | {ADDRESS_SPACE: 10**9}}, "limits", "1.0 GB"),
     ({"limits": LIMITS | {LOCKED_MEMORY: 65536}, "has_fabric": True}, "limits", "memlock"),
     ({"clock_s": -30.0}, "clock", "30.0 s behind"),
+    ({"servers": {"a:1": {"error": "a:1 is busy", "devices": []}}}, "servers", "rank 0 cannot be used: a:1 is busy"),
     ({"models": {"/m.gguf": MODEL | {"n_bytes": None}}}, "models", "layers from rank 0"),
     ({"models": {"/m.gguf": MODEL | {"n_bytes": 90}}}, "models", "90 bytes, not 100"),
     ({"models": {"/m.gguf": MODEL | {"fingerprint": "g"}}}, "models", "samples"),

@@ -219,6 +219,56 @@ def test_a_server_that_ends_is_a_fault_of_its_rank() -> None:
         assert ", stage 1, layers " in line and f"{two[1].endpoint} is gone" in line
 
 
+def test_a_server_that_stands_still_is_a_fault_of_its_rank_and_one_that_is_slow_is_none() -> None:
+    with servers(1, 1) as two:
+        words = ["run", "-md", "none", "-p", "x", "-n", "6000", "-c", "7000", "--ignore-eos", "--rank-timeout", "6"]
+        with start(2, [*words, *ALL, *of(two)]) as job:
+            assert job.stdout and job.stdout.read(1)
+            two[1].process.send_signal(signal.SIGSTOP)
+            time.sleep(3)
+            two[1].process.send_signal(signal.SIGCONT)
+            assert job.stdout.read(300)
+            two[1].process.send_signal(signal.SIGSTOP)
+            _, errors = job.communicate(timeout=60)
+        line = errors.splitlines()[-1]
+        assert job.returncode and line.startswith("pipeinfer: rank 1 (host ") and " on RPC0): its RPC server " in line
+        assert ", stage 1, layers " in line and f"{two[1].endpoint} has not answered for " in line
+
+
+def test_of_two_clients_that_have_asked_a_server_the_second_ends() -> None:
+    take = "import sys; from pipeinfer.models.llama import rpc; rpc.TIMEOUT_S = 0.5; rpc.register(sys.argv[1])"
+    with servers(1) as [server]:
+        with socket.create_connection(rpc._address(server.endpoint)) as first:
+            first.sendall(rpc.HELLO)
+            assert first.recv(1)
+            command = [sys.executable, "-c", take, server.endpoint]
+            done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=60)
+            assert done.returncode == 1 and "does not answer in 0.5 s: it serves one client at a time" in done.stderr
+        again = finish(1, ["info", *of([server])])
+        assert again.returncode == 0 and f"RPC0: {server.endpoint}" in again.stdout, again.stderr
+
+
+def test_more_devices_than_llama_cpp_takes_are_refused() -> None:
+    with servers(20) as [server]:
+        done = finish(1, ["run", "-p", "x", *ALL, *of([server])])
+    assert done.returncode == 2 and "the rank has 20 devices, and llama.cpp takes 15 at most" in done.stderr
+
+
+def test_doctor_looks_at_servers_from_the_hosts_of_their_ranks() -> None:
+    words = ["doctor", "--hosts", f"{socket.gethostname()}:2", "-ngl", "0,all", "--json"]
+    with servers(1) as [server]:
+        done = finish(1, [*words, "--rpc", f"none,{server.endpoint}"])
+    result = json.loads(done.stdout)
+    (line,) = [each["text"] for each in result["findings"] if each["check"] == "servers"]
+    assert line.startswith(f"rank 1: {server.endpoint}, RPC0 with "), done.stderr
+    assert [rank["device"] for rank in result["plan"]["ranks"]] == [None, "RPC0"]
+    assert f" -ngl 0,all --rpc none,{server.endpoint} " in result["command"]
+    done = finish(1, [*words, "--rpc", f"none,{server.endpoint}"])
+    (fault,) = [each for each in json.loads(done.stdout)["findings"] if each["level"] == "error"]
+    why = f"a server of rank 1 cannot be used: --rpc {server.endpoint} cannot be reached"
+    assert done.returncode == 2 and fault["text"].startswith(why)
+
+
 def test_a_supervised_job_goes_on_with_the_server_in_its_place() -> None:
     words = ["run", "-p", "def f", "-n", "200", "--ignore-eos", "-t", "1", *SAMPLED, *ALL]
     with servers(1, 1) as two:
