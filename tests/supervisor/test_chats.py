@@ -77,6 +77,7 @@ def test_it_is_left_with_an_interrupt() -> None:
     job.wait_for(b"prompt tokens read")
     time.sleep(1.2 * ONE_PRESS_S)  # sooner it would be the same one
     job.process.send_signal(signal.SIGINT)
+    job.process.wait(30)  # before standard input is closed, which ends a chat too
     code, _, errors = job.finish()
     assert code == 130 and "starts again" not in errors, errors
 
