@@ -26,7 +26,7 @@ def whole_file(path: Path, what: str) -> Iterator[BinaryIO]:
     name in messages, an option. Raises UserError, which names the file, for any OSError.
     """
     try:
-        if _is_stream(path):
+        if is_stream(path):
             with path.open("wb", buffering=0) as file:
                 yield file
         else:
@@ -51,7 +51,7 @@ def check_writable(path: Path, what: str) -> None:
     try:
         if path.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
-        if _is_stream(path):
+        if is_stream(path):
             if not os.access(path, os.W_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             return
@@ -112,7 +112,8 @@ def _open_new(folder: Path, temporary: Path) -> BinaryIO:
     return temporary.open("xb")
 
 
-def _is_stream(path: Path) -> bool:
+def is_stream(path: Path) -> bool:
+    """Whether the path names a device, a pipe or a socket, and no file."""
     # os.path's functions, which return False for names that no file can have
     return str(path.parent) in STREAM_FOLDERS or (
         os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
@@ -121,7 +122,7 @@ def _is_stream(path: Path) -> bool:
 
 def _identity(path: Path) -> tuple[int, int] | str | None:
     """Equal for all names of a file; None for streams, which several may use."""
-    if _is_stream(path):
+    if is_stream(path):
         return None
     try:
         status = path.stat()

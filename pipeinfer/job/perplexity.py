@@ -28,7 +28,7 @@ from pipeinfer.job.session.session import Output, open_session
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.report import stderr_console
-from pipeinfer.outputs import check_separate, check_writable
+from pipeinfer.outputs import check_separate, check_writable, is_stream
 from pipeinfer.text import json_text
 
 GEOMETRIC = ("base_perplexity", "ratio")  # means of logarithms
@@ -91,7 +91,7 @@ def _checked_base(base: Path, inputs: Mapping[str, Iterable[Path]]) -> Path:
     for what is no file: rows are written in any order."""
     check_separate({OPTION: base}, inputs)
     base = base.resolve()
-    if base.exists() and not (base.is_file() or base.is_dir()):
+    if is_stream(base):
         raise UserError(f"{OPTION} {base} is a device or a pipe, and is written in any order; name a file")
     check_writable(base, OPTION)
     return base

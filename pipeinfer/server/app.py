@@ -216,7 +216,9 @@ class Api:
         answer = self.head.ask(await self.prompting.ask(parsed, client), client)
         form = dialect.form(parsed, answer, self.model, self.setup.version, self.spell)
         id = str(form.common["id"])
-        warn = lambda line: self.log.warn(f"{id}: {line}")  # noqa: E731
+
+        def warn(line: str) -> None:
+            self.log.warn(f"{id}: {line}")
 
         def end() -> None:
             self.log.ended(id, path, answer)

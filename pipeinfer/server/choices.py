@@ -121,6 +121,12 @@ class Answer:
     def has_ended(self) -> bool:
         return all(choice.finish is not None for choice in self.choices)
 
+    async def end(self) -> None:
+        """Return when all of them have ended."""
+        while not self.has_ended:
+            await self.changed.wait()
+            self.changed.clear()
+
     @property
     def awaits(self) -> str:
         """The reason why there is no output now, for clients."""

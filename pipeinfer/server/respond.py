@@ -61,9 +61,7 @@ class AnswerResponse(Response):
                 self.on_end()
 
     async def _whole(self, scope: Any, receive: Receive, send: Send) -> None:
-        while not self.answer.has_ended:
-            await self.answer.changed.wait()
-            self.answer.changed.clear()
+        await self.answer.end()
         if self.answer.was_given_up:
             await self._refusal().response(scope, receive, send)
             return

@@ -87,9 +87,7 @@ class SavedSlots:
         if request.n_ctx > self._limit:
             refuse(f"{name} has {len(text.tokens)} tokens, and a text with one more has up to {self._limit}; raise -c")
         answer = self._head.ask([request], client)
-        while not answer.has_ended:
-            await answer.changed.wait()
-            answer.changed.clear()
+        await answer.end()
         if answer.was_given_up:
             raise Refusal(503, "the server has stopped before the slot was restored")
         self._texts[slot] = text

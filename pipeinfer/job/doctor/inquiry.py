@@ -40,9 +40,8 @@ def host_sessions(
 ) -> Iterator[dict[str, HostReport]]:
     """`disk`: the folder for slices; `facts`: the command that reads them, if they are read, too; `environ`: the
     launcher's."""
-    reports = {name: HostReport(name, name in hosts.here) for name in hosts.names}
-    for report in reports.values():
-        report.ranks = [rank for rank, node in enumerate(hosts.nodes) if node.host.name == report.name]
+    ranks = {name: [rank for rank, node in enumerate(hosts.nodes) if node.host.name == name] for name in hosts.names}
+    reports = {name: HostReport(name, name in hosts.here, ranks=ranks[name]) for name in hosts.names}
 
     def look(report: HostReport) -> None:
         _open(report, hosts.launcher, disk, environ)

@@ -56,9 +56,11 @@ def _facts_of_job(options: "RunOptions", names: Sequence[str], rank: int) -> Ite
     its host."""
     from pipeinfer.job.profiling.describe import describe_host, gpu_names
 
-    here, servers = this_host(socket.gethostname()), dict[str, dict[str, Any]]()
-    hosts, rank = ([replace(here, name=name) for name in names], rank) if any(options.placement.rpc) else ([here], 0)
-    if any(options.placement.rpc):
+    hosts, servers = [this_host(socket.gethostname())], dict[str, dict[str, Any]]()
+    if not any(options.placement.rpc):
+        rank = 0
+    else:
+        hosts = [replace(hosts[0], name=name) for name in names]
         servers = {server: _server(server) for server in options.placement.servers_of(rank, len(hosts))}
         yield "servers", servers
     yield "gpus", gpu_names()

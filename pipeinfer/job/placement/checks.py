@@ -122,11 +122,12 @@ def check_tensor_places(
     """`by_name`: of -ot; `stages`: the target's. Raises UserError for a pattern that is in no tensor's name, and where
     a rank lacks the device of one of its tensors."""
     check_names(info, by_name)
+    places = TensorPlaces(by_name)
     for rank, first, last in ((stage.rank, stage.first, stage.last) for stage in stages if by_name):
         device, of_stage = devices[rank].target, [*range(first, last), *[None] * (last == info.n_layer)]
         present = (device.devices or hosts[rank].gpu_names) if device.uses_gpus else ()
         for tensor in info.tensors if present or not device.uses_gpus else ():  # else they are not known
-            name = TensorPlaces(by_name).device_of(tensor.name)
+            name = places.tensor_device(tensor.name)
             if layer_of(tensor.name) in of_stage and name and name not in (HOST, *present):
                 shown = (
                     f"{tensor.name} for {name}, and rank {rank}, which has it, computes on {'+'.join(present) or HOST}"

@@ -86,7 +86,7 @@ def spans_of_kinds(info: ModelInfo, places: TensorPlaces) -> Iterator[tuple[int,
     kinds: dict[tuple[object, ...], int] = {}
     for layer in range(info.n_layer - 1):
         of_layer = (tensor for tensor in info.tensors if layer_of(tensor.name) == layer)
-        names = ((each.name.split(".", 2)[2], places.device_of(each.name, layer), each) for each in of_layer)
+        names = ((each.name.split(".", 2)[2], places.tensor_device(each.name, layer), each) for each in of_layer)
         kind = tuple(sorted((name, device, each.type, each.shape) for name, device, each in names))
         kinds.setdefault(kind, layer)
     for layer in (*kinds.values(), info.n_layer - 1):

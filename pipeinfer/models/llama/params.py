@@ -48,9 +48,6 @@ CELL_BYTES = 64
 ROW_PADDING = 32
 
 
-Groups = Collection[tuple[int, int]]
-
-
 class TypeRows(NamedTuple):
     """Weights of a GGML type with exact numerics.
 
@@ -138,7 +135,11 @@ def rows_in_groups(repacked: Collection[TypeRows]) -> int:
 
 
 def in_groups(
-    info: ModelInfo, in_parts: tuple[TypeRows, ...], repacked: Collection[int], alike: Groups, n_requests: int
+    info: ModelInfo,
+    in_parts: tuple[TypeRows, ...],
+    repacked: Collection[int],
+    alike: Collection[tuple[int, int]],
+    n_requests: int,
 ) -> tuple[TypeRows, ...]:
     """All types of the model's matrices, with rows in groups, if that is faster with so many requests than `in_parts`,
     and gives a row the same bits in every batch; else none.

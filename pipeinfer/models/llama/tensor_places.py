@@ -51,7 +51,7 @@ class TensorPlaces(NamedTuple):
         experts = "" if not self.n_cpu_moe else "-cmoe" if self.n_cpu_moe < 0 else f"-ncmoe {self.n_cpu_moe}"
         return " ".join(filter(None, [*(f"-ot {place}" for place in self.by_name), experts]))
 
-    def device_of(self, name: str, first: int = 0) -> str:
+    def tensor_device(self, name: str, first: int = 0) -> str:
         """Empty: that of its layer, or of the output. `first`: of the slice's layers."""
         layer = layer_of(name)
         if layer is None and not name.startswith("output"):
@@ -96,7 +96,7 @@ def _moved(info: ModelInfo, by_name: tuple[TensorPlace, ...]) -> tuple[_Moved, .
     places = TensorPlaces(by_name)
     sums = [[0, 0, 0] for _ in range(info.n_layer + 1)]
     for tensor in info.tensors:
-        layer, device = layer_of(tensor.name), places.device_of(tensor.name)
+        layer, device = layer_of(tensor.name), places.tensor_device(tensor.name)
         if (layer is None or layer < info.n_layer) and (device or EXPERTS.search(tensor.name)):
             kind = 0 if device == HOST else 1 if device else 2
             sums[info.n_layer if layer is None else layer][kind] += tensor.n_bytes
@@ -109,7 +109,7 @@ def moved_tensors(info: ModelInfo, first: int, last: int, places: TensorPlaces) 
         return {}
     layers: dict[tuple[str, str], list[str]] = defaultdict(list)
     for each in slice_tensors(info, first, last):
-        if not each.is_hole and (device := places.device_of(each.tensor.name, first)):
+        if not each.is_hole and (device := places.tensor_device(each.tensor.name, first)):
             layer = layer_of(each.name)
             end = each.name if layer is None else each.name.split(".", 2)[2]
             layers[end, device].append("" if layer is None else str(layer))
@@ -123,7 +123,7 @@ def moved_tensors(info: ModelInfo, first: int, last: int, places: TensorPlaces) 
 def check_names(info: ModelInfo, by_name: tuple[TensorPlace, ...]) -> None:
     """Raises UserError for a pattern that is in no tensor's name."""
     for place in by_name:
-        if not any(TensorPlaces((place,)).device_of(tensor.name) for tensor in info.tensors):
+        if not any(TensorPlaces((place,)).tensor_device(tensor.name) for tensor in info.tensors):
             names = "no tensor of a layer or of the output head has such a name"
             way_out = "layers are blk.0, blk.1 and so on, experts blk.0.ffn_up_exps; or leave it out"
             raise UserError(f"-ot {place}: {names} in {info.path.name}; {way_out}")
