@@ -174,7 +174,7 @@ class Bench:
 @click.option("--of-each-set", default=1, show_default=True, help="Questions.")
 @click.option("--tokens", default=96, show_default=True, help="Of a text.")
 @click.option("--rounds", default=3, show_default=True)
-@click.option("--dilation", default=4.0, show_default=True, help="The first K that is tried.")
+@click.option("--dilation", default=2.0, show_default=True, help="The first K that is tried, for each host.")
 @click.option("--only", default="", help="Settings whose titles contain one of these, as in auto,iterative.")
 @click.option(
     "--choices", "kept", type=click.Path(path_type=Path), help="Keep what is recorded here, and use it again."
@@ -209,7 +209,7 @@ def main(
         texts = {number: {str(answer["text"])} for number, answer in enumerate(bench.of_one_rank())}
         for n_hosts in map(int, counts.split(",")):
             with hosts(n_hosts, folder) as on:
-                found += measured(bench, on, settings, dilation, rounds, texts)
+                found += measured(bench, on, settings, dilation * n_hosts, rounds, texts)
                 of_these = found[-len(settings) :]
                 traces = [bench.trace(on, settings[at], of_these[at].dilation) for at in (0, -1)]
             same = all(len(each) == 1 for each in texts.values())
