@@ -3,7 +3,8 @@
 Each host is a network namespace with a name and an address of its own, and has one rank (root, MPICH). Ranks and
 messages take the times of a profile, in which some real seconds count as one (`--pace PROFILE*K`): so the cores of this
 machine keep the times of all hosts. Models, messages, guesses and cancellations are real. K is doubled for each policy
-until no rank is late. Beside each speed stands what `simulate` gives for the same tokens and guesses.
+until no rank is late. Beside each speed stands what `simulate` gives for the same tokens and guesses. It takes hours;
+with `--keep` it goes on where it was.
 
 Texts of all policies are compared; the exit code is 1 if one differs. Writes a page, and beside it a picture of the
 speeds and a timeline of the first and the last setting on the most hosts.
@@ -16,8 +17,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import product
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +46,13 @@ COLUMNS = ("hosts", "policy", "tokens/s", "of iterative", "on code", "simulated"
 
 @dataclass(frozen=True)
 class Setting:
-    """A policy with its flags, and its name in `simulate`, which looks nothing up."""
+    """A policy with its flags, and its name in `simulate`, which looks nothing up. `pipelined`: several hosts are at
+    work at once."""
 
     title: str
     flags: Sequence[str]
     simulated: str = ""
+    pipelined: bool = True
 
     @property
     def drafts(self) -> bool:
@@ -58,8 +60,8 @@ class Setting:
 
 
 SETTINGS = (
-    Setting("iterative", ("--policy", "iterative", "-md", "none"), "iterative"),
-    Setting("speculative", ("--policy", "speculative"), "speculative"),
+    Setting("iterative", ("--policy", "iterative", "-md", "none"), "iterative", pipelined=False),
+    Setting("speculative", ("--policy", "speculative"), "speculative", pipelined=False),
     Setting("pipeinfer, preset paper", ("--policy", "pipeinfer", "--preset", "paper")),
     Setting("pipeinfer", ("--policy", "pipeinfer"), "pipeinfer"),
     Setting("pipedec", ("--policy", "pipedec"), "pipedec"),
@@ -100,7 +102,8 @@ N_PICTURED = 24  # tokens of the timeline's job
 
 @dataclass(frozen=True)
 class Measured:
-    """Tokens a second of a setting in each text: the medians over rounds, and those that `simulate` gives."""
+    """Tokens a second of a setting in each text: the medians over rounds, and those that `simulate` gives. `same`:
+    its texts are those of one rank."""
 
     n_hosts: int
     title: str
@@ -108,6 +111,7 @@ class Measured:
     foretold: Sequence[float]
     dilation: float
     late: str
+    same: bool
 
 
 @dataclass(frozen=True)
@@ -149,11 +153,11 @@ class Bench:
     def _requests(self) -> list[dict[str, Any]]:
         return [{"messages": [{"role": "user", "content": text}]} for _, text in self.prompts]
 
-    def of_one_rank(self) -> list[dict[str, Any]]:
-        """The answers of one rank at full speed."""
+    def of_one_rank(self) -> list[str]:
+        """The texts of one rank at full speed."""
         words, output = batch_words(self.folder, self._requests, self.n_tokens)
         job(1, [*words, "-m", str(self.target), "-md", "none", "--parallel", "1"])
-        return answers(output)
+        return [str(answer["text"]) for answer in answers(output)]
 
     def foretold(self, setting: Setting, n_hosts: int) -> list[float]:
         """Tokens a second of each text in `simulate`."""
@@ -174,11 +178,10 @@ class Bench:
 @click.option("--of-each-set", default=1, show_default=True, help="Questions.")
 @click.option("--tokens", default=96, show_default=True, help="Of a text.")
 @click.option("--rounds", default=3, show_default=True)
-@click.option("--dilation", default=2.0, show_default=True, help="The first K that is tried, for each host.")
+@click.option("--dilation", default=4.0, show_default=True, help="The first K that is tried, for each host at work.")
 @click.option("--only", default="", help="Settings whose titles contain one of these, as in auto,iterative.")
-@click.option(
-    "--choices", "kept", type=click.Path(path_type=Path), help="Keep what is recorded here, and use it again."
-)
+@click.option("--choices", type=click.Path(path_type=Path), help="Keep what is recorded here, and use it again.")
+@click.option("--keep", type=click.Path(path_type=Path), help="Keep the figures here, and measure only what lacks.")
 @click.option("-o", "output", type=click.Path(path_type=Path), required=True, help="The page.")
 def main(
     target: Path,
@@ -192,7 +195,8 @@ def main(
     rounds: int,
     dilation: float,
     only: str,
-    kept: Path | None,
+    choices: Path | None,
+    keep: Path | None,
     output: Path,
 ) -> None:
     if why := missing():
@@ -201,22 +205,22 @@ def main(
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         prompts = list(asked(questions, of_each_set, target, folder))
-        choices = recorded(kept or folder / "choices.jsonl", target, draft, prompts, tokens)
-        bench = Bench(
-            target, draft, profile, pair, [(name, text) for name, text, _ in prompts], choices, tokens, folder
-        )
-        found = list[Measured]()
-        texts = {number: {str(answer["text"])} for number, answer in enumerate(bench.of_one_rank())}
+        known = recorded(choices or folder / "choices.jsonl", target, draft, prompts, tokens)
+        bench = Bench(target, draft, profile, pair, [(name, text) for name, text, _ in prompts], known, tokens, folder)
+        kept = keep or folder / "measured.jsonl"
+        texts, found = bench.of_one_rank(), list[Measured]()
         for n_hosts in map(int, counts.split(",")):
             with hosts(n_hosts, folder) as on:
-                found += measured(bench, on, settings, dilation * n_hosts, rounds, texts)
-                of_these = found[-len(settings) :]
+                of_these = [
+                    kept_one(kept, n_hosts, setting) or measured(bench, on, setting, dilation, rounds, texts, kept)
+                    for setting in settings
+                ]
+                found += of_these
                 traces = [bench.trace(on, settings[at], of_these[at].dilation) for at in (0, -1)]
-            same = all(len(each) == 1 for each in texts.values())
-            output.write_text(page(bench, rounds, found, same, output.stem))
+            output.write_text(page(bench, rounds, found, output.stem))
             draw_timelines(traces, None, None).savefig(output.with_name(f"{output.stem}-timeline.png"), dpi=150)
             picture(found).savefig(output.with_suffix(".png"), dpi=150)
-    sys.exit(not same)
+    sys.exit(not all(each.same for each in found))
 
 
 def asked(folder: Path, of_each_set: int, target: Path, scratch: Path) -> Iterator[tuple[str, str, Prompt]]:
@@ -238,39 +242,37 @@ def recorded(
 
 
 def measured(
-    bench: Bench, on: Hosts, settings: Sequence[Setting], dilation: float, rounds: int, texts: dict[int, set[str]]
-) -> list[Measured]:
-    """The speeds of each setting, whose dilation is doubled from `dilation` on until no rank is late; `texts` gets what
-    was written, by prompt."""
-    speeds: dict[str, list[list[float]]] = {each.title: [] for each in settings}
-    factors, late = dict.fromkeys(speeds, dilation), dict.fromkeys(speeds, "")
-    for turn, setting in product(range(rounds), settings):
-        answers, line = bench.job(on, setting, factors[setting.title])
-        while line and not turn and factors[setting.title] < MAX_DILATION:
-            factors[setting.title] *= 2
-            answers, line = bench.job(on, setting, factors[setting.title])
-        late[setting.title] = line or late[setting.title]
-        speeds[setting.title].append([1 / answer["tpot_s"] for answer in answers])
-        for number, answer in enumerate(answers):
-            texts[number].add(str(answer["text"]))
-        shown = " ".join(f"{speed:.1f}" for speed in speeds[setting.title][-1])
+    bench: Bench, on: Hosts, setting: Setting, dilation: float, rounds: int, texts: Sequence[str], kept: Path
+) -> Measured:
+    """A setting's speeds, also appended to `kept`. The dilation is doubled until no rank is late; it begins with
+    `dilation` for each host that is at work at once. `texts`: what is to be written."""
+    factor, late, same, speeds = dilation * (len(on.names) if setting.pipelined else 1), "", True, list[list[float]]()
+    for turn in range(rounds):
+        answers, line = bench.job(on, setting, factor)
+        while line and not turn and factor < MAX_DILATION:
+            factor *= 2
+            answers, line = bench.job(on, setting, factor)
+        late = line or late
+        same = same and [str(answer["text"]) for answer in answers] == list(texts)
+        speeds.append([1 / answer["tpot_s"] for answer in answers])
         print(
-            f"  {len(on.names)} hosts, round {turn + 1} of {rounds}: {setting.title}, K {factors[setting.title]:g}, "
-            f"{shown} tokens/s {line}",
+            f"  {len(on.names)} hosts, round {turn + 1} of {rounds}: {setting.title}, K {factor:g}, "
+            f"{' '.join(f'{speed:.1f}' for speed in speeds[-1])} tokens/s {line}",
             file=sys.stderr,
             flush=True,
         )
-    return [
-        Measured(
-            len(on.names),
-            setting.title,
-            [statistics.median(each) for each in zip(*speeds[setting.title], strict=True)],
-            bench.foretold(setting, len(on.names)) if setting.simulated else [],
-            factors[setting.title],
-            late[setting.title],
-        )
-        for setting in settings
-    ]
+    medians = [statistics.median(each) for each in zip(*speeds, strict=True)]
+    foretold = bench.foretold(setting, len(on.names)) if setting.simulated else []
+    result = Measured(len(on.names), setting.title, medians, foretold, factor, late, same)
+    with kept.open("a") as file:
+        file.write(json.dumps(asdict(result)) + "\n")
+    return result
+
+
+def kept_one(kept: Path, n_hosts: int, setting: Setting) -> Measured | None:
+    lines = kept.read_text().splitlines() if kept.exists() else []
+    found = (Measured(**json.loads(line)) for line in lines)
+    return next((each for each in found if (each.n_hosts, each.title) == (n_hosts, setting.title)), None)
 
 
 def row(bench: Bench, found: Measured, base: Sequence[float]) -> tuple[str, ...]:
@@ -289,7 +291,7 @@ def row(bench: Bench, found: Measured, base: Sequence[float]) -> tuple[str, ...]
     )
 
 
-def page(bench: Bench, rounds: int, found: Sequence[Measured], same: bool, stem: str) -> str:
+def page(bench: Bench, rounds: int, found: Sequence[Measured], stem: str) -> str:
     base = {each.n_hosts: each.speeds for each in found if each.title == "iterative"}
     rows = [row(bench, each, base.get(each.n_hosts, ())) for each in found]
     return PAGE.format(
@@ -303,7 +305,11 @@ def page(bench: Bench, rounds: int, found: Sequence[Measured], same: bool, stem:
         n_sets=len({name for name, _ in bench.prompts}),
         n_texts=len(bench.prompts),
         rounds="one round" if rounds == 1 else f"medians of {rounds} rounds",
-        same="All texts are those of one rank, character by character." if same else "**Texts differ.**",
+        same=(
+            "All texts are those of one rank, character by character."
+            if all(each.same for each in found)
+            else "**Texts differ.**"
+        ),
         table="\n".join(markdown_table(COLUMNS, rows, COLUMNS[3:6])),
         most=found[-1].n_hosts,
         stem=stem,
