@@ -83,7 +83,7 @@ class Api:
         self.spell = speller(self.tokenizer)
         prompting.prompts.warn = self.log.warn
         self.defaults = replace(setup.defaults, strict=http.strict)
-        self.saved = open_slots(http, setup, self.tokenizer.n_vocab, head)
+        self.saved = open_slots(http, setup, self.tokenizer.n_vocab, head, self.defaults.adapters)
 
     def app(self, address: str) -> Access:
         """`address`: where it listens."""

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,10 @@ from typing import Any
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.types import AdapterScales
 from pipeinfer.job.requests.fields import is_list_of, is_whole, refuse, shown, whole
+from pipeinfer.job.requests.lora import read_scales
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.serve.channel import Setup
+from pipeinfer.models.gguf.adapter import ScaledAdapter
 from pipeinfer.server.choices import Answer
 from pipeinfer.server.errors import Refusal
 from pipeinfer.server.front import HttpOptions
@@ -33,10 +35,13 @@ class SlotText:
 
 
 class SavedSlots:
-    """`folder`: of the files. A server has as many slots as texts may be open."""
+    """`folder`: of the files; `adapters`: those of the job. A server has as many slots as texts may be open."""
 
-    def __init__(self, folder: Path, setup: Setup, n_vocab: int, head: HeadClient) -> None:
+    def __init__(
+        self, folder: Path, setup: Setup, n_vocab: int, head: HeadClient, adapters: Sequence[ScaledAdapter]
+    ) -> None:
         self._folder, self._n_slots, self._head, self._n_vocab = folder, setup.parallel, head, n_vocab
+        self._adapters = adapters
         self._model, self._limit = setup.version.partition("-")[0], setup.limit
         self._texts: dict[int, SlotText] = {}
 
@@ -97,7 +102,7 @@ class SavedSlots:
         try:
             saved = json.loads(data)
             model, tokens, adapters = saved["model"], saved["tokens"], saved["adapters"]
-            scales = None if adapters is None else tuple((int(number), float(scale)) for number, scale in adapters)
+            scales = None if adapters is None else [{"id": number, "scale": scale} for number, scale in adapters]
         except (ValueError, KeyError, TypeError, RecursionError):
             refuse(f"{name} is no saved slot; save one with action=save")
         if model != self._model:
@@ -105,11 +110,13 @@ class SavedSlots:
         is_text = bool(tokens) and is_list_of(int, tokens)
         if not is_text or not all(is_whole(each) and 0 <= each < self._n_vocab for each in tokens):
             refuse(f"{name} is no saved slot; save one with action=save")
-        return SlotText(tuple(tokens), scales)
+        return SlotText(tuple(tokens), None if scales is None else read_scales(scales, self._adapters))
 
 
-def open_slots(http: HttpOptions, setup: Setup, n_vocab: int, head: HeadClient) -> SavedSlots | None:
+def open_slots(
+    http: HttpOptions, setup: Setup, n_vocab: int, head: HeadClient, adapters: Sequence[ScaledAdapter]
+) -> SavedSlots | None:
     """None where texts cannot be saved."""
     if not (http.slot_folder and setup.context.kv_disk):
         return None
-    return SavedSlots(http.slot_folder, setup, n_vocab, head)
+    return SavedSlots(http.slot_folder, setup, n_vocab, head, adapters)

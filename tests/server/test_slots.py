@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,10 @@ def test_a_slot_is_restored_after_a_restart(tmp_path: Path) -> None:
             assert answer.status_code == 400 and words_ in answer.json()["error"]["message"], answer.text
         (tmp_path / "slots" / "torn.bin").write_text("{")
         assert "no saved slot" in act(served, 2, "restore", "torn.bin").json()["error"]["message"]
+        content = json.loads((tmp_path / "slots" / "talk.bin").read_text())
+        for adapters, refusal in (([[0, 1.0]], "there is no adapter"), ([7], "no saved slot")):
+            (tmp_path / "slots" / "other.bin").write_text(json.dumps({**content, "adapters": adapters}))
+            assert refusal in act(served, 2, "restore", "other.bin").json()["error"]["message"]
     with Served(1, words) as served:
         restored = act(served, 0, "restore", "talk.bin").json()
         assert restored["n_restored"] == saved["n_saved"] and restored["n_read"] == saved["n_written"]
