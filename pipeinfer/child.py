@@ -1,12 +1,17 @@
 """Programs and packages that are installed beside this Python; other processes; Python child processes: their command
 line, and the side of a child that answers within limits. Knows no model and no MPI."""
 
+import contextlib
+import os
+import stat
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = str(Path(__file__).parents[1])
 VERSION_TIMEOUT_S = 20.0
+LAUNCHERS = ("mpiexec", "mpirun", "prte", "orte", "hydra", "srun")
+TERMINALS = ("/dev/pts/", "/dev/tty")
 
 
 def python_command(code: str, *arguments: object) -> list[str]:
@@ -54,10 +59,40 @@ def process_stat(pid: int) -> list[str]:
         return []
 
 
+def launcher_at_terminal(number: int = 0) -> int:
+    """The launcher on this host that started this process, and whose file descriptor `number` is a terminal, by default
+    that where a user types; 0: there is none."""
+    pid, launcher = os.getppid(), 0
+    with contextlib.suppress(OSError, IndexError):
+        while Path(f"/proc/{pid}/comm").read_text().startswith(LAUNCHERS):
+            launcher = pid if is_terminal(pid, number) else 0
+            pid = int(process_stat(pid)[1])
+    return launcher
+
+
+def is_terminal(pid: int, number: int) -> bool:
+    """Whether a file descriptor of a process is a terminal. Raises OSError."""
+    return os.readlink(f"/proc/{pid}/fd/{number}").startswith(TERMINALS)
+
+
+def terminal_width(number: int) -> int:
+    """Columns of the terminal that shows what is written to a file descriptor of this process, 1 or 2: its own, or the
+    launcher's, which prints what comes from its pipe; 0: it is none, or unknown."""
+    with contextlib.suppress(OSError, ValueError):
+        if os.isatty(number):
+            return int(os.environ.get("COLUMNS") or 0) or os.get_terminal_size(number).columns
+        if stat.S_ISFIFO(os.fstat(number).st_mode) and (launcher := launcher_at_terminal(number)):
+            terminal = os.open(f"/proc/{launcher}/fd/{number}", os.O_RDONLY | os.O_NOCTTY)
+            try:
+                return os.get_terminal_size(terminal).columns
+            finally:
+                os.close(terminal)
+    return 0
+
+
 def answer_within(module: str, cpu_s: str, n_bytes: str) -> None:
     """Read a JSON object from standard input, and write the answer of the module's function `answer`, within limits of
     seconds of a core and bytes of memory."""
-    import contextlib
     import json
     import resource
     from importlib import import_module

@@ -2,11 +2,11 @@
 
 import json
 import math
-import shutil
-import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import groupby
+from itertools import combinations, groupby
 from typing import Any
+
+from pipeinfer.child import terminal_width
 
 
 def size_text(n_bytes: float) -> str:
@@ -76,26 +76,39 @@ def markdown_table(
 
 
 def printed(lines: Iterable[str]) -> str:
-    """The lines as stdout takes them: a terminal gets tables of its width, a pipe or a file gets them whole."""
-    return "\n".join(narrowed(lines, shutil.get_terminal_size().columns) if sys.stdout.isatty() else lines)
+    """The lines as stdout takes them: a terminal gets tables of its width, also through a launcher; a pipe or a file
+    gets them whole."""
+    width = terminal_width(1)
+    return "\n".join(narrowed(lines, width) if width else lines)
 
 
 def narrowed(lines: Iterable[str], width: int) -> Iterator[str]:
-    """Lines with each Markdown table that is wider as several, one below the other. All begin with the first column
-    that differs in each row, or else the first; what does not fit beside it stands alone with it, and is wider."""
+    """Lines with each Markdown table that is wider as several, one below the other. All begin with the columns that
+    tell rows apart; what does not fit beside them stands alone with them, and is wider."""
     for is_table, group in groupby(lines, lambda line: line.startswith("|")):
         block = list(group)
         if not is_table or len(block[0]) <= width:
             yield from block
             continue
         columns = list(zip(*(line[1:-1].split("|") for line in block), strict=True))
-        first = next((column for column in columns if len(set(column)) == len(column)), columns[0])
-        columns.remove(first)
-        parts = [[first]]
+        first = _names(columns)
+        parts = [first]
         for column in columns:
-            if len(parts[-1]) > 1 and 1 + sum(1 + len(each[0]) for each in [*parts[-1], column]) > width:
-                parts.append([first])
-            parts[-1].append(column)
+            if column in first:
+                continue
+            if len(parts[-1]) > len(first) and 1 + sum(1 + len(each[0]) for each in [*parts[-1], column]) > width:
+                parts.append(first)
+            parts[-1] = [*parts[-1], column]
         for index, part in enumerate(parts):
             yield from [""] * bool(index)
             yield from (f"|{'|'.join(cells)}|" for cells in zip(*part, strict=True))
+
+
+def _names(columns: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Of a table's columns with their heads the fewest that tell its rows apart: the first, else of those with texts,
+    the last before others, as what is compared stands behind what is common; else the first."""
+    texts = [column for column in columns if not column[1].endswith(":")]
+    candidates = [(columns[0],), *(names for n in (1, 2, 3) for names in combinations(reversed(texts), n))]
+    n_rows = len(columns[0]) - 2
+    apart = (names for names in candidates if len(set(zip(*(name[2:] for name in names), strict=True))) == n_rows)
+    return list(next(apart, candidates[0]))[::-1]

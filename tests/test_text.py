@@ -1,12 +1,17 @@
 """Tables on a terminal: as many columns side by side as it is wide, with every number."""
 
+import contextlib
+import fcntl
 import os
 import pty
+import struct
 import subprocess
 import sys
+import termios
 
 import pytest
 
+from pipeinfer.child import own_program
 from pipeinfer.text import markdown_table, narrowed
 
 COLUMNS = ("model", "policy", *(f"figure {number}" for number in range(9)))
@@ -19,7 +24,7 @@ def cells(line: str) -> list[str]:
 
 @pytest.mark.parametrize("width", [30, 47, 80, 119])
 def test_a_narrow_terminal_gets_every_cell_and_the_column_that_tells_rows_apart(width: int) -> None:
-    lines = list(narrowed(["before", "", *markdown_table(COLUMNS, ROWS), "after " * 40], width))
+    lines = list(narrowed(["before", "", *markdown_table(COLUMNS, ROWS, COLUMNS[2:]), "after " * 40], width))
     table = lines[2:-1]
     assert (lines[:2], lines[-1]) == (["before", ""], "after " * 40)
     assert max(map(len, table)) <= width
@@ -38,6 +43,37 @@ def test_a_table_that_fits_stays_and_a_wide_cell_is_not_cut() -> None:
     assert list(narrowed(wide, 80)) == wide
     alone = markdown_table(("settings",), [["x" * 100]])
     assert list(narrowed(alone, 80)) == alone
+
+
+def test_parts_begin_with_the_names_that_tell_rows_apart_not_with_figures() -> None:
+    columns = ("model", "size", "policy", "test", "tokens/s", "TTFT ms")
+    policies, tests = ("iterative", "auto"), ("program", "tale")
+    cases = [(policy, test) for policy in policies for test in tests]
+    rows = [["target", "9 MB", *case, f"{number}.5", f"{number}.25"] for number, case in enumerate(cases)]
+    table = markdown_table(columns, rows, right_aligned=("size", "tokens/s", "TTFT ms"))
+    for part in "\n".join(narrowed(table, 40)).split("\n\n"):
+        heads, _, *shown = map(cells, part.split("\n"))
+        assert heads[:2] == ["policy", "test"]
+        assert [tuple(row[:2]) for row in shown] == cases
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("columns", [0, 80])
+def test_under_a_launcher_tables_fit_the_terminal_of_the_launcher(columns: int) -> None:
+    """The launcher prints what comes through a pipe. A terminal whose size is not known gets them whole."""
+    words = [own_program("mpirun"), "-np", "1", sys.executable, "-m", "pipeinfer", "plan"]
+    head, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
+    with os.fdopen(head, "rb", 0) as shown:
+        process = subprocess.Popen(words, stdout=terminal, stdin=subprocess.DEVNULL)
+        os.close(terminal)
+        text = b""
+        with contextlib.suppress(OSError):  # the end, where nobody has the terminal any more
+            while piece := shown.read(65536):
+                text += piece
+        assert process.wait() == 0
+    widths = [len(line.rstrip("\r")) for line in text.decode().split("\n") if line.startswith("|")]
+    assert max(widths) > 80 if not columns else 0 < max(widths) <= columns
 
 
 def test_plan_fits_the_terminal_and_a_pipe_gets_whole_tables() -> None:

@@ -17,6 +17,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from pipeinfer.child import terminal_width
 from pipeinfer.text import labelled, milliseconds, number, size_text
 
 WIDTH = 12  # of a label
@@ -40,7 +41,8 @@ def show_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence
         table.add_column(column, justify="right" if numeric else "left", no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    if console.measure(table, options=console.options.update(max_width=WIDEST)).maximum > console.width:
+    width = console.width if console.is_terminal else terminal_width(2) or console.width
+    if console.measure(table, options=console.options.update(max_width=WIDEST)).maximum > width:
         # a row would be cut: print it as a line
         for row in rows:
             console.print(", ".join(f"{column} {cell}" for column, cell in zip(columns, row, strict=True)))

@@ -20,9 +20,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from pipeinfer.child import is_terminal, launcher_at_terminal
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.signals import SIGNALS
-from pipeinfer.job.process.streams import MAX_LENGTH, RawTerminal, is_terminal, launcher_at_terminal
+from pipeinfer.job.process.streams import MAX_LENGTH, RawTerminal
 from pipeinfer.job.process.supervised import own_attempt, send_errors
 
 POLL_S = 0.1

@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import termios
-from pathlib import Path
 from typing import IO, Any, AnyStr, TextIO
 
 from pipeinfer.child import process_stat, python_command
@@ -123,8 +122,6 @@ def _stream(descriptor: int, before: TextIO) -> Stream:
     return Stream(open(descriptor, "wb", closefd=False), before.encoding, errors, line_buffering=by_line)
 
 
-LAUNCHERS = ("mpiexec", "mpirun", "prte", "orte", "hydra", "srun")
-TERMINALS = ("/dev/pts/", "/dev/tty")
 STARTS_S, ENDS_S = 5.0, 2.0
 GUARD = "from pipeinfer.job.process.streams import guard; guard(int(sys.argv[1]), int(sys.argv[2]))"
 SUSPEND = b"s"
@@ -173,21 +170,6 @@ class RawTerminal:
             if self._guard.stdin:
                 self._guard.stdin.close()
             self._guard.wait(ENDS_S)
-
-
-def launcher_at_terminal() -> int:
-    """The launcher that started this process and forwards what a user types; 0 where there is none on this host."""
-    pid, launcher = os.getppid(), 0
-    with contextlib.suppress(OSError, IndexError):
-        while Path(f"/proc/{pid}/comm").read_text().startswith(LAUNCHERS):
-            launcher = pid if is_terminal(pid, 0) else 0
-            pid = int(process_stat(pid)[1])
-    return launcher
-
-
-def is_terminal(pid: int, number: int) -> bool:
-    """Whether a file descriptor of a process is a terminal. Raises OSError."""
-    return os.readlink(f"/proc/{pid}/fd/{number}").startswith(TERMINALS)
 
 
 def guard(terminal: int, reader: int) -> None:
