@@ -26,7 +26,7 @@ from harness import answers, batch_words, job
 from matplotlib import pyplot as plt
 
 from experiments.record import Prompt, read_prompts, record_pair
-from pipeinfer.cluster.hosts.cores import processor_name
+from pipeinfer.cluster.hosts.host import processor_name
 from pipeinfer.observe.figures import timings
 from pipeinfer.policies import make_policy
 from pipeinfer.text import markdown_table

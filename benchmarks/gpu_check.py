@@ -15,7 +15,8 @@ from pipeinfer.core.interfaces import Batch, StageModel
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.types import FloatArray
 from pipeinfer.models.gguf.layers import F16_CACHE, CacheTypes
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.device_proof import prove
 from pipeinfer.models.llama.ggml import has_gpu
 from pipeinfer.models.llama.params import LlamaParams

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.torch.layer import deinterleaved_order
 from pipeinfer.models.torch.params import BF16, F32, Hyperparameters, load_torch, read_hyperparameters
 from pipeinfer.models.torch.weights import Weights

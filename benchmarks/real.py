@@ -29,7 +29,7 @@ import numpy as np
 from harness import in_turns, job
 from streams import throughput
 
-from pipeinfer.cluster.hosts.cores import this_host
+from pipeinfer.cluster.hosts.host import this_host
 from pipeinfer.text import markdown_table
 from tests.support.plain_llama import SILENT
 from tests.support.serving import Served

@@ -28,7 +28,8 @@ from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams, choose
 from pipeinfer.core.settings import MAX_WIDTH
 from pipeinfer.core.types import FloatArray
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.models.text.chat_template import PLAIN_TEMPLATE, ChatMessage, ChatTemplate, encode_rendered, template_of

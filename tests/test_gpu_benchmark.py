@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.torch.params import TorchParams
 from tests.models.test_llama_stage import make_batch, random_tokens, run
 from tests.support.jobs import ROOT, environment

@@ -30,7 +30,7 @@ from experiments.eagle3.torch_target import TorchTarget
 from pipeinfer.core.samplers import largest
 from pipeinfer.core.sampling import SamplingParams, choose
 from pipeinfer.core.types import FloatArray
-from pipeinfer.models.gguf.slice import read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.text.chat_template import (
     PLAIN_TEMPLATE,
     ChatMessage,

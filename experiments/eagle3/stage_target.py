@@ -14,7 +14,8 @@ from pipeinfer.cluster.wire import rounded
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.types import FloatArray
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 

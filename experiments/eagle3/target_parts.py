@@ -13,7 +13,7 @@ from torch import Tensor
 
 from experiments.eagle3.net import Head
 from experiments.eagle3.recording import Text
-from pipeinfer.models.gguf.slice import read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
 
 N_MEASURED = 64
 """Texts whose features' sizes are measured."""

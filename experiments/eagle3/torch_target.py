@@ -20,7 +20,7 @@ from experiments.eagle3.recording import Words
 from experiments.eagle3.target_parts import read_weights, shape_of
 from pipeinfer.cluster.wire import rounded
 from pipeinfer.core.types import FloatArray
-from pipeinfer.models.gguf.slice import read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
 
 
 class TorchTarget:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
-from pipeinfer.cluster.hosts.cores import LayerSpeed, distinct_speeds
+from pipeinfer.cluster.hosts.host import LayerSpeed, distinct_speeds
 from pipeinfer.cluster.spread import NO_FAULTS, Faults, StageRoom, spread_layers
 from pipeinfer.errors import UserError
 from pipeinfer.text import count_text

@@ -57,16 +57,12 @@ def parse_group(text: str) -> Group:
             raise UserError(f"--group {text!r}: {why}; the keys are {', '.join(GROUP_KEYS)}")
         values[key] = value
     settings: dict[str, Any] = {key.replace("-", "_"): value for key, value in values.items()}
-    for name in COUNTS:
-        if name in settings:
-            settings[name] = _count(text, name, settings[name])
+    for name in (each for each in COUNTS if each in settings):
+        value = settings[name]
+        if not (re.fullmatch("[0-9]{1,7}", value) and 1 <= int(value) <= MOST):
+            raise UserError(f"--group {text!r}: {name.replace('_', '-')}={value}; give a whole number from 1 to {MOST}")
+        settings[name] = int(value)
     return Group(**settings)
-
-
-def _count(text: str, name: str, value: str) -> int:
-    if not (re.fullmatch("[0-9]{1,7}", value) and 1 <= int(value) <= MOST):
-        raise UserError(f"--group {text!r}: {name.replace('_', '-')}={value}; give a whole number from 1 to {MOST}")
-    return int(value)
 
 
 @dataclass(frozen=True, slots=True)

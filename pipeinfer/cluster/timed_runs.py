@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pipeinfer.cluster.hosts.cores import LayerSpeed
+from pipeinfer.cluster.hosts.host import LayerSpeed
 from pipeinfer.core.blocks import BLOCK, Span
 from pipeinfer.core.interfaces import Batch, StageModel
 from pipeinfer.core.run_cost import RunCost

@@ -32,7 +32,7 @@ except (ImportError, RuntimeError) as error:
         "this site, as with module load mpich"
     ) from None
 
-from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.cluster.idle import NO_PROGRESS, Idle, Progress
 from pipeinfer.cluster.stages.pace import N_STAMP, Courier
 from pipeinfer.cluster.wire import Buffer

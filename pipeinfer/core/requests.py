@@ -92,15 +92,13 @@ class Request:
                 self.finish = Finish.FAILED
                 return tokens[: n_taken - 1]
             self.tokens.append(int(token))  # without what comes with it, such as log-probabilities
-            if token in self.end_tokens or len(self.tokens) >= self.n_tokens_most:
-                self.finish = self._reason(token)
+            if token in self.end_tokens:
+                self.finish = Finish.END
+                return tokens[:n_taken]
+            if len(self.tokens) >= self.n_tokens_most:
+                self.finish = Finish.LENGTH if self.n_generated >= self.n_predict else Finish.CONTEXT
                 return tokens[:n_taken]
         return tokens
-
-    def _reason(self, token: int) -> Finish:
-        if token in self.end_tokens:
-            return Finish.END
-        return Finish.LENGTH if self.n_generated >= self.n_predict else Finish.CONTEXT
 
 
 @dataclass(slots=True, eq=False)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from pipeinfer.child import python_command
-from pipeinfer.cluster.hosts.cores import Host, other_clocks, this_host
+from pipeinfer.cluster.hosts.host import Host, other_clocks, this_host
 from pipeinfer.cluster.hosts.launch import (
     check_size,
     end_job,

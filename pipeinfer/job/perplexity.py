@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeinfer import __version__
-from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.cluster.stages.log_prob_file import LEAST_CHUNK, OPTION, LogProbFile, chunk_text, create
 from pipeinfer.cluster.verdicts import Comparison, ScoredToken
 from pipeinfer.errors import StopRequested, UserError

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.core.requests import Finish
 from pipeinfer.errors import UserError
 from pipeinfer.job.launch import CLOCK, Context

@@ -108,17 +108,15 @@ def choose_files(name: HubName, sizes: Mapping[str, int]) -> list[str]:
         matches = (file for quant in quants for file in models if re.search(quant, file, re.IGNORECASE))
         chosen = next(matches, None if name.quant else next(iter(models), None))
     if chosen is None:
-        there = ", ".join(f"{file if name.file else quant_of(file) or file} ({_size(file, sizes)})" for file in models)
+        n_bytes = {file: sum(sizes[part] for part in parts_of(file, list(sizes))) for file in models}
+        shown = {file: file if name.file else quant_of(file) or file for file in models}
+        there = ", ".join(f"{shown[file]} ({size_text(n_bytes[file])})" for file in models)
         way_out = f"there are {there}" if there else "look for a repository with GGUF files"
         raise UserError(f"{name.repo} has no {name.file or name.quant or 'GGUF file of a model'}; {way_out}")
     files = parts_of(chosen, list(sizes))
     if len(files) != n_parts(chosen):
         raise UserError(f"of {n_parts(chosen)} parts of {chosen} {name.repo} has {len(files)}; take another file")
     return files
-
-
-def _size(file: str, sizes: Mapping[str, int]) -> str:
-    return size_text(sum(sizes[part] for part in parts_of(file, list(sizes))))
 
 
 # -- downloads and the cache

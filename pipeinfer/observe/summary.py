@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeinfer.observe.columns import KEY, LOAD_COLUMNS, Record
 from pipeinfer.observe.figures import percentiles
-from pipeinfer.observe.table import LOADS
+from pipeinfer.observe.table import LOADS, list_text
 from pipeinfer.text import (
     count_text,
     json_text,
@@ -118,10 +118,8 @@ def _print(
 
 
 def _cell(value: Any) -> Any:
-    """Empty for NaN; a list joined with commas, its whole numbers with all their digits."""
-    if isinstance(value, tuple | list):
-        return ",".join(f"{item:.6g}" if isinstance(item, float) else str(item) for item in value)
-    return without_nan(value)
+    """Empty for NaN."""
+    return list_text(value) if isinstance(value, tuple | list) else without_nan(value)
 
 
 def _grouped(rows: Sequence[Record], key: Callable[[Record], Hashable]) -> Iterable[list[Record]]:

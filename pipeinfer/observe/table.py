@@ -145,9 +145,12 @@ def _cell(value: object) -> object:
         return "".join(c if c.isprintable() else " " for c in value)[:MAX_CELL]
     if isinstance(value, float):
         return "" if math.isnan(value) else f"{value:.9g}"
-    if isinstance(value, list | tuple):
-        return ",".join(f"{item:.6g}" if isinstance(item, float) else str(item) for item in value)
-    return value
+    return list_text(value) if isinstance(value, list | tuple) else value
+
+
+def list_text(values: Sequence[object]) -> str:
+    """Joined with commas, whole numbers with all their digits."""
+    return ",".join(f"{item:.6g}" if isinstance(item, float) else str(item) for item in values)
 
 
 # -- reading

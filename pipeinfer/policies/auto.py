@@ -228,15 +228,15 @@ class Auto(Policy):
             return ""
         rested = self._trial.rests
         position, token_s = context.tree.root.position, self._settled_s - last_s
-        may_try = partial(self._may_end_rest, context)
+
+        def may_try() -> bool:
+            return self._last_drafted < 0 or self._may_repay(context)
+
         line = self._trial.settled(n_tokens, token_s, partial(_least_s, context), position, may_try)
         if self._trial.rests > rested:
             sent = (node.position for node in context.tree.nodes if node.run_id is not None)
             self._guesses_end = 1 + max(sent, default=position)
         return line
-
-    def _may_end_rest(self, context: PolicyView) -> bool:
-        return self._last_drafted < 0 or self._may_repay(context)
 
     def _draft_rests(self, context: PolicyView) -> bool:
         """Whether the draft makes no guesses, as they cost more time than they save."""

@@ -29,13 +29,12 @@ from pipeinfer.server.errors import NOT_SAVED, JsonResponse, Refusal, error_resp
 from pipeinfer.server.forms import BlockForm, OpenAIForm, event
 from pipeinfer.server.front import HttpOptions
 from pipeinfer.server.head_client import HeadClient, HeadState
-from pipeinfer.server.llama_cpp import INFILL, CompletionForm, infill_of, props, with_suffix
+from pipeinfer.server.llama_cpp import ACTIONS, INFILL, CompletionForm, infill_of, open_slots, props, with_suffix
 from pipeinfer.server.metrics import CONTENT_TYPE, Metrics
 from pipeinfer.server.prompting import ParsedRequest, Prompting, parse_request
 from pipeinfer.server.request_log import RequestLog
 from pipeinfer.server.respond import STREAM_HEADERS, AnswerResponse, passed_over_header
 from pipeinfer.server.responses import RESPONSES, ResponseForm
-from pipeinfer.server.slots import ACTIONS, open_slots
 
 T = TypeVar("T")
 STALLS_S = 10.0  # how long one token may take on an idle server

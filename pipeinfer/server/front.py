@@ -14,7 +14,7 @@ import re
 import socket
 import ssl
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from ipaddress import ip_address
@@ -125,7 +125,10 @@ class HttpServer:
         self.options = replace(options, api_keys=options.api_keys + _keys_of(options.api_key_file))
         self._is_followed = is_followed
         _check_certificate(options)
-        _check_origins(options.origins)
+        for origin in options.origins:  # a browser sends `null` for a page from a file
+            if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
+                form = "give SCHEME://HOST[:PORT], as in https://chat.example.org, or *"
+                raise UserError(f"--allow-origin {origin}: {form}")
         self._port = _listen(options.host, options.port)
         host, port = self._port.getsockname()[:2]
         place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -296,13 +299,6 @@ def _check_certificate(options: HttpOptions) -> None:
         ) from None
     except OSError as error:
         raise UserError(f"--ssl-cert-file {certificate} with --ssl-key-file {key}: {error.strerror}") from None
-
-
-def _check_origins(origins: Sequence[str]) -> None:
-    """Raises UserError for what no browser sends as a page's origin. It sends `null` for a page from a file."""
-    for origin in origins:
-        if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
-            raise UserError(f"--allow-origin {origin}: give SCHEME://HOST[:PORT], as in https://chat.example.org, or *")
 
 
 def _listen(host: str, port: int) -> socket.socket:

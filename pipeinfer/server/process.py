@@ -22,10 +22,10 @@ from pipeinfer.job.requests.body_prompts import BodyPrompts
 from pipeinfer.job.serve.channel import Heartbeat, Listening
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.server.access import limited_protocol
 from pipeinfer.server.app import Api
 from pipeinfer.server.front import BACKLOG, CONTROL_BYTES, ProcessSetup
 from pipeinfer.server.head_client import LINE_BYTES, HeadClient
-from pipeinfer.server.limits import limited_protocol
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.prompting import Prompting
 

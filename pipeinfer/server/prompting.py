@@ -83,7 +83,8 @@ def parse_request(body: Mapping[str, Any], url: str, defaults: Defaults, passed:
         fields.pop("echo", None)
     if fields.get("best_of") == n:
         del fields["best_of"]
-    prompts = _prompts(fields[prompt], is_chat)
+    value = fields[prompt]  # one, or a list of several: token ids with texts between them are one
+    prompts = value if not is_chat and value and is_list_of((str, list), value) else [value]
     if len(prompts) * n > MAX_CHOICES:
         refuse(f"{len(prompts)} prompts with n {n} are {len(prompts) * n} texts; a request has up to {MAX_CHOICES}")
     first = read_body({**fields, prompt: prompts[0]}, defaults, False, passed)
@@ -117,11 +118,6 @@ def _usage(fields: dict[str, Any], stream: bool, passed: PassedOver) -> bool:
     if not isinstance(options, dict):
         refuse(f"stream_options is {shown(options)}; give an object, which may have include_usage")
     return flag(options, "include_usage", False)
-
-
-def _prompts(value: Any, is_chat: bool) -> list[Any]:
-    """One prompt, or each of a list: token ids with texts between them are one."""
-    return value if not is_chat and value and is_list_of((str, list), value) else [value]
 
 
 def _choice_body(body: Body, at: int) -> Body:
@@ -171,7 +167,11 @@ class Prompting:
             outcomes = await self._ask_chats(bodies, client)
         else:
             outcomes = await self.tokenise(client, partial(self.prompts.ask, bodies))
-        requests = [_or_raise(each) for each in outcomes]
+        requests = list[GenerationRequest]()
+        for outcome in outcomes:
+            if isinstance(outcome, Exception):
+                raise outcome
+            requests.append(outcome)
         await self._check({request.sampling.grammar for request in requests}, client)
         return [
             replace(request, sampling=replace(request.sampling, seed=body.sampling.seed).settled, keep=parsed.keep)
@@ -216,9 +216,3 @@ class Prompting:
                     future.set_result(each)
         del self._chats[client]
         await asyncio.to_thread(self._start_ahead)
-
-
-def _or_raise(outcome: Outcome) -> GenerationRequest:
-    if isinstance(outcome, Exception):
-        raise outcome
-    return outcome

@@ -13,11 +13,11 @@ from starlette.responses import Response
 from starlette.types import Receive, Send
 
 from pipeinfer.models.text.grammar import TOO_MUCH
+from pipeinfer.server.access import WRITE, Chunks
 from pipeinfer.server.choices import Answer
 from pipeinfer.server.errors import DRAINING_S, JsonResponse, Refusal, lost
 from pipeinfer.server.forms import OpenAIForm
 from pipeinfer.server.head_client import HeadClient, HeadState
-from pipeinfer.server.limits import WRITE, Chunks
 
 PING_S = 15.0
 """After so long without output a stream gets a comment, which tells proxies and users what the answer waits for."""

@@ -70,7 +70,8 @@ class Supervisor:
             while True:
                 number += 1
                 code, loss = self._attempt(number, Path(folder) / "hosts", stdin)
-                if self._is_last(code, loss, stdin):
+                in_order = code in IN_ORDER or (self.launcher.is_chat and code == INTERRUPTED)
+                if self._stopped_by or self._output.error or (stdin and stdin.error) or (in_order and not loss):
                     self._output.end()
                     self._links.close()
                     return self._exit_code(code, loss, stdin)
@@ -80,10 +81,6 @@ class Supervisor:
                     complain(str(error))
                     self._links.close()
                     return 128 + self._stopped_by if self._stopped_by else code or 1
-
-    def _is_last(self, code: int, loss: Loss | None, stdin: KeptInput | None) -> bool:
-        in_order = code in IN_ORDER or (self.launcher.is_chat and code == INTERRUPTED)
-        return bool(self._stopped_by or self._output.error or (stdin and stdin.error) or (in_order and not loss))
 
     def _exit_code(self, code: int, loss: Loss | None, stdin: KeptInput | None) -> int:
         """The supervisor's, for the last attempt's; prints what went wrong with its streams."""
@@ -118,16 +115,16 @@ class Supervisor:
             self._job = Job(attempt, words, self.environ, stdin)
         except OSError as error:
             raise UserError(f"{words[0]}: {error.strerror}; check PATH, or give its path") from None
-        code = self._job.wait(lambda: self._must_end(stdin))
+
+        def must_end() -> bool:
+            # there is nothing to keep before rank 0 has connected, and a launcher that only starts may lose a signal
+            is_stopped = self._stopped_by and not self._links.is_connected
+            return bool(self._output.error or (stdin and stdin.error) or is_stopped or time.monotonic() > self._kill_s)
+
+        code = self._job.wait(must_end)
         self._is_begun = self._links.is_connected
         self._links.end()
         return code, self._job.loss
-
-    def _must_end(self, stdin: KeptInput | None) -> bool:
-        """Whether the running job must be ended, in order or not."""
-        # there is nothing to keep before rank 0 has connected, and a launcher that only starts may lose a signal
-        is_stopped = self._stopped_by and not self._links.is_connected
-        return bool(self._output.error or (stdin and stdin.error) or is_stopped or time.monotonic() > self._kill_s)
 
     def _prepare_restart(self, loss: Loss) -> None:
         """Decide with which hosts and when the job starts again. Raises UserError if it does not."""

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from pipeinfer.cluster.hosts.cores import UNLIMITED, FreeMemory, Host
+from pipeinfer.cluster.hosts.host import UNLIMITED, FreeMemory, Host
 from pipeinfer.errors import UserError
 from pipeinfer.text import size_text
 from pipeinfer.virtual.profile import Machine, ProfileFile

@@ -17,7 +17,7 @@ import pytest
 from pipeinfer.cli.commands import cli
 from pipeinfer.cli.options.llama_cpp import HARMLESS, INSTEAD, Command, CommandGroup
 from pipeinfer.cli.options.setting_options import select_policy
-from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.cluster.wire import WireType
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError

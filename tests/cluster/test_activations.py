@@ -25,7 +25,8 @@ from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.types import FloatArray
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.drafts.model_drafter import ModelDrafter
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.models.text.tokenizer import Tokenizer

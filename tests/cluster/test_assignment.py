@@ -12,7 +12,7 @@ from pytest import MonkeyPatch
 
 from pipeinfer.cluster import spread as spread_module
 from pipeinfer.cluster.assignment import RoomFor, Sizes, assign, balance, parse_split, split_layers, stage_ranks
-from pipeinfer.cluster.hosts.cores import LayerSpeed
+from pipeinfer.cluster.hosts.host import LayerSpeed
 from pipeinfer.cluster.spread import StageRoom, spread_layers
 from pipeinfer.errors import UserError
 

@@ -13,7 +13,7 @@ from typing import Any, cast
 import pytest
 
 from pipeinfer import __version__
-from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.cluster.timed_runs import (
     CONTEXTS,
     ROWS,

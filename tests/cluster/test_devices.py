@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pipeinfer.cli.run import run
-from pipeinfer.cluster.hosts.cores import Host, gpus_given
+from pipeinfer.cluster.hosts.host import Host, gpus_given
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import ALL_LAYERS, NO_DEVICE

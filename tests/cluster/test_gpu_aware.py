@@ -9,7 +9,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.errors import ModelFault, UserError
 from pipeinfer.job.options.limits import AUTO, OFF, ON
 from pipeinfer.job.options.options import RunOptions

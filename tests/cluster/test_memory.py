@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.cluster.hosts.cores import UNLIMITED, FreeMemory, Host, free_memory
+from pipeinfer.cluster.hosts.host import UNLIMITED, FreeMemory, Host, free_memory
 from pipeinfer.cluster.hosts.resources import Memory, check_fits, paging_lines
 from pipeinfer.errors import UserError
 from pipeinfer.job.placement.job_plan import JobPlan

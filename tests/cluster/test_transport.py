@@ -10,7 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from pipeinfer.cluster.head_pipeline import HeadPipeline
-from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.cluster.idle import LARGE_BYTES, NO_PROGRESS, Idle, Progress
 from pipeinfer.cluster.stages.stage import StageWorker
 from pipeinfer.cluster.transport import N_LOOKS, REST_S, Comm, Inbox, Tag, progress_between

@@ -8,14 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from pipeinfer.core.biases import MAX_BIASES, bias_text, read_bias
-from pipeinfer.core.noise import gumbel, gumbel_bound, random_words
-from pipeinfer.core.samplers import largest
-from pipeinfer.core.sampling import SamplingParams, candidates, choose, perturbed
+from pipeinfer.core.samplers import MAX_BIASES, bias_text, largest, read_bias
+from pipeinfer.core.sampling import SamplingParams, choose, gumbel, gumbel_bound, perturbed, random_words, remaining
 
 
 def logits_of(probabilities: list[float]) -> np.ndarray:
     return np.log(np.array(probabilities, np.float32))
+
+
+def candidates(logits: np.ndarray, params: SamplingParams) -> np.ndarray:
+    ids, values = remaining(logits, params, position=0)
+    return ids[~np.isneginf(values)] if params.top_n_sigma > 0.0 else ids
 
 
 def test_greedy_takes_the_first_of_the_largest() -> None:

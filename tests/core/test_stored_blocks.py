@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pipeinfer.cluster.stages.block_files import BlockFiles
-from pipeinfer.cluster.stages.cell_store import CellStore
+from pipeinfer.cluster.stages.cell_store import BlockFiles, CellStore
 from pipeinfer.core.blocks import Span
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.requests import Request

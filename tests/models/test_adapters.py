@@ -15,7 +15,8 @@ import pytest
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.adapter import ScaledAdapter, check_exact, check_fits, check_order, digest_of, read_adapter
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.params import GROUP, LlamaParams, TypeRows, matrix_bytes
 from pipeinfer.models.llama.repacking import grouped_types, repacked_types
 from pipeinfer.models.llama.stage import LlamaStage

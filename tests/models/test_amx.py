@@ -6,7 +6,8 @@ import ctypes
 from contextlib import ExitStack
 from pathlib import Path
 
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama import ggml
 from pipeinfer.models.llama.decoder import FIND, Decoder
 from pipeinfer.models.llama.ggml import amx_works, load_library, probe_amx

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeinfer.child import LimitedProcess, ProcessLimits
 from pipeinfer.errors import UserError
 from pipeinfer.models.text.answers import StopStrings
 from pipeinfer.models.text.chat_template import (
@@ -22,7 +23,6 @@ from pipeinfer.models.text.chat_template import (
     encode_continuation,
     encode_rendered,
 )
-from pipeinfer.models.text.limited_process import LimitedProcess, ProcessLimits
 from pipeinfer.models.text.tokenizer import TextStream, Tokenizer
 from tests.support.gguf_factory import CHAT_TEMPLATE, MARKERS, Shape, write_model
 from tests.support.jobs import COMMAND, environment, finish, run_json
@@ -140,7 +140,7 @@ def test_a_process_that_somebody_kills_is_started_again_once(
     template.process.ahead[0].kill()
     template.process.ahead[0].wait()
     assert template.render(TURNS, tokenizer).text == "the <b>"
-    monkeypatch.setattr("pipeinfer.models.text.limited_process.START", "import os; os.kill(os.getpid(), 9)")
+    monkeypatch.setattr("pipeinfer.child.START", "import os; os.kill(os.getpid(), 9)")
     with pytest.raises(TemplateFault, match="its process was killed or stopped, 2 times") as caught:
         template.render(TURNS, tokenizer)
     assert caught.value.is_broken, "not the fault of who asks"

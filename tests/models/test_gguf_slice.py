@@ -16,8 +16,8 @@ import pytest
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.header import ARRAY, BLOCKS, SCALARS, STRING, UINT32, read_header
 from pipeinfer.models.gguf.layers import PER_LAYER_KEYS
-from pipeinfer.models.gguf.model_info import FILE_TYPES
-from pipeinfer.models.gguf.slice import open_slice, read_model_info, slice_bytes
+from pipeinfer.models.gguf.model_info import FILE_TYPES, read_model_info
+from pipeinfer.models.gguf.slice import open_slice, slice_bytes
 from pipeinfer.models.llama.ggml import load_library
 from tests.support.gguf_factory import Shape, write_model
 
@@ -209,7 +209,8 @@ FUZZ = """
 import random, sys
 from pathlib import Path
 from pipeinfer.errors import UserError
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import open_slice
 source = Path(sys.argv[1]); data = source.read_bytes(); n_header = int(sys.argv[2])
 path = source.with_name("fuzz.gguf"); random.seed(0); refused = 0
 for i in range(400):
@@ -245,7 +246,7 @@ def test_damaged_headers_end_in_user_errors(tmp_path: Path) -> None:
 
 def test_no_library_is_loaded_for_planning(model: Path) -> None:
     code = (
-        "import sys; from pipeinfer.models.gguf.slice import read_model_info; import pipeinfer.models.llama.stage;"
+        "import sys; from pipeinfer.models.gguf.model_info import read_model_info; import pipeinfer.models.llama.stage;"
         f"read_model_info({str(model)!r}); assert not {{'llama_cpp', 'mpi4py'}} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=Path(__file__).parents[2])

@@ -18,10 +18,10 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import Node
 from pipeinfer.models.demo import TARGET
-from pipeinfer.models.drafts.head_drafter import HeadDrafter
 from pipeinfer.models.drafts.head_files import MTP_TESTED, fit, mtp_head, read_draft
-from pipeinfer.models.gguf.model_info import OWN_HEAD
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.drafts.model_drafter import HeadDrafter
+from pipeinfer.models.gguf.model_info import OWN_HEAD, read_model_info
+from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaHead, LlamaStage
 from pipeinfer.observe.metrics import RequestMetrics

@@ -6,8 +6,8 @@ import os
 import time
 from pathlib import Path
 
+from pipeinfer.child import LimitedProcess, ProcessLimits
 from pipeinfer.models.text.grammar import PROCESS as GRAMMAR_CHECK
-from pipeinfer.models.text.limited_process import LimitedProcess, ProcessLimits
 
 PROCESS = LimitedProcess("tests.support.stopping")
 

@@ -17,8 +17,7 @@ from pipeinfer.core.samplers import SAMPLERS, order_text, probabilities, sampler
 from pipeinfer.core.sampling import SamplingParams, adjust, choose, remaining, temperature
 from pipeinfer.errors import UserError
 from pipeinfer.models.demo import TARGET
-from pipeinfer.models.text.breakers import DEFAULT, MAX_TAIL, breaker_tokens, breakers_json
-from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.models.text.tokenizer import BREAKERS, MAX_TAIL, Tokenizer, breaker_tokens, breakers_json
 
 N_CTX = 4096
 PLAIN = SamplingParams(seed=3, temp=1.0, top_k=0, top_p=1.0, min_p=0.0)
@@ -42,7 +41,7 @@ def tokenizer() -> Iterator[Tokenizer]:
 
 def theirs(logits: np.ndarray, params: SamplingParams, history: list[int], vocabulary: Any) -> np.ndarray:
     """Probabilities (n_vocab,) of llama.cpp's chain; `xtc_probability` is 0 or 1."""
-    texts = json.loads(params.dry_sequence_breakers) if params.dry_sequence_breakers else list(DEFAULT)
+    texts = json.loads(params.dry_sequence_breakers) if params.dry_sequence_breakers else list(BREAKERS)
     breakers = (ctypes.c_char_p * len(texts))(*[text.encode() for text in texts])
     dry = params.dry_multiplier, params.dry_base, params.dry_allowed_length
     n_dry = params.dry_penalty_last_n if params.dry_penalty_last_n >= 0 else N_CTX

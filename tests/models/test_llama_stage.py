@@ -17,7 +17,8 @@ from pipeinfer.core.interfaces import Batch, StageModel
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.types import POSITION_END, FloatArray
 from pipeinfer.errors import UserError
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.decoder import KvCacheFull
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
@@ -479,7 +480,8 @@ def test_gpu_layers_need_a_gpu_build(model: Path) -> None:
 
 PEAK = """
 import sys; from pathlib import Path; import numpy as np
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.core.interfaces import Batch

@@ -11,8 +11,8 @@ import pytest
 
 from pipeinfer.models.gguf import writer
 from pipeinfer.models.gguf.header import read_header
-from pipeinfer.models.gguf.model_info import ModelInfo
-from pipeinfer.models.gguf.slice import open_blank, open_slice, read_model_info
+from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
+from pipeinfer.models.gguf.slice import open_blank, open_slice
 from pipeinfer.models.gguf.writer import HUGE_PAGE, reserve_large_pages
 from tests.support.gguf_factory import Shape, write_model
 

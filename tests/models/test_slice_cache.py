@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
-from pipeinfer.models.gguf.slice_cache import SEAL_BYTES, slice_samples
+from pipeinfer.models.gguf.contents import SEAL_BYTES, slice_samples
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import open_slice
 from tests.support.gguf_factory import Shape, write_model
 
 ROOT = Path(__file__).parents[2]

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from pipeinfer.core.interfaces import Batch
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.models.llama.threads import Reading, ThreadShare, read_free, read_process, spin_briefly, threads_to_keep

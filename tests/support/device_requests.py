@@ -22,7 +22,8 @@ from pipeinfer.core.sequences import SequencePool
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.drafts.model_drafter import ModelDrafter
 from pipeinfer.models.gguf.layers import CacheTypes
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.rpc import connect
 from pipeinfer.models.llama.stage import LlamaStage

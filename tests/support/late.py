@@ -17,11 +17,11 @@ LATE_S = 30.0
 
 def main() -> None:
     from pipeinfer.cli.main import main as pipeinfer
-    from pipeinfer.cluster.hosts import cores
+    from pipeinfer.cluster.hosts import host
     from pipeinfer.cluster.transport import Link  # initialises MPI
     from pipeinfer.job import launch
 
-    cores.clock_name = str
+    host.clock_name = str
 
     _, step, late_rank, folder, *arguments = sys.argv
     owner: Any = launch if step == "clock_offset_s" else Link

@@ -99,11 +99,11 @@ def missing() -> str:
 
 def main() -> None:
     from pipeinfer.cli.main import main as pipeinfer
-    from pipeinfer.cluster.hosts import cores
-    from pipeinfer.cluster.hosts.cores import FreeMemory
+    from pipeinfer.cluster.hosts import host
+    from pipeinfer.cluster.hosts.host import FreeMemory
 
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(cores, "free_memory", FreeMemory)
+    monkeypatch.setattr(host, "free_memory", FreeMemory)
     pipeinfer()
 
 

@@ -16,7 +16,8 @@ import numpy as np
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.errors import ModelFault, UserError
 from pipeinfer.models.gguf.header import read_header
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.models.text.tokenizer import TextStream, Tokenizer

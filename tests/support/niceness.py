@@ -1,4 +1,4 @@
-"""What a `limited_process` runs: it says its niceness."""
+"""What a `LimitedProcess` runs: it says its niceness."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeinfer.cluster.hosts.cores import Host, Speed
+from pipeinfer.cluster.hosts.host import Host, Speed
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp
 from pipeinfer.core.types import FloatArray

@@ -25,11 +25,11 @@ import pytest
 
 from pipeinfer.models.llama.amx_probe import CPU, POINTER, function
 from pipeinfer.models.llama.ggml import ggml
-from pipeinfer.models.llama.rpc import knows_rpc
+from pipeinfer.models.llama.rpc import rpc_backend
 from tests.support.jobs import environment, until
 
 needs_rpc = pytest.mark.skipif(
-    not knows_rpc(), reason="llama.cpp was compiled without -DGGML_RPC=on; `make llama.cpp` compiles it again"
+    not rpc_backend(), reason="llama.cpp was compiled without -DGGML_RPC=on; `make llama.cpp` compiles it again"
 )
 
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 

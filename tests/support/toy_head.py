@@ -12,7 +12,7 @@ from pipeinfer.core.runs import Guess, KvOp, OpKind
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import Node
 from pipeinfer.core.types import FloatArray
-from pipeinfer.models.drafts.head_drafter import HeadDrafter
+from pipeinfer.models.drafts.model_drafter import HeadDrafter
 from tests.support.toy import N_EMBD, N_VOCAB, OracleDrafter, Reference, mix, path_to, toy_features
 
 READ = (0, 2, 3)

@@ -11,8 +11,7 @@ from pipeinfer.cli.options.llama_cpp import ignored_variables, is_from_environme
 from pipeinfer.cli.options.setting_options import requests_guesses, select_policy, take, take_policies
 from pipeinfer.cli.options.spec_types import with_spec_types
 from pipeinfer.cluster.hosts.launch import rank_from_environment
-from pipeinfer.core.biases import bias_text
-from pipeinfer.core.samplers import SAMPLERS, order_text, sampler_names, switched_off
+from pipeinfer.core.samplers import SAMPLERS, bias_text, order_text, sampler_names, switched_off
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
@@ -22,7 +21,7 @@ from pipeinfer.job.options.text_sections import AnswerOptions, ChatOptions, Gram
 from pipeinfer.models.demo import default_models
 from pipeinfer.models.hub import parse_name
 from pipeinfer.models.text.answers import check_stops
-from pipeinfer.models.text.breakers import OPTION, breakers_json
+from pipeinfer.models.text.tokenizer import BREAKERS_OPTION, breakers_json
 from pipeinfer.policies import Auto
 
 Values = dict[str, Any]  # a command's keyword arguments, by the names of its parameters
@@ -101,8 +100,8 @@ def take_biases(values: Values) -> str:
 def take_sampling(values: Values, escape: bool = True) -> SamplingParams:
     """Without biases. Raises UserError for wrong breakers or samplers."""
     params, names = take(SamplingParams, values), values.pop("sampler_names")
-    texts = tuple(_unescaped(text, escape, OPTION) or "" for text in values.pop("dry_breakers"))
-    breakers = breakers_json([] if texts == ("none",) else texts, OPTION) if texts else ""
+    texts = tuple(_unescaped(text, escape, BREAKERS_OPTION) or "" for text in values.pop("dry_breakers"))
+    breakers = breakers_json([] if texts == ("none",) else texts, BREAKERS_OPTION) if texts else ""
     return replace(params, dry_sequence_breakers=breakers, **({} if names is None else _samplers(names)))
 
 

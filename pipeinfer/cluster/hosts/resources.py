@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from pipeinfer.cluster.hosts.cores import PROC, UNLIMITED, Host, proc_numbers
+from pipeinfer.cluster.hosts.host import PROC, UNLIMITED, Host, proc_numbers
 from pipeinfer.errors import UserError
 from pipeinfer.text import size_text
 

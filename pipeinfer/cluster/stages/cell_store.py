@@ -1,23 +1,198 @@
-"""One stage's blocks of cells on disk: a thread writes and reads them while the stage evaluates. Knows a model's cells
-and files; no MPI.
+"""One stage's blocks of cells on disk, files in a folder of one rank, of which the least recently used are removed: a
+thread writes and reads them while the stage evaluates. Knows a model's cells and files; no MPI.
 
 Blocks are written in the order in which they come, and read after all writes before. While too much waits to be written
 further blocks are left out: rank 0 learns that when it wants them back.
+
+The folder has one for each slice of a model, `slice` in what follows: all that the bits of its cells depend on. A file
+is named by its block's key; it has a header, the tokens as int32 and the cells. It is written under another name and
+renamed, so that it is complete; the digest in the header finds what was damaged later. What cannot be used is removed.
 """
 
 import contextlib
+import fcntl
 import os
+import re
+import struct
 import threading
-from collections.abc import Sequence
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from hashlib import blake2b
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pipeinfer.cluster.stages.block_files import BlockFiles, CellBlock
 from pipeinfer.cluster.stages.runs import TokenHistory
 from pipeinfer.core.interfaces import CellStage
 from pipeinfer.core.runs import BlockKey, KvOp, OpKind
+from pipeinfer.errors import UserError
+
+HEADER = struct.Struct("<16sIQ16s")
+"""The format, tokens, bytes of cells, and the digest of all else: key, slice, tokens, cells."""
+
+FORMAT = b"pipeinfer-kv 1\0\0"
+SUFFIX, UNFINISHED = ".kv", ".new"
+NAME = re.compile(r"[0-9a-f]{32}\.kv")
+LOCK_S, LOOK_S = 5.0, 0.1
+"""Seconds to wait for the folder while a job that is ending has it, and between looks."""
+
+CellBytes = npt.NDArray[np.uint8]
+
+
+class CellBlock(NamedTuple):
+    """`tokens`: those of its rows, on the last stage alone. `cells`: as the stage's model takes them."""
+
+    tokens: npt.NDArray[np.int32]
+    cells: CellBytes
+
+
+class BlockFiles:
+    """The files of one rank, of `n_bytes_max` together, over all slices. One process has the folder at a time, or any
+    number of those that are `read_only`, which change nothing in it."""
+
+    def __init__(
+        self, folder: Path, slice: str, n_bytes_max: int, notice: Callable[[str], object], read_only: bool = False
+    ) -> None:
+        """`notice`: takes a line when a file cannot be written, once. Raises UserError if the folder cannot be had."""
+        self._read_only = read_only
+        self._slice, self._n_bytes_max, self._notice = blake2b(slice.encode(), digest_size=16), n_bytes_max, notice
+        self._root, self._folder = folder, folder / self._slice.hexdigest()
+        self._sizes = OrderedDict[Path, int]()  # the least recently used first
+        self.n_bytes = 0
+        try:
+            for each in (folder, self._folder):  # which nobody else can read
+                each.mkdir(mode=0o700, parents=True, exist_ok=True)
+                if each.stat().st_uid != os.geteuid():
+                    raise PermissionError(0, "the folder is another user's")
+                each.chmod(0o700)
+            self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            self._take_lock()
+            self._look()
+        except OSError as error:
+            where = f"--kv-dir: {folder}: {error.strerror or error}"
+            raise UserError(f"{where}; name a folder of yours with room, or leave --kv-disk out") from None
+        if not read_only:
+            self._make_room(0)
+
+    @property
+    def keys(self) -> list[BlockKey]:
+        """Of the blocks of this slice."""
+        names = (path.stem for path in self._sizes if path.parent == self._folder)
+        return [BlockKey(*struct.unpack("<qq", bytes.fromhex(name))) for name in names]
+
+    def write(self, key: BlockKey, block: CellBlock) -> None:
+        """Write a block, unless it is there or larger than all files may be. Not if `read_only`."""
+        assert not self._read_only, f"{key} is written where blocks are only read"
+        path, tokens = self._path(key), block.tokens.astype("<i4").tobytes()
+        n_bytes = HEADER.size + len(tokens) + block.cells.nbytes
+        if path in self._sizes or n_bytes > self._n_bytes_max:
+            return
+        self._make_room(n_bytes)
+        unfinished = path.with_suffix(UNFINISHED)
+        header = HEADER.pack(FORMAT, len(block.tokens), block.cells.nbytes, self._digest(key, tokens, block.cells))
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+            with open(os.open(unfinished, flags, 0o600), "wb") as file:
+                file.write(header + tokens)
+                file.write(block.cells.data)
+            os.replace(unfinished, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                unfinished.unlink(missing_ok=True)
+            self._notice(f"--kv-disk: {path} cannot be written: {error.strerror or error}; texts are not kept there")
+            self._notice = lambda line: None
+        else:
+            self._sizes[path] = n_bytes
+            self.n_bytes += n_bytes
+
+    def read(self, key: BlockKey) -> CellBlock | None:
+        """A block with the bits that were written; None if there is none."""
+        path = self._path(key)
+        try:
+            content = np.fromfile(path, np.uint8)
+        except OSError:
+            content = np.empty(0, np.uint8)
+        if block := self._checked(key, content):
+            return block
+        self._remove(path)
+        return None
+
+    def use(self, keys: Sequence[BlockKey]) -> None:
+        """Note a use of these blocks, the first of which are removed last."""
+        for path in map(self._path, reversed(keys)):
+            if path in self._sizes and not self._read_only:
+                self._sizes.move_to_end(path)
+                with contextlib.suppress(OSError):
+                    os.utime(path)
+
+    def close(self) -> None:
+        """Let other processes have the folder."""
+        os.close(self._lock)
+
+    def _path(self, key: BlockKey) -> Path:
+        return self._folder / f"{struct.pack('<qq', *key).hex()}{SUFFIX}"
+
+    def _digest(self, key: BlockKey, tokens: bytes, cells: CellBytes) -> bytes:
+        digest = blake2b(self._slice.digest() + struct.pack("<qq", *key) + tokens, digest_size=16)
+        digest.update(cells.data)
+        return digest.digest()
+
+    def _checked(self, key: BlockKey, content: CellBytes) -> CellBlock | None:
+        """The block that a file's content is; None if it is none, or another one."""
+        if len(content) < HEADER.size:
+            return None
+        format, n_tokens, n_cell_bytes, digest = HEADER.unpack_from(content.data)
+        cells_at = HEADER.size + 4 * n_tokens
+        if format != FORMAT or len(content) != cells_at + n_cell_bytes:
+            return None
+        tokens, cells = content[HEADER.size : cells_at], content[cells_at:]
+        if digest != self._digest(key, tokens.tobytes(), cells):
+            return None
+        return CellBlock(np.frombuffer(tokens.tobytes(), "<i4"), cells)
+
+    # -- the folder
+
+    def _take_lock(self) -> None:
+        """Raises UserError if another process holds it."""
+        end_s = time.monotonic() + LOCK_S
+        while True:
+            try:
+                fcntl.flock(self._lock, (fcntl.LOCK_SH if self._read_only else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= end_s:
+                    way_out = "end it, or name another folder with --kv-dir"
+                    raise UserError(f"--kv-disk: another job has {self._root}; {way_out}") from None
+                time.sleep(LOOK_S)
+
+    def _look(self) -> None:
+        """Take stock of what earlier jobs left; remove what no job can use."""
+        ages: list[tuple[float, Path, int]] = []
+        for folder in filter(Path.is_dir, self._root.iterdir()):
+            for path in folder.iterdir():
+                status = path.lstat()
+                if NAME.fullmatch(path.name) and path.is_file() and not path.is_symlink():
+                    ages.append((status.st_mtime, path, status.st_size))
+                elif path.suffix in (SUFFIX, UNFINISHED) and not self._read_only:
+                    path.unlink(missing_ok=True)
+        self._sizes.update((path, n_bytes) for _, path, n_bytes in sorted(ages))
+        self.n_bytes = sum(self._sizes.values())
+
+    def _make_room(self, n_bytes: int) -> None:
+        while self.n_bytes + n_bytes > self._n_bytes_max and self._sizes:
+            self._remove(next(iter(self._sizes)))
+
+    def _remove(self, path: Path) -> None:
+        self.n_bytes -= self._sizes.pop(path, 0)
+        if self._read_only:
+            return
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
 
 WAITING_BYTES = 256 << 20  # of cells that wait to be written, at most
 LOWEST_PRIORITY = 19

@@ -9,7 +9,6 @@ challenge cannot be answered by passing it on to another rank. Standard library 
 import contextlib
 import json
 import os
-import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -61,10 +60,6 @@ def join_limit_s() -> float:
     with contextlib.suppress(ValueError):
         return max(1.0, float(os.environ.get(JOIN_VARIABLE, JOIN_S)))
     return JOIN_S
-
-
-def new_key() -> str:
-    return secrets.token_hex(32)
 
 
 def authenticate_rank(link: Connection, key: str) -> int:

@@ -6,6 +6,7 @@ Knows sockets and hosts, no MPI. Standard library alone.
 import contextlib
 import fcntl
 import os
+import secrets
 import socket
 import struct
 import threading
@@ -16,7 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 
-from pipeinfer.cluster.watch.protocol import Limits, authenticate_rank, authenticate_sentinel, new_key, send
+from pipeinfer.cluster.watch.protocol import Limits, authenticate_rank, authenticate_sentinel, send
 
 CONNECT_TIMEOUT_S = 20.0
 HELLO_TIMEOUT_S = 5.0
@@ -54,7 +55,7 @@ def open_listener(locations: Sequence[Location]) -> tuple[Rendezvous, socket.soc
     alone = len({location.where for location in locations}) == 1
     listener = _listen(len(locations), alone)
     addresses = ("127.0.0.1",) if alone else (*_own_addresses(), locations[0].host)
-    return Rendezvous(locations[0].where, addresses, listener.getsockname()[1], new_key()), listener
+    return Rendezvous(locations[0].where, addresses, listener.getsockname()[1], secrets.token_hex(32)), listener
 
 
 def connect(rendezvous: Rendezvous, rank: int, limits: Limits) -> Connection | None:

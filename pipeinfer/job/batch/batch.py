@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer import __version__
-from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Finish
 from pipeinfer.errors import StopRequested, UserError

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
-from pipeinfer.cluster.hosts.cores import ranks_there
+from pipeinfer.cluster.hosts.host import ranks_there
 from pipeinfer.cluster.link_times import bandwidth_gbit
 from pipeinfer.cluster.timed_runs import Seconds, evaluate, forget, time_chunk, time_in_turns, time_run
 from pipeinfer.core.blocks import BLOCK

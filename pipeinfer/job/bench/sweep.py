@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer.cluster.assignment import draft_widths, parse_split, stage_ranks
-from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions

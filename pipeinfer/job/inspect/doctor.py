@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from pipeinfer.cluster.hosts.cores import UNLIMITED, FreeMemory
+from pipeinfer.cluster.hosts.host import UNLIMITED, FreeMemory
 from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
 from pipeinfer.job.doctor.checks import LAST_CHECKS, NETWORK_CHECKS, VIRTUAL, real_addresses

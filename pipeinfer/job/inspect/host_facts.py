@@ -13,7 +13,7 @@ from pickle import loads
 from typing import TYPE_CHECKING, Any
 
 from pipeinfer.child import package_version
-from pipeinfer.cluster.hosts.cores import FreeMemory, Host, this_host
+from pipeinfer.cluster.hosts.host import FreeMemory, Host, this_host
 from pipeinfer.cluster.hosts.roster import describe_mpi, version_text
 from pipeinfer.cluster.watch.rendezvous import own_location
 from pipeinfer.errors import UserError

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipeinfer.child import package_version
-from pipeinfer.cluster.hosts.cores import UNLIMITED, this_host
+from pipeinfer.cluster.hosts.host import UNLIMITED, this_host
 from pipeinfer.cluster.hosts.launch import is_launched
 from pipeinfer.cluster.hosts.roster import describe_mpi, version_text
 from pipeinfer.errors import UserError

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeinfer.cluster.hosts.cores import Host, this_host
+from pipeinfer.cluster.hosts.host import Host, this_host
 from pipeinfer.cluster.hosts.launch import is_launched
 from pipeinfer.cluster.link_times import bandwidth_gbit
 from pipeinfer.core.settings import setting

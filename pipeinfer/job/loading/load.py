@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from pipeinfer.cluster.assignment import StagePlan
-from pipeinfer.cluster.stages.block_files import BlockFiles
-from pipeinfer.cluster.stages.cell_store import CellStore
+from pipeinfer.cluster.stages.cell_store import BlockFiles, CellStore
 from pipeinfer.cluster.stages.pace import Courier, PacedHead, PacedStage
 from pipeinfer.cluster.stages.serve import N_POSTED, N_UNDER_WAY, Pipe, StageLoop
 from pipeinfer.cluster.stages.stage import DraftWorker, StageWorker
@@ -24,13 +23,12 @@ from pipeinfer.job.loading.arrivals import fetch_layers
 from pipeinfer.job.loading.stages import gpu_of, load_layers, time_draft, time_stage
 from pipeinfer.job.placement.job_plan import TARGET, JobPlan, ModelFile
 from pipeinfer.job.process.streams import complain
-from pipeinfer.models.drafts.head_drafter import HeadDrafter
 from pipeinfer.models.drafts.head_files import draft_of, read_draft
-from pipeinfer.models.drafts.model_drafter import ModelDrafter
+from pipeinfer.models.drafts.model_drafter import HeadDrafter, ModelDrafter
 from pipeinfer.models.drafts.translation import TranslatedStage
 from pipeinfer.models.gguf.adapter import ScaledAdapter
-from pipeinfer.models.gguf.model_info import ModelInfo
-from pipeinfer.models.gguf.slice import SliceFile, open_slice, read_model_info
+from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
+from pipeinfer.models.gguf.slice import SliceFile, open_slice
 from pipeinfer.models.llama.ggml import describe_build
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaHead

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pipeinfer import __version__
-from pipeinfer.cluster.hosts.cores import Host, sharers, threads_there
+from pipeinfer.cluster.hosts.host import Host, sharers, threads_there
 from pipeinfer.cluster.timed_runs import recall_context, recall_rows, slowest_stage, time_chunk
 from pipeinfer.core.blocks import BLOCK
 from pipeinfer.core.interfaces import LoadedModel

@@ -17,7 +17,7 @@ from click.shell_completion import CompletionItem
 
 from pipeinfer.cluster.wire import WireType
 from pipeinfer.core.batch_planner import ONE_CHUNK
-from pipeinfer.core.biases import read_bias
+from pipeinfer.core.samplers import read_bias
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS, INT32_MAX, MAX_CTX, MAX_THREADS, NO_DEVICE
 from pipeinfer.models.hub import parse_name

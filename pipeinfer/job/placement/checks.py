@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from pipeinfer.cluster.assignment import Assignment, Stages
-from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.core.blocks import LARGEST
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS

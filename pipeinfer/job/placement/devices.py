@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from pipeinfer.cluster.hosts.cores import Host, ranks_there
+from pipeinfer.cluster.hosts.host import Host, ranks_there
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS, NO_DEVICE
 from pipeinfer.job.options.options import JobPlacement

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer.cluster.assignment import Assignment, Sizes, StagePlan
-from pipeinfer.cluster.hosts.cores import Host, crowded_hosts, crowding
+from pipeinfer.cluster.hosts.host import Host, crowded_hosts, crowding
 from pipeinfer.cluster.hosts.resources import Memory, check_fits, check_gpus, paging_lines, spare_memory, spare_on_gpus
 from pipeinfer.core.blocks import LARGEST
 from pipeinfer.job.placement.capacity import Capacity, EngineSettings

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 
 from pipeinfer.cluster.assignment import Assignment, Stages
-from pipeinfer.cluster.hosts.cores import Host, free_memory
+from pipeinfer.cluster.hosts.host import Host, free_memory
 from pipeinfer.cluster.hosts.resources import Memory, check_fits, left_on_gpus
 from pipeinfer.cluster.spread import StageRoom
 from pipeinfer.cluster.stages.cell_store import WAITING_BYTES
@@ -16,7 +16,7 @@ from pipeinfer.core.blocks import LARGEST
 from pipeinfer.job.placement.capacity import CELLS_PADDING, Capacity
 from pipeinfer.job.placement.devices import DevicePlan, RankDevices
 from pipeinfer.job.placement.numerics import NumericsPlan
-from pipeinfer.models.drafts.head_drafter import N_UNREAD
+from pipeinfer.models.drafts.model_drafter import N_UNREAD
 from pipeinfer.models.gguf.layers import F16_CACHE, CacheTypes
 from pipeinfer.models.gguf.model_info import ModelInfo, layer_of, layers_read
 from pipeinfer.models.gguf.slice import slice_bytes

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.cluster.wire import WireType
 from pipeinfer.job.options.sections import Numerics
 from pipeinfer.job.placement.devices import DevicePlan

@@ -7,7 +7,7 @@ from functools import partial
 from itertools import pairwise, starmap
 
 from pipeinfer.cluster.assignment import Assignment, Sizes, assign, draft_widths, parse_split
-from pipeinfer.cluster.hosts.cores import Host, distinct_speeds, spare_cores, threads_of_ranks
+from pipeinfer.cluster.hosts.host import Host, distinct_speeds, spare_cores, threads_of_ranks
 from pipeinfer.core.blocks import rows_in_blocks
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import ON

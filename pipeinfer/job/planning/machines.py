@@ -6,7 +6,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 
-from pipeinfer.cluster.hosts.cores import threads_of_ranks
+from pipeinfer.cluster.hosts.host import threads_of_ranks
 from pipeinfer.cluster.timed_runs import ROWS, recall_context, recall_rows
 from pipeinfer.core.policy import Policy
 from pipeinfer.disk_cache import user_cache

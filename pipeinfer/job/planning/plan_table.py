@@ -5,7 +5,7 @@ from typing import Any
 
 from rich.console import Console
 
-from pipeinfer.cluster.hosts.cores import UNLIMITED, sharers
+from pipeinfer.cluster.hosts.host import UNLIMITED, sharers
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.observe.report import show_table
 from pipeinfer.text import count_text, or_dash, size_text, without_suffixes

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from pipeinfer.cluster.assignment import StagePlan
-from pipeinfer.cluster.hosts.cores import Host, LayerSpeed, sharers
+from pipeinfer.cluster.hosts.host import Host, LayerSpeed, sharers
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions

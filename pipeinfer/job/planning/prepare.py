@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeinfer.cluster.assignment import check_stages
-from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import AUTO_LAYERS, STDIN
 from pipeinfer.job.options.options import RunOptions, with_plan

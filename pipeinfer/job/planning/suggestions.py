@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
-from pipeinfer.cluster.hosts.cores import UNLIMITED, FreeMemory
+from pipeinfer.cluster.hosts.host import UNLIMITED, FreeMemory
 from pipeinfer.errors import UserError
 from pipeinfer.job.placement.job_plan import check_memory
 from pipeinfer.job.placement.memory import CELLS_PADDING

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.cluster.watch.protocol import Limits
 from pipeinfer.disk_cache import user_cache
 from pipeinfer.errors import UserError

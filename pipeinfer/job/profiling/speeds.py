@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipeinfer import __version__
 from pipeinfer.cluster.assignment import Sizes
-from pipeinfer.cluster.hosts.cores import (
+from pipeinfer.cluster.hosts.host import (
     BEFORE,
     NOW,
     Host,

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeGuard
 
 from pipeinfer.cluster.verdicts import MAX_TOP
-from pipeinfer.core.biases import bias_text, is_bias
-from pipeinfer.core.samplers import OFF, SAMPLERS, order_text, sampler_names, switched_off
+from pipeinfer.core.samplers import OFF, SAMPLERS, bias_text, is_bias, order_text, sampler_names, switched_off
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.types import AdapterScales
 from pipeinfer.job.options.limits import INT32_MAX
@@ -38,10 +37,10 @@ from pipeinfer.job.requests.fields import (
 from pipeinfer.job.requests.lora import none_loaded, read_scales
 from pipeinfer.models.gguf.adapter import ScaledAdapter
 from pipeinfer.models.text.answers import check_stops
-from pipeinfer.models.text.breakers import FIELD, breakers_json
 from pipeinfer.models.text.chat_template import ChatMessage
 from pipeinfer.models.text.grammar_text import ANY_TOKENS
 from pipeinfer.models.text.json_schema import relaxations, schema_grammar
+from pipeinfer.models.text.tokenizer import BREAKERS_FIELD, breakers_json
 from pipeinfer.models.text.tools import AUTO, Tools
 
 MAX_STOP_TOKENS = 256
@@ -222,8 +221,8 @@ def _sampling(fields: Mapping[str, Any], passed: PassedOver) -> tuple[dict[str, 
                 refuse(f"{written} is {shown(value)}, and {params[name]:.10g} by another name; give one of them")
     if "logit_bias" in fields:
         params["logit_bias"], text_biases = _biases(fields["logit_bias"])
-    if FIELD in fields:
-        params[FIELD] = _breakers(fields[FIELD])
+    if BREAKERS_FIELD in fields:
+        params[BREAKERS_FIELD] = _breakers(fields[BREAKERS_FIELD])
     if fields.get("samplers") is not None:
         params |= _samplers(fields["samplers"], passed)
     if "grammar" in fields:
@@ -242,7 +241,9 @@ def _breakers(value: Any) -> str:
         texts = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         texts = None
-    return breakers_json(texts, FIELD) if is_list_of(str, texts) else refuse(f"{FIELD} is {shown(value)}; give texts")
+    if not is_list_of(str, texts):
+        refuse(f"{BREAKERS_FIELD} is {shown(value)}; give texts")
+    return breakers_json(texts, BREAKERS_FIELD)
 
 
 def _samplers(value: Any, passed: PassedOver) -> dict[str, Any]:

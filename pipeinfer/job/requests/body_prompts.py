@@ -5,8 +5,8 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import islice, pairwise
 
-from pipeinfer.core.biases import bias_text, read_biases
 from pipeinfer.core.blocks import Span, common, spans_of, spans_to_continue
+from pipeinfer.core.samplers import bias_text, read_biases
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_CTX

@@ -5,10 +5,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pipeinfer.core.biases import read_biases
 from pipeinfer.core.blocks import Span
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Request
+from pipeinfer.core.samplers import read_biases
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.types import AdapterScales
 from pipeinfer.errors import UserError
@@ -16,11 +16,10 @@ from pipeinfer.job.options.limits import MAX_CTX, STDIN
 from pipeinfer.job.options.text_sections import GrammarOptions, PromptOptions
 from pipeinfer.job.process.streams import complain, read_limited
 from pipeinfer.models.gguf.model_info import ModelInfo
-from pipeinfer.models.text.breakers import breaker_tokens
 from pipeinfer.models.text.grammar import check_grammar
 from pipeinfer.models.text.grammar_text import ANY_TOKENS
 from pipeinfer.models.text.json_schema import as_schema, mismatch, read_schema, relaxations, schema_grammar
-from pipeinfer.models.text.tokenizer import Tokenizer
+from pipeinfer.models.text.tokenizer import Tokenizer, breaker_tokens
 from pipeinfer.policies import Iterative
 
 DEFAULT_CTX = 4096

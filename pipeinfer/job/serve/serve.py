@@ -10,7 +10,7 @@ from functools import partial
 from itertools import takewhile
 from typing import Any
 
-from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import JobError, StopRequested
 from pipeinfer.job.launch import CLOCK, Context

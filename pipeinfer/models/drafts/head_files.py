@@ -53,7 +53,10 @@ def draft_of(path: Path, target: ModelInfo) -> ModelInfo:
     if path == OWN_HEAD:
         return mtp_head(target)
     headers = read_parts(path)
-    return _mtp_file(headers, target) if _is_mtp_file(headers) else fit(_describe_draft(headers), target)
+    names = [tensor.name for header in headers for tensor in header.tensors]
+    if any(name.endswith(PROJECTION) for name in names) and not any(layer_of(name) == 0 for name in names):
+        return _mtp_file(headers, target)  # the head of a model, and none of its other layers
+    return fit(_describe_draft(headers), target)
 
 
 def _describe_draft(headers: Sequence[Header]) -> ModelInfo:
@@ -186,12 +189,6 @@ def mtp_head(target: ModelInfo) -> ModelInfo:
         fingerprint=_fingerprint(f"{target.fingerprint} {OWN_HEAD}"),
         borrowed=tensors,
     )
-
-
-def _is_mtp_file(headers: Sequence[Header]) -> bool:
-    """Whether a file holds the head of a model and none of its other layers."""
-    names = [tensor.name for header in headers for tensor in header.tensors]
-    return any(name.endswith(PROJECTION) for name in names) and not any(layer_of(name) == 0 for name in names)
 
 
 def _mtp_file(headers: Sequence[Header], target: ModelInfo) -> ModelInfo:

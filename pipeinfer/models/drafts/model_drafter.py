@@ -1,17 +1,19 @@
-"""A draft model in this process, which expands nodes of trees. Knows no policy and no pipeline."""
+"""A draft model in this process, which expands nodes of trees, and one that reads the target's features (EAGLE-3, MTP).
+Knows no policy and no pipeline."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from pipeinfer.core.drafting import guess_next, to_the_end
-from pipeinfer.core.interfaces import Batch, StageModel
+from pipeinfer.core.interfaces import Batch, HeadModel, StageModel
 from pipeinfer.core.requests import Request
-from pipeinfer.core.runs import Guess
+from pipeinfer.core.runs import Guess, KvOp, OpKind
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
-from pipeinfer.core.tree import Node
-from pipeinfer.core.types import Constraint, ConstraintFailed, FloatArray
+from pipeinfer.core.tree import Node, State
+from pipeinfer.core.types import POSITION_END, Constraint, ConstraintFailed, FloatArray
 
 Constrain = Callable[[SamplingParams], Constraint] | None
 Seqs = list[tuple[int, ...]]
@@ -114,3 +116,177 @@ class ModelDrafter:
 
     def forget(self, request: Request) -> None:
         self.pool.close(request.id)
+
+
+# -- heads. The cell of a token is computed from the token and the features of its predecessor. EAGLE-3 stores it at the
+# position of the predecessor, so that a text's first token has no cell; MTP at the token's position, with zeros as the
+# first token's features. Features come with the target's verdicts. Nodes below the root have none yet: their cells are
+# computed from the head's states, and again from features once these tokens settle.
+
+N_UNREAD, N_MIN_UNREAD = 4096, 64
+"""The most tokens with unread features: of all requests, and of one of many. The head reads the end of longer texts."""
+
+
+@dataclass(slots=True)
+class _Features:
+    """Rows (n,) of one request. features the target's, of committed tokens whose successors have no cell, by position
+    states the head's, of nodes that have a cell, or had one before the root moved"""
+
+    features: dict[int, FloatArray] = field(default_factory=dict)
+    node_features: dict[Node, FloatArray] = field(default_factory=dict)  # the target's, of nodes that have not settled
+    states: dict[Node, FloatArray] = field(default_factory=dict)
+
+
+class HeadDrafter(ModelDrafter):
+    """A FeatureDrafter. `pool` counts cells by the positions of their tokens; `shift`: see Head. It does not guess
+    after a root whose predecessor's features have not come. Features that never come, as those of a prefix that another
+    request has evaluated, count as zero if one is missing; with more the head begins after them."""
+
+    def __init__(
+        self,
+        model: HeadModel,
+        pool: SequencePool,
+        n_batch: int,
+        couple: bool = True,
+        constrain: Constrain = None,
+        shift: int = 1,
+    ) -> None:
+        super().__init__(model, pool, n_batch, couple, constrain)
+        self.head, self.shift = model, shift
+        self._texts: dict[int, _Features] = {}
+
+    def open(self, request: Request) -> None:
+        text, prefix = _Features(), request.prefix_hit
+        if prefix and (source := self._texts.get(prefix.source.id)):
+            text.features = {at: row for at, row in source.features.items() if at < prefix.n_tokens}
+            if prefix.moves:
+                del self._texts[prefix.source.id]
+        super().open(request)
+        self._texts[request.id] = text
+
+    def read(self, request: Request, start: int, nodes: Sequence[Node], features: FloatArray) -> None:
+        text, n_context = self._texts[request.id], len(features) - len(nodes)
+        most = max(N_MIN_UNREAD, N_UNREAD // len(self._texts))
+        for row in range(max(0, n_context - most), n_context):
+            text.features[start + row] = features[row].copy()  # a view would hold the memory of the whole run
+        for node, row_of_node in zip(nodes, features[n_context:], strict=True):
+            if node.state is not State.DEAD:
+                text.node_features[node] = row_of_node.copy()
+        for at in sorted(text.features)[:-most]:
+            del text.features[at]
+
+    def expand(
+        self, request: Request, widths: Mapping[Node, int], interrupted: Callable[[], bool]
+    ) -> dict[Node, list[Guess]] | None:
+        if not self._catch_up(request, interrupted):
+            return None
+        root, text = request.tree.root, self._texts[request.id]
+        if not self.pool.is_placed(root) and root.position - 1 not in text.features:
+            return {}
+        guesses: dict[Node, list[Guess]] = {}
+        pending = self.pool.fitting(self.pool.unplaced(list(widths))[: self.n_batch])
+        # a node whose parent another draft has expanded waits for the parent's state
+        while ready := self.pool.fitting([node for node in pending if node is root or node.parent in text.states]):
+            pending = [node for node in pending if node not in ready]
+            more = self._expand(request, ready, widths, interrupted)
+            if more is None:
+                return None
+            guesses |= more
+        return guesses
+
+    def _expand(
+        self, request: Request, nodes: Sequence[Node], widths: Mapping[Node, int], interrupted: Callable[[], bool]
+    ) -> dict[Node, list[Guess]] | None:
+        """Evaluate nodes whose parents have states, and guess after those in `widths`."""
+        text, placement = self._texts[request.id], self.pool.place(request.id, 0, nodes)
+        before = np.stack([self._before(request, node) for node in nodes])
+        flags = np.array([node in widths for node in nodes])
+        tokens = np.array([node.token for node in nodes], np.int32)
+        positions = np.array([node.position for node in nodes], np.int32)
+        logits = self._evaluate_after(Batch(tokens, positions, placement.seqs, before, flags), interrupted)
+        if logits is None:
+            self.pool.undo(nodes, placement)
+            return None
+        text.states.update(zip(nodes, self.head.states.copy(), strict=True))
+        rows = zip((node for node in nodes if node in widths), logits, strict=True)
+        return {node: self._guess(request, node, row, widths[node]) for node, row in rows}
+
+    def _before(self, request: Request, node: Node) -> FloatArray:
+        """(n_embd,), the state of a node's parent, or the encoded features of the token before the root."""
+        text = self._texts[request.id]
+        if node.parent is not None:
+            return text.states[node.parent]
+        return self.head.encode(text.features[node.position - 1][None])[0]
+
+    def _catch_up(self, request: Request, interrupted: Callable[[], bool]) -> bool:
+        root, features = request.tree.root, self._texts[request.id].features
+        if self.pool.is_placed(root) or not features:
+            return True
+        start = self.pool.placed_end(request.id)
+        missing = [at for at in range(max(start, 1), root.position) if at - 1 not in features]
+        begin, last = start, root.position
+        if root.position - 1 not in features:  # those of earlier tokens come before it: verdicts keep their order
+            last = missing[0] if missing else last
+        elif len(missing) > 1:
+            begin = missing[-1] + 1
+        while (start := self.pool.placed_end(request.id)) < last:
+            end = min(last, start + self.n_batch, start + self.pool.n_free_cells)
+            if end == start:
+                return True  # other requests hold the cells
+            self._read_on(request, start, end, begin, interrupted)
+            if request.tree.root is not root or request.finish:
+                return False
+        return True
+
+    def _read_on(self, request: Request, start: int, end: int, begin: int, interrupted: Callable[[], bool]) -> None:
+        """Compute the cells of the committed tokens at positions [start, end), except those before `begin`."""
+        features, ((seq,), *_) = self._texts[request.id].features, self.pool.place(request.id, end - start, []).seqs
+        if start < begin:  # cells have no gaps
+            self._apply()
+            self.model.apply([KvOp(OpKind.REMOVE, seq)])
+        positions = range(max(start, begin, self.shift), end)
+        if positions:
+            zeros = np.zeros_like(next(iter(features.values())))
+            before = self.head.encode(np.stack([features.get(at - 1, zeros) for at in positions]))
+            tokens, seqs = np.array(request.tokens[positions.start : end], np.int32), [(seq,)] * len(positions)
+            flags = np.zeros(len(positions), np.bool_)
+            batch = Batch(tokens, np.array(positions, np.int32), [*seqs], before, flags)
+            self._evaluate_after(batch, to_the_end(interrupted))
+        for at in range(start, end):
+            features.pop(at - 1, None)
+
+    def _evaluate_after(self, batch: Batch, interrupted: Callable[[], bool]) -> FloatArray | None:
+        """Logits (n_flags, n_vocab) of the rows with a flag; None when interrupted. The batch has the positions of its
+        tokens, and in `hidden` what the head goes on from."""
+        self._apply()
+        return self.model.evaluate(replace(batch, positions=batch.positions - self.shift), interrupted)
+
+    def _apply(self) -> None:
+        """Apply the pool's operations at the positions of cells."""
+        moved = []
+        for op in self.pool.take_pending():
+            last = op.last if op.last == POSITION_END else op.last - self.shift
+            moved.append(replace(op, first=max(0, op.first - self.shift), last=last))
+        self.model.apply(moved)
+
+    def settle(self, request: Request, path: Sequence[Node]) -> None:
+        text = self._texts[request.id]
+        text.features |= {node.position: text.node_features[node] for node in path[:-1] if node in text.node_features}
+        text.node_features = {node: row for node, row in text.node_features.items() if node.live}
+        text.states = {node: row for node, row in text.states.items() if node.live}
+        self.pool.settle(request.id, path)
+        # below the old root, cells were computed from the head's states
+        self.pool.rewind(request.id, path[0].position + 1)
+        first = self.pool.placed_end(request.id) - 1
+        text.features = {at: row for at, row in text.features.items() if at >= first}
+
+    def close(self, request: Request) -> None:
+        text = self._texts.pop(request.id)
+        if request.n_retained:
+            newest = sorted(at for at in text.features if at < request.n_retained)[-N_MIN_UNREAD:]
+            self._texts[request.id] = _Features({at: text.features[at] for at in newest})
+        super().close(request)
+
+    def forget(self, request: Request) -> None:
+        self._texts.pop(request.id, None)
+        super().forget(request)

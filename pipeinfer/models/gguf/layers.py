@@ -245,9 +245,10 @@ class Layers:
         if any(self.windows):
             windows = [self.windows[layer] for layer in layers]
             # a model without such layers must not have a window either
-            changed |= {WINDOWS: _flags(windows)} if any(windows) else {WINDOW: encode_number(0), WINDOWS: b""}
+            flags = {WINDOWS: encode_array(BOOL, windows)}
+            changed |= flags if any(windows) else {WINDOW: encode_number(0), WINDOWS: b""}
         if traits.states and traits.states.key:
-            changed[traits.states.key] = _flags([self.stateful[layer] for layer in layers])
+            changed[traits.states.key] = encode_array(BOOL, [self.stateful[layer] for layer in layers])
         return changed
 
     def get(self, key: str, default: T) -> T:
@@ -269,7 +270,3 @@ def _cut(value: Value, layers: Sequence[int]) -> bytes:
     if not isinstance(value.value, tuple):
         return value.raw
     return encode_array(value.item_type, [value.value[layer] for layer in layers])
-
-
-def _flags(flags: Sequence[bool]) -> bytes:
-    return encode_array(BOOL, flags)

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.gguf.contents import SourceFile
+from pipeinfer.models.gguf.contents import CachedSlice, SourceFile
 from pipeinfer.models.gguf.header import Tensor
 from pipeinfer.models.gguf.model_info import ModelHeaders, ModelInfo, read_model_info
 from pipeinfer.models.gguf.slice import COPY_BYTES, TABLE, Feed, SliceFile, is_cached, open_slice, slice_data
-from pipeinfer.models.gguf.slice_cache import CachedSlice
 from pipeinfer.models.gguf.writer import memory_file, tensor_data, written
 from pipeinfer.outputs import whole_file
 

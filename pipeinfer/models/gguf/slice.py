@@ -12,10 +12,9 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.gguf.contents import FileState, SourceFile
+from pipeinfer.models.gguf.contents import CachedSlice, FileState, SourceFile
 from pipeinfer.models.gguf.header import F32, STRING, Tensor
-from pipeinfer.models.gguf.model_info import ModelInfo, layer_of, read_model_info
-from pipeinfer.models.gguf.slice_cache import CachedSlice
+from pipeinfer.models.gguf.model_info import ModelInfo, layer_of
 from pipeinfer.models.gguf.writer import (
     ByteRange,
     encode_entry,
@@ -28,8 +27,6 @@ from pipeinfer.models.gguf.writer import (
     write_gguf,
     written,
 )
-
-__all__ = ["ModelInfo", "SliceFile", "open_slice", "read_model_info", "slice_bytes", "slice_path", "slice_tensors"]
 
 TABLE, HEAD, BIAS = "token_embd.weight", "output.weight", "output.bias"
 UNSHARED = ("tokenizer.", "split.", "general.tensor_extra", "general.alignment")

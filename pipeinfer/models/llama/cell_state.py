@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeinfer.core.runs import KvOp
-from pipeinfer.models.gguf.slice import ModelInfo
+from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.llama import ggml
 from pipeinfer.models.llama.params import IS_X86
 

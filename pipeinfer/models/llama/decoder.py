@@ -1,5 +1,5 @@
-"""A slice loaded into libllama, its contexts, and llama_decode on them: batches, logits, and which of libggml's tiled
-kernels are used. Knows no sequences.
+"""A slice and its LoRA adapters loaded into libllama, its contexts, and llama_decode on them; and which of libggml's
+tiled kernels are used. Knows no sequences.
 
 From 8 rows on tiled kernels multiply by weights of TILED_TYPES in the file's layout, and add up in another order. They
 skip tensors whose field `extra` is set, which nothing else reads for weights in a CPU's plain memory.
@@ -10,91 +10,66 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from pipeinfer.core.interfaces import Batch
-from pipeinfer.core.types import FloatArray
+from pipeinfer.core.types import AdapterScales, FloatArray
 from pipeinfer.errors import UserError
-from pipeinfer.models.gguf.adapter import ScaledAdapter
-from pipeinfer.models.gguf.model_info import ModelInfo, layer_of
-from pipeinfer.models.gguf.slice import SliceFile
+from pipeinfer.models.gguf.adapter import Adapter, ScaledAdapter, active_scales
+from pipeinfer.models.gguf.slice import SliceFile, slice_tensors
+from pipeinfer.models.gguf.writer import memory_file
 from pipeinfer.models.llama import ggml
-from pipeinfer.models.llama.adapters import LoadedAdapters
 from pipeinfer.models.llama.eval_callback import EvalCallback, SliceNodes
 from pipeinfer.models.llama.ggml import device_list
 from pipeinfer.models.llama.params import GROUP_CELLS, TILED_ROWS, TILED_TYPES, LlamaParams
-from pipeinfer.models.llama.rows import Flags
+from pipeinfer.models.llama.rows import Flags, LlamaBatch
 from pipeinfer.models.llama.tensor_places import HOST, moved_tensors
 from pipeinfer.models.llama.threads import ThreadShare
 
 
-class LlamaBatch:
-    """A llama_batch over arrays that are allocated once: filling it costs some microseconds."""
+class LoadedAdapters:
+    """Adapters of a model, which frees them. With exact numerics rows of guesses have adapters without tiles, and
+    blocks of a prompt, always of the same rows, have them as in the file."""
 
-    def __init__(self, library: ModuleType, n_rows_max: int, n_seq_max: int) -> None:
-        """Room for n_rows_max rows, in n_seq_max sequences each at most."""
-        self._tokens = np.zeros(n_rows_max, np.int32)
-        self._positions = np.zeros(n_rows_max, np.int32)
-        self._n_seqs = np.ones(n_rows_max, np.int32)
-        self._flags = np.zeros(n_rows_max, np.int8)
-        self._ids = np.zeros((n_rows_max, n_seq_max), np.int32)
-        self._id_pointers = self._ids.ctypes.data + np.arange(n_rows_max, dtype=np.uint64) * self._ids.strides[0]
-        self._call = call = library.llama_batch()
-        self._token_pointer = _pointer(self._tokens, ctypes.c_int32)
-        self._hidden = np.empty(0, np.float32)
-        call.pos = _pointer(self._positions, ctypes.c_int32)
-        call.n_seq_id = _pointer(self._n_seqs, ctypes.c_int32)
-        call.seq_id = _pointer(self._id_pointers, ctypes.POINTER(ctypes.c_int32))
-        call.logits = _pointer(self._flags, ctypes.c_int8)
+    def __init__(self, library: ModuleType, model: object, adapters: Sequence[ScaledAdapter], is_exact: bool) -> None:
+        """`adapters`: slices, with the factors of rows that say nothing. Before any context, for which libllama counts
+        their nodes. Raises UserError if libllama refuses one."""
+        self._lib, self._model = library, model
+        self._adapters = [adapter for adapter, _ in adapters]
+        self._default = active_scales(adapters)
+        self._of_blocks = self._of_rows = [[*self._load(adapter, False)] for adapter in self._adapters]
+        if is_exact and any(pair.is_tiled for adapter in self._adapters for pair in adapter.pairs):
+            self._of_rows = [[*self._load(adapter, True)] for adapter in self._adapters]
 
-    def fill(
-        self, batch: Batch, hidden: FloatArray | None, wanted: npt.NDArray[np.bool_] | None, both: bool = False
-    ) -> Any:
-        """The llama_batch of these rows, valid until the next call. The input is `hidden`, or the tokens if that is
-        None, or `both`. `wanted`: rows that come out of the last layer; None: all."""
-        n_rows = len(batch.positions)
-        call = self._call
-        call.n_tokens = n_rows
-        self._positions[:n_rows] = batch.positions
-        self._flags[:n_rows] = 1 if wanted is None else wanted
-        for row, seqs in enumerate(batch.seqs):
-            self._n_seqs[row] = len(seqs)
-            self._ids[row, : len(seqs)] = seqs
-        call.token = call.embd = None
-        if hidden is not None:
-            self._hidden = np.ascontiguousarray(hidden, np.float32)  # held while libllama reads it
-            call.embd = _pointer(self._hidden, ctypes.c_float)
-        if hidden is None or both:
-            self._tokens[:n_rows] = batch.tokens
-            call.token = self._token_pointer
-        return call
+    def apply(self, context: object, are_blocks: bool, scales: AdapterScales | None) -> None:
+        """Before a batch. libllama makes its graphs anew where they differ from those of the last one."""
+        if not self._adapters:
+            return
+        parts, applied = self._of_blocks if are_blocks else self._of_rows, list[tuple[object, float]]()
+        for number, scale in self._default if scales is None else scales:
+            applied += [(handle, self._adapters[number].scale(scale, rank)) for handle, rank in parts[number]]
+        handles = (self._lib.llama_adapter_lora_p_ctypes * len(applied))(*(handle for handle, _ in applied))
+        factors = (ctypes.c_float * len(applied))(*(factor for _, factor in applied))
+        self._lib.llama_set_adapters_lora(context, handles, len(applied), factors)
 
+    def _load(self, adapter: Adapter, untiled: bool) -> Iterator[tuple[object, int]]:
+        for rank, content in adapter.files(untiled):
+            yield self._open(adapter.path, content), rank
 
-class Logits:
-    """The logits of a context's last batch, for batches in which up to `n_rows_max` rows want some."""
+    def _open(self, path: Path, content: bytes) -> object:
+        def write(fd: int) -> None:
+            with open(fd, "wb", closefd=False) as file:
+                file.write(content)
 
-    def __init__(self, library: ModuleType, context: object, n_rows_max: int, n_vocab: int) -> None:
-        self._lib, self._context, self._n_rows_max, self._n_vocab = library, context, n_rows_max, n_vocab
-        self._address, self._all = 0, np.empty((0, n_vocab), np.float32)
-
-    def of(self, flags: npt.NDArray[np.bool_]) -> FloatArray:
-        """(n_wanted, n_vocab), a view of libllama's buffer, rows in the order of the batch."""
-        n_wanted = int(np.count_nonzero(flags))
-        if n_wanted == 0:
-            return np.empty((0, self._n_vocab), np.float32)
-        address = ctypes.addressof(self._lib.llama_get_logits(self._context).contents)
-        if address != self._address:  # libllama moves the buffer when it grows
-            buffer = (ctypes.c_float * (self._n_rows_max * self._n_vocab)).from_address(address)
-            self._address, self._all = address, np.ctypeslib.as_array(buffer).reshape(-1, self._n_vocab)
-        return self._all[:n_wanted]
-
-
-def _pointer(array: npt.NDArray[Any], item: Any) -> Any:
-    return ctypes.cast(array.ctypes.data, ctypes.POINTER(item))
+        with open(memory_file("adapter", len(content), (), write), "rb") as file:
+            handle = self._lib.llama_adapter_lora_init(self._model, f"/proc/self/fd/{file.fileno()}".encode())
+        if not handle:
+            raise UserError(f"{path} cannot be loaded: {ggml.last_errors() or 'libllama gives no reason'}")
+        return handle
 
 
 NAME_BYTES = 64
@@ -114,14 +89,6 @@ def can_find() -> bool:
 def exclude(tensor: int) -> None:
     """Switch tiled kernels off for the tensor at this address."""
     _extra(tensor).value = ctypes.addressof(_MARK)
-
-
-def names_of(info: ModelInfo, first: int, last: int) -> Iterator[str]:
-    """The matrices of these kernels' types, by their names in a slice of layers [first, last)."""
-    for tensor in info.tensors:
-        layer = layer_of(tensor.name)
-        if tensor.type in TILED_TYPES and (layer is None or first <= layer < last):
-            yield tensor.name if layer is None else f"blk.{layer - first}.{tensor.name.split('.', 2)[2]}"
 
 
 class Tiles:
@@ -226,7 +193,8 @@ class Decoder:
         closing.callback(self.lib.llama_model_free, self.model)
         self._adapters = LoadedAdapters(self.lib, self.model, adapters, params.exact and params.n_gpu_layers == 0)
         self.where += "".join(f", with --lora {adapter.path}," for adapter, _ in adapters)
-        self._tiles = Tiles(self.model, names_of(info, first, last)) if 0 < params.group < TILED_ROWS else None
+        tiled = (each.name for each in slice_tensors(info, first, last) if each.tensor.type in TILED_TYPES)
+        self._tiles = Tiles(self.model, tiled) if 0 < params.group < TILED_ROWS else None
 
     def _load(self, slice_file: SliceFile) -> object:
         params, options = self.params, self.lib.llama_model_default_params()

@@ -14,8 +14,8 @@ from pipeinfer.core.blocks import LARGEST
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.types import FloatArray
 from pipeinfer.models.llama.cell_state import BF16, F16, CacheForm, StateBytes, restore_state, round_state, save_state
-from pipeinfer.models.llama.decoder import ContextSize, Decoder, LlamaContext, Logits
-from pipeinfer.models.llama.rows import blocks_of
+from pipeinfer.models.llama.decoder import ContextSize, Decoder, LlamaContext
+from pipeinfer.models.llama.rows import Logits, blocks_of
 
 PROMPT, COPIED = 0, 1
 N_SEQ = 2

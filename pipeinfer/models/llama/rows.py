@@ -1,9 +1,12 @@
-"""A batch's rows: checked, cut into parts, padded to groups; and checks of their results. Knows no library."""
+"""A batch's rows: checked, cut into parts, padded to groups, as libllama takes them and its logits; and checks of their
+results. Loads no library."""
 
+import ctypes
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from types import EllipsisType
+from types import EllipsisType, ModuleType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -123,3 +126,71 @@ def check_result(rows: FloatArray, are_logits: bool, where: str) -> None:
 def _fault(result: str, where: str) -> ModelFault:
     files = "a factor is too large, or a file" if "--lora" in where else "the model file"
     return ModelFault(f"{where} computed {result}: {files} is damaged; copy or download it again")
+
+
+# -- for libllama
+
+
+class LlamaBatch:
+    """A llama_batch over arrays that are allocated once: filling it costs some microseconds."""
+
+    def __init__(self, library: ModuleType, n_rows_max: int, n_seq_max: int) -> None:
+        """Room for n_rows_max rows, in n_seq_max sequences each at most."""
+        self._tokens = np.zeros(n_rows_max, np.int32)
+        self._positions = np.zeros(n_rows_max, np.int32)
+        self._n_seqs = np.ones(n_rows_max, np.int32)
+        self._flags = np.zeros(n_rows_max, np.int8)
+        self._ids = np.zeros((n_rows_max, n_seq_max), np.int32)
+        self._id_pointers = self._ids.ctypes.data + np.arange(n_rows_max, dtype=np.uint64) * self._ids.strides[0]
+        self._call = call = library.llama_batch()
+        self._token_pointer = _pointer(self._tokens, ctypes.c_int32)
+        self._hidden = np.empty(0, np.float32)
+        call.pos = _pointer(self._positions, ctypes.c_int32)
+        call.n_seq_id = _pointer(self._n_seqs, ctypes.c_int32)
+        call.seq_id = _pointer(self._id_pointers, ctypes.POINTER(ctypes.c_int32))
+        call.logits = _pointer(self._flags, ctypes.c_int8)
+
+    def fill(
+        self, batch: Batch, hidden: FloatArray | None, wanted: npt.NDArray[np.bool_] | None, both: bool = False
+    ) -> Any:
+        """The llama_batch of these rows, valid until the next call. The input is `hidden`, or the tokens if that is
+        None, or `both`. `wanted`: rows that come out of the last layer; None: all."""
+        n_rows = len(batch.positions)
+        call = self._call
+        call.n_tokens = n_rows
+        self._positions[:n_rows] = batch.positions
+        self._flags[:n_rows] = 1 if wanted is None else wanted
+        for row, seqs in enumerate(batch.seqs):
+            self._n_seqs[row] = len(seqs)
+            self._ids[row, : len(seqs)] = seqs
+        call.token = call.embd = None
+        if hidden is not None:
+            self._hidden = np.ascontiguousarray(hidden, np.float32)  # held while libllama reads it
+            call.embd = _pointer(self._hidden, ctypes.c_float)
+        if hidden is None or both:
+            self._tokens[:n_rows] = batch.tokens
+            call.token = self._token_pointer
+        return call
+
+
+class Logits:
+    """The logits of a context's last batch, for batches in which up to `n_rows_max` rows want some."""
+
+    def __init__(self, library: ModuleType, context: object, n_rows_max: int, n_vocab: int) -> None:
+        self._lib, self._context, self._n_rows_max, self._n_vocab = library, context, n_rows_max, n_vocab
+        self._address, self._all = 0, np.empty((0, n_vocab), np.float32)
+
+    def of(self, flags: npt.NDArray[np.bool_]) -> FloatArray:
+        """(n_wanted, n_vocab), a view of libllama's buffer, rows in the order of the batch."""
+        n_wanted = int(np.count_nonzero(flags))
+        if n_wanted == 0:
+            return np.empty((0, self._n_vocab), np.float32)
+        address = ctypes.addressof(self._lib.llama_get_logits(self._context).contents)
+        if address != self._address:  # libllama moves the buffer when it grows
+            buffer = (ctypes.c_float * (self._n_rows_max * self._n_vocab)).from_address(address)
+            self._address, self._all = address, np.ctypeslib.as_array(buffer).reshape(-1, self._n_vocab)
+        return self._all[:n_wanted]
+
+
+def _pointer(array: npt.NDArray[Any], item: Any) -> Any:
+    return ctypes.cast(array.ctypes.data, ctypes.POINTER(item))

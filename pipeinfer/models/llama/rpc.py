@@ -72,12 +72,8 @@ class _Work:
 _work = _Work()
 
 
-def knows_rpc() -> bool:
-    """Whether this build can use RPC servers."""
-    return bool(_registered())
-
-
-def _registered() -> int | None:
+def rpc_backend() -> int | None:
+    """libllama's RPC backend; None in a build without it."""
     return function(ggml.ggml(), "ggml_backend_reg_by_name", ctypes.c_char_p)(b"RPC")
 
 
@@ -89,7 +85,7 @@ def connect(servers: Sequence[str], least_s: float = LEAST_S) -> None:
     """
     _work.least_s = least_s
     new = [server for server in dict.fromkeys(servers) if server not in _servers]
-    if new and not knows_rpc():
+    if new and not rpc_backend():
         needs = "a llama-cpp-python that was compiled with CMAKE_ARGS=-DGGML_RPC=on"
         raise UserError(f"--rpc {new[0]} needs {needs}; `make llama.cpp` compiles it again")
     for server in new:
@@ -124,7 +120,7 @@ def _open(server: str) -> int:
     """The backend of its first device, which is never freed: it holds the connection."""
     base = ggml.ggml()
     find = function(base, "ggml_backend_reg_get_proc_address", POINTER, ctypes.c_char_p)
-    add = ctypes.CFUNCTYPE(POINTER, ctypes.c_char_p)(find(_registered(), b"ggml_backend_rpc_add_server"))
+    add = ctypes.CFUNCTYPE(POINTER, ctypes.c_char_p)(find(rpc_backend(), b"ggml_backend_rpc_add_server"))
     devices = add(server.encode())
     function(base, "ggml_backend_register", POINTER)(devices)
     first = function(base, "ggml_backend_reg_dev_get", POINTER, ctypes.c_size_t)(devices, 0)
@@ -235,13 +231,12 @@ def _address(server: str) -> tuple[str, int]:
 
 def _explain(line: str) -> str:
     """Of an abort; empty if no server is its cause."""
-    gone = list(filter(_is_gone, _servers)) or _servers
-    return LOST.format(servers=" or ".join(gone), line=line) if "RPC" in line else ""
-
-
-def _is_gone(server: str) -> bool:
-    try:
-        socket.create_connection(_address(server), TIMEOUT_S).close()
-    except OSError:
-        return True
-    return False
+    if "RPC" not in line:
+        return ""
+    gone = list[str]()
+    for server in _servers:
+        try:
+            socket.create_connection(_address(server), TIMEOUT_S).close()
+        except OSError:
+            gone.append(server)
+    return LOST.format(servers=" or ".join(gone or _servers), line=line)

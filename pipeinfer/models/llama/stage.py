@@ -26,12 +26,13 @@ from pipeinfer.models.llama.cell_state import (
     restore_state,
     save_state,
 )
-from pipeinfer.models.llama.decoder import BatchRefused, ContextSize, Decoder, EvaluationStopped, LlamaContext, Logits
+from pipeinfer.models.llama.decoder import BatchRefused, ContextSize, Decoder, EvaluationStopped, LlamaContext
 from pipeinfer.models.llama.params import LlamaParams, largest_part
 from pipeinfer.models.llama.prefill import Prefills
 from pipeinfer.models.llama.rows import (
     Flags,
     Indices,
+    Logits,
     PaddedBatch,
     check_result,
     check_rows,

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from pipeinfer.child import LimitedProcess
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.header import Value, value_of
 from pipeinfer.models.text.answer_forms import MARKS
-from pipeinfer.models.text.limited_process import LimitedProcess
 from pipeinfer.models.text.tokenizer import Span, Tokenizer
 
 MIXED = (

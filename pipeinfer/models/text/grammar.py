@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from pipeinfer.child import LimitedProcess, ProcessLimits
 from pipeinfer.core.blocks import common
 from pipeinfer.core.types import ConstraintFailed, FloatArray
 from pipeinfer.errors import UserError
 from pipeinfer.models.text.grammar_text import lark_of, matcher, open_tokens
-from pipeinfer.models.text.limited_process import LimitedProcess, ProcessLimits
 from pipeinfer.models.text.tokenizer import ATTR_CONTROL, Tokenizer
 
 if TYPE_CHECKING:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pipeinfer.child import LimitedProcess, ProcessLimits
 from pipeinfer.errors import UserError
-from pipeinfer.models.text.limited_process import LimitedProcess, ProcessLimits
 
 WHITESPACE = r"\x20|\n{1,2}[\x20\t]{0,20}"
 """llama.cpp's whitespace between the parts of a JSON text: small models would write spaces without end."""

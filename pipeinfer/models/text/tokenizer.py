@@ -3,15 +3,17 @@
 import codecs
 import ctypes
 import io
+import json
 import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from pipeinfer.core.samplers import breakers_text
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.header import FileHead, Value, read_header, value_of
 from pipeinfer.models.gguf.validation import VocabularyCheck
@@ -292,3 +294,45 @@ def describe_vocabulary(path: Path, metadata: Mapping[str, Value]) -> dict[str, 
             "special": dict(sorted(named.items())),
             "ends": tuple(map(token, tokenizer.ends)),
         }
+
+
+# -- sequence breakers of DRY: texts over which a repetition does not reach, as tokens
+
+BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
+MAX_BREAKERS, MAX_CHARS = 64, 40
+MAX_TAIL = 20  # tokens of a breaker behind its first that are compared, as in llama.cpp
+MAX_BREAKER_BYTES = 1 << 17  # of a request's breakers in messages between ranks
+BREAKERS_OPTION, BREAKERS_FIELD = "--dry-sequence-breaker", "dry_sequence_breakers"
+
+
+def breakers_json(texts: Sequence[str], name: str) -> str:
+    """The JSON list of texts. Raises UserError for too many, and for an empty or a long one."""
+    if len(texts) > MAX_BREAKERS:
+        raise UserError(f"{name} has {len(texts)} texts; {MAX_BREAKERS} are possible")
+    for text in texts:
+        if not 0 < len(text) <= MAX_CHARS:
+            raise UserError(f"{name} has a text of {len(text)} characters; give 1 to {MAX_CHARS}")
+    return json.dumps(list(texts))
+
+
+@lru_cache(maxsize=16)
+def breaker_tokens(tokenizer: Tokenizer, texts: str) -> str:
+    """The sequences of tokens that hold or begin these texts, a JSON list or empty for llama.cpp's own, as
+    `breakers_text` writes them. Raises UserError for more than messages have room for."""
+    sequences = set[tuple[int, ...]]()
+    for text in json.loads(texts) if texts else BREAKERS:
+        whole = text.encode("utf-8", "replace")
+        starts = [(text[:n].encode("utf-8", "replace"), text[n:]) for n in range(1, len(text))]
+        tails = [(start, tuple(tokenizer.encode(rest, add_special=False))[:MAX_TAIL]) for start, rest in starts]
+        for token, piece in enumerate(tokenizer.spelled):
+            if whole in piece:
+                sequences.add((token,))
+            else:
+                sequences.update((token, *tail) for start, tail in tails if piece.endswith(start))
+    written = breakers_text(sequences)
+    if len(written) > MAX_BREAKER_BYTES:
+        reason = f"end a repetition at {len(sequences)} tokens or sequences of tokens, which no message holds"
+        raise UserError(
+            f"{BREAKERS_FIELD} {reason}; give texts that are rarer in the vocabulary of {tokenizer.n_vocab}"
+        )
+    return written

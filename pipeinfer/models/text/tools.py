@@ -108,7 +108,8 @@ def calls_grammar(tools: Tools, source: str, tokenizer: Tokenizer, thought: str)
     more = tools.parallel and tools.choice == REQUIRED and not style.single
 
     def mark(text: str) -> str:
-        return _literal(text, tokenizer)
+        """In Lark, with control tokens by their ids."""
+        return " ".join(_control(part, tokenizer) or as_json(part) for part in MARK.split(text) if part)
 
     lines = [f"calls: {' | '.join(f'call{at}' for at in range(len(schemas)))}"]
     for at, (name, schema) in enumerate(schemas.items()):
@@ -134,11 +135,6 @@ def _thoughts(source: str, thought: str, mark: Any) -> tuple[str, list[str]]:
     if end.startswith('"'):  # no token that text cannot have
         free = [f"free[suffix={end}]: /(.|\\n)*/", f"thought: free {space}"]
     return ("thought" if thought else f"({mark(begin)} thought)?"), free
-
-
-def _literal(text: str, tokenizer: Tokenizer) -> str:
-    """A text in Lark, with control tokens by their ids."""
-    return " ".join(_control(part, tokenizer) or as_json(part) for part in MARK.split(text) if part)
 
 
 def _control(text: str, tokenizer: Tokenizer) -> str:

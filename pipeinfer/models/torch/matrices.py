@@ -145,13 +145,11 @@ def _packed(pairs: torch.Tensor) -> torch.Tensor:
     if pairs.device.type != "cpu":
         n_tiles = next(n for n in (8, 4, 2) if 2 * pairs.shape[1] % (16 * n) == 0)  # of 16 numbers each
         return torch.ops.aten._convert_weight_to_int4pack(pairs, n_tiles)
-    step = ROWS * max(1, PACKED_PIECE // (2 * ROWS * pairs.shape[1]))
-    return torch.cat([_packed_on_cpu(part) for part in pairs.split(step)])
-
-
-def _packed_on_cpu(pairs: torch.Tensor) -> torch.Tensor:
-    numbers = torch.stack([pairs >> 4, pairs & 15], -1).view(len(pairs), -1)
-    return torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.int(), 1)
+    pieces = []
+    for part in pairs.split(ROWS * max(1, PACKED_PIECE // (2 * ROWS * pairs.shape[1]))):
+        numbers = torch.stack([part >> 4, part & 15], -1).view(len(part), -1)
+        pieces.append(torch.ops.aten._convert_weight_to_int4pack_for_cpu(numbers.int(), 1))
+    return torch.cat(pieces)
 
 
 def multiply_int4(rows: torch.Tensor, weight: Int4) -> torch.Tensor:

@@ -42,7 +42,11 @@ class Weights:
 
     def matrix(self, *names: str, order: Callable[[str], torch.Tensor | None] = lambda name: None) -> Weight:
         """Matrices of equal width, one under the other: (sum of their rows, width). `order`: of the rows of each."""
-        return concatenated([_ordered(self._load_matrix(name), order(name)) for name in names])
+        loaded = []
+        for name in names:
+            rows, of_rows = self._load_matrix(name), order(name)
+            loaded.append(rows if of_rows is None else rows[of_rows.to(self.device)])
+        return concatenated(loaded)
 
     def _load_matrix(self, name: str) -> Loaded:
         """With 4 bits the output matrix has 8 on CPUs, where that kernel is fast; rows of no whole groups have 16."""
@@ -135,9 +139,3 @@ def _floats(tensor: Tensor, data: memoryview) -> torch.Tensor:
 
 def _shape(tensor: Tensor) -> tuple[int, ...]:
     return tuple(reversed(tensor.shape))
-
-
-def _ordered(rows: Loaded, order: torch.Tensor | None) -> Loaded:
-    if order is None:
-        return rows
-    return rows[order.to(rows.pairs.device if isinstance(rows, Int4Rows) else rows.device)]

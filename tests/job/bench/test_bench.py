@@ -19,7 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeinfer.cli.bench import bench
-from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.cluster.wire import WireType
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import settings_of

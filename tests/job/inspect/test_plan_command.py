@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from pipeinfer.cli.plan import plan_command
-from pipeinfer.cluster.hosts.cores import FreeMemory, Host, measure_speed
+from pipeinfer.cluster.hosts.host import FreeMemory, Host, measure_speed
 from pipeinfer.cluster.hosts.resources import Memory, left_on_gpus, spare_memory, spare_on_gpus
 from pipeinfer.errors import UserError
 from pipeinfer.job.placement.model_files import open_models

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.cluster.hosts.cores import Host, this_host
+from pipeinfer.cluster.hosts.host import Host, this_host
 from pipeinfer.cluster.hosts.resources import Memory
 from pipeinfer.errors import UserError
 from pipeinfer.job.loading.arrivals import Want, _pieces

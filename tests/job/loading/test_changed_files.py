@@ -20,7 +20,7 @@ from pipeinfer.job.process.stop import describe, file_at
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.contents import SourceFile, sample_digest
 from pipeinfer.models.gguf.header import Tensor
-from pipeinfer.models.gguf.slice import read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.rows import check_result
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import finish, run_json, start

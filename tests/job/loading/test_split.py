@@ -18,7 +18,8 @@ from pipeinfer.cli.models import models
 from pipeinfer.cli.plan import plan_command
 from pipeinfer.errors import UserError
 from pipeinfer.models.demo import TARGET
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import open_slice
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import run_json
 

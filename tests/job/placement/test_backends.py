@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.values import Backend
 from pipeinfer.job.placement.devices import plan_devices

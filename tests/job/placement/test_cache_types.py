@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.values import Backend
 from pipeinfer.models.demo import DRAFT, TARGET

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.cluster.hosts.cores import Host
+from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS
 from pipeinfer.job.options.options import RunOptions

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipeinfer.cluster.assignment import Sizes, assign
-from pipeinfer.cluster.hosts.cores import Host, LayerSpeed
+from pipeinfer.cluster.hosts.host import Host, LayerSpeed
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.values import Pace
 from pipeinfer.job.planning.deploy import CLEAR_GAIN, choose_draft_rank

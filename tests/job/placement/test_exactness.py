@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.cluster.hosts.cores import FreeMemory, Host
+from pipeinfer.cluster.hosts.host import FreeMemory, Host
 from pipeinfer.errors import UserError
 from pipeinfer.job.placement.capacity import CELLS_PADDING, N_CELLS_SPARE
 from pipeinfer.job.placement.job_plan import JobPlan

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.cluster.hosts.cores import FreeMemory
+from pipeinfer.cluster.hosts.host import FreeMemory
 from pipeinfer.job.planning.machines import COLUMNS, TimedMachine, machine_speeds, speed_rows, summary
 from pipeinfer.virtual.costs import ModelCost, Work
 from tests.support.jobs import finish

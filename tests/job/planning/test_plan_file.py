@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.cluster.hosts.cores import FreeMemory, Host
+from pipeinfer.cluster.hosts.host import FreeMemory, Host
 from pipeinfer.cluster.wire import WireType
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS, NO_DEVICE

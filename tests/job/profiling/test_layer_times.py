@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from pipeinfer.cluster.assignment import Sizes
-from pipeinfer.cluster.hosts.cores import Host, LayerSpeed, processor_name, turns_on_cores
+from pipeinfer.cluster.hosts.host import Host, LayerSpeed, processor_name, turns_on_cores
 from pipeinfer.cluster.timed_runs import time_layers
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.types import FloatArray

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from pipeinfer import __version__
-from pipeinfer.cluster.hosts.cores import Host, LayerSpeed, Speed
+from pipeinfer.cluster.hosts.host import Host, LayerSpeed, Speed
 from pipeinfer.disk_cache import DiskCache
 from pipeinfer.job.options.limits import ALL_LAYERS
 from pipeinfer.job.options.options import RunOptions

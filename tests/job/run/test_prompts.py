@@ -16,7 +16,8 @@ from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.types import FloatArray
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama import cell_state
 from pipeinfer.models.llama.decoder import KvCacheFull
 from pipeinfer.models.llama.params import LlamaParams
@@ -305,7 +306,8 @@ MEMORY = """
 import sys; import numpy as np
 from pipeinfer.core.blocks import Span
 from pipeinfer.core.interfaces import Batch
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 def held(): return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))

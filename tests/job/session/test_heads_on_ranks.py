@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeinfer.cluster.hosts.cores import this_host
+from pipeinfer.cluster.hosts.host import this_host
 from pipeinfer.errors import UserError
 from pipeinfer.job.inspect.model_report import describe_file, info_lines
 from pipeinfer.job.options.values import Backend
@@ -21,8 +21,8 @@ from pipeinfer.job.placement.model_files import open_models
 from pipeinfer.job.planning.deploy import deploy
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.drafts.head_files import mtp_head, read_draft
-from pipeinfer.models.gguf.model_info import OWN_HEAD
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.gguf.model_info import OWN_HEAD, read_model_info
+from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.policies import PipeInfer
 from tests.job.run.test_run import PROMPT
 from tests.support.gguf_factory import Shape, write_model

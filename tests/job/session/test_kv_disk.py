@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeinfer.cluster.hosts.cores import Host, free_memory
+from pipeinfer.cluster.hosts.host import Host, free_memory
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.models.gguf.slice import read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
 from tests.models.test_llama_stage import ARCHITECTURES, PARAMS, load
 from tests.support.architecture_factory import write_random_model
 from tests.support.architecture_models import MODELS

@@ -15,14 +15,15 @@ from typing import Any
 import pytest
 from matplotlib import pyplot as plt
 
-from pipeinfer.cluster.hosts.cores import this_host
+from pipeinfer.cluster.hosts.host import this_host
 from pipeinfer.core.runs import GuessVerdict, Opening, Row, Run
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.values import Pace
 from pipeinfer.job.planning.deploy import deploy
 from pipeinfer.models.demo import DRAFT, TARGET
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.observe.table import RESULTS

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from pipeinfer.core.interfaces import Batch
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.torch.params import TorchParams
 from tests.models.test_llama_stage import make_batch, never, random_tokens
 from tests.support.gguf_factory import Shape, write_model

@@ -13,7 +13,8 @@ import pytest
 
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import UserError
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.torch.matrices import MIDDLE, read_four_bits
 from pipeinfer.models.torch.params import TorchParams
 from tests.models.test_llama_stage import make_batch, random_tokens, run

@@ -19,7 +19,8 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.inspect.pair_report import TEXTS, greedy
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.layers import CacheTypes
-from pipeinfer.models.gguf.slice import open_slice, read_model_info
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.models.text.tokenizer import Tokenizer

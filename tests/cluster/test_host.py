@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.cluster.assignment import Sizes, assign
-from pipeinfer.cluster.hosts.cores import (
+from pipeinfer.cluster.hosts.host import (
     Host,
     _quota,
     crowded_hosts,

@@ -312,13 +312,10 @@ def _memory_left(controllers: str, folder: Path) -> int:
 
 def _quota(proc: Path = PROC, root: Path = CGROUPS) -> float:
     """Cores' time that this process's control groups (version 2) allow it; infinite if they set no limit."""
-    groups = (folder for controllers, folder in _control_groups(proc, root) if not controllers)
-    return min(map(_cpu_limit, groups), default=math.inf)
-
-
-def _cpu_limit(group: Path) -> float:
-    try:
-        most, period = (group / "cpu.max").read_text().split()
-        return int(most) / int(period)
-    except (OSError, ValueError):  # "max": no limit
-        return math.inf
+    least = math.inf
+    for controllers, group in _control_groups(proc, root):
+        if not controllers:
+            with contextlib.suppress(OSError, ValueError):  # "max": no limit
+                most, period = (group / "cpu.max").read_text().split()
+                least = min(least, int(most) / int(period))
+    return least
