@@ -21,10 +21,8 @@ TERMINALS = ("/dev/pts/", "/dev/tty")
 
 
 def python_command(code: str, *arguments: object) -> list[str]:
-    """Run `code` with `arguments` as `sys.argv[1:]`, with this process's `sys.path`.
-
-    The current directory, which `-c` and `-m` add, is left out: its `json.py` must not replace the standard library's.
-    """
+    """Run `code` with `arguments` as `sys.argv[1:]`, with this process's `sys.path`. The current directory, which `-c`
+    and `-m` add, is left out: its `json.py` must not replace the standard library's."""
     paths = [path for path in sys.path if path]
     if ROOT not in paths:  # `python -m pipeinfer` in the source tree
         paths.insert(0, ROOT)

@@ -1,7 +1,5 @@
-"""Small values by name in the user's cache folder, a file each. Knows no model and no cluster.
-
-A value that cannot be read, or was written by another program, is missing; a folder that cannot be written stays empty.
-"""
+"""Small values by name in the user's cache folder, a file each. Knows no model and no cluster. A value that cannot be
+read, or was written by another program, is missing; a folder that cannot be written stays empty."""
 
 import contextlib
 import hashlib
@@ -14,8 +12,7 @@ from typing import Any
 from pipeinfer.errors import UserError
 from pipeinfer.outputs import write_file
 
-N_VALUES = 256
-"""The most values of the folder; the oldest are deleted."""
+N_VALUES = 256  # the most values of the folder; the oldest are deleted
 BYTES_MAX = 64 * 1024
 
 

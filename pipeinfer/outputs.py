@@ -20,11 +20,9 @@ NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL)
 
 @contextlib.contextmanager
 def whole_file(path: Path, what: str) -> Iterator[BinaryIO]:
-    """A file to write to. It replaces `path` at the end of the block; if the block fails, `path` is unchanged.
-
-    Until then it may have no name: `path_of` gives one. A device or a pipe is written directly. `what`: the file's
-    name in messages, an option. Raises UserError, which names the file, for any OSError.
-    """
+    """A file to write to. It replaces `path` at the end of the block; if the block fails, `path` is unchanged. Until
+    then it may have no name: `path_of` gives one. A device or a pipe is written directly. `what`: the file's name in
+    messages, an option. Raises UserError, which names the file, for any OSError."""
     try:
         if is_stream(path):
             with path.open("wb", buffering=0) as file:

@@ -104,42 +104,34 @@ class Assignment:
 
 
 def draft_widths(n_drafts: int, draft_split: Sequence[int] = ()) -> tuple[int, ...]:
-    """The number of ranks of each draft, the smallest first: one, or for larger drafts as in `draft_split`.
-
-    Raises UserError when that does not have one number for each larger draft.
-    """
+    """The number of ranks of each draft, the smallest first: one, or for larger drafts as in `draft_split`. Raises
+    UserError when that does not have one number for each larger draft."""
     n_larger = max(0, n_drafts - 1)
     if not draft_split:
         return (1,) * n_drafts
     shown = _listed(draft_split)
     if not n_larger:
-        raise UserError(
-            f"--draft-split {shown} cuts larger drafts, and there is none: a lone draft lives whole on rank 0; "
-            "give -md for each draft, or leave it out"
-        )
+        reason = "cuts larger drafts, and there is none: a lone draft lives whole on rank 0"
+        raise UserError(f"--draft-split {shown} {reason}; give -md for each draft, or leave it out")
     if len(draft_split) != n_larger:
-        raise UserError(
-            f"--draft-split {shown} has {count_text(len(draft_split), 'part')} for "
-            f"{count_text(n_larger, 'larger draft')}; give one number for each, the smaller first, or leave it out"
-        )
+        reason = f"has {count_text(len(draft_split), 'part')} for {count_text(n_larger, 'larger draft')}"
+        way_out = "give one number for each, the smaller first, or leave it out"
+        raise UserError(f"--draft-split {shown} {reason}; {way_out}")
     return (1, *draft_split)
 
 
 def draft_ranks(n_ranks: int, widths: Sequence[int], first: int = 0) -> tuple[tuple[int, ...], ...]:
     """The ranks of each draft, as many as in `widths`: the smallest has rank `first`, which is the head if there are
-    others. A lone rank hosts everything.
-
-    Raises UserError when no rank is left for the target.
-    """
+    others. A lone rank hosts everything. Raises UserError when no rank is left for the target."""
     if n_ranks == 1 and set(widths) <= {1}:
         return ((0,),) * len(widths)
     if sum(widths) >= n_ranks:
         is_cut = sum(widths) > len(widths)
         way_out = f"a smaller --draft-split than {_listed(widths[1:])}" if is_cut else "-md less often"
         where = f" on {sum(widths)} ranks" if is_cut else ""
+        needed, here = f"{sum(widths) + 1} ranks", "is 1" if n_ranks == 1 else f"are {n_ranks}"
         raise UserError(
-            f"{len(widths)} drafts{where} and the target need {sum(widths) + 1} ranks, here "
-            f"{'is 1' if n_ranks == 1 else f'are {n_ranks}'}; start more, or give {way_out}"
+            f"{len(widths)} drafts{where} and the target need {needed}, here {here}; start more, or give {way_out}"
         )
     if len(widths) == 1:
         return ((first,),)
@@ -171,20 +163,16 @@ def assign(
     draft_rank: int = 0,
 ) -> Assignment:
     """Split each model's layers over its ranks: the target's by `split`, or so that the slowest stage is as fast as
-    `room` allows; larger drafts' by size over as many ranks as in `draft_split`, the smaller first.
-
-    `draft_rank`: of a lone draft. `speeds`: of each rank, at the target's layers; if they are unknown or alike, the
-    target is split by size too. If no split fits into the memory it is ignored; the check of the plan reports that.
-    Raises UserError when there are more stages than layers or a split does not fit.
-    """
+    `room` allows; larger drafts' by size over as many ranks as in `draft_split`, the smaller first. `draft_rank`: of a
+    lone draft. `speeds`: of each rank, at the target's layers; if they are unknown or alike, the target is split by
+    size too. If no split fits into the memory it is ignored; the check of the plan reports that. Raises UserError when
+    there are more stages than layers or a split does not fit."""
     widths = draft_widths(len(drafts), draft_split)
     for number, (width, draft) in enumerate(zip(widths, drafts, strict=True), start=1):
         n_layers = len(draft.layer_bytes)
         if width > n_layers:
-            raise UserError(
-                f"--draft-split {_listed(draft_split)}: {width} ranks for draft {number}, which has "
-                f"{count_text(n_layers, 'layer')}; give at most {n_layers}"
-            )
+            wrong = f"{width} ranks for draft {number}, which has {count_text(n_layers, 'layer')}"
+            raise UserError(f"--draft-split {_listed(draft_split)}: {wrong}; give at most {n_layers}")
     placed: tuple[Stages, ...] = ()
     for draft, taken in zip(drafts, draft_ranks(n_ranks, widths, draft_rank), strict=True):
         counts = balance(draft, len(taken), room(placed, taken) if room and len(taken) > 1 else None)
@@ -217,10 +205,8 @@ def _stages(ranks: Sequence[int], counts: Sequence[int]) -> Stages:
 
 def balance(sizes: Sizes, n_stages: int, room: StageRoom | None = None, speeds: Sequence[LayerSpeed] = ()) -> list[int]:
     """Layers of each stage, so that the slowest one is as fast as possible. `speeds`: one a stage; empty: all stages
-    are equally fast, and the largest number of bytes a token is minimised.
-
-    The input table costs memory, not time: one row of it is read. Raises UserError if the model cannot be split so.
-    """
+    are equally fast, and the largest number of bytes a token is minimised. The input table costs memory, not time: one
+    row of it is read. Raises UserError if the model cannot be split so."""
     cost: list[float] = [*sizes.layer_bytes[:-1], sizes.layer_bytes[-1] + sizes.output_bytes]
     faults = sizes.faults
     costs = [speed.seconds(sizes.layer_bytes, sizes.output_bytes) for speed in speeds] or [cost] * n_stages
@@ -228,17 +214,14 @@ def balance(sizes: Sizes, n_stages: int, room: StageRoom | None = None, speeds: 
     if counts:
         return counts
     most = next(n for n in range(n_stages - 1, 0, -1) if spread_layers([cost] * n, None, faults))
-    raise UserError(
-        f"{n_stages} stages for {len(cost)} layers that cannot be cut everywhere ({', '.join(set(faults.values()))}); "
-        f"start so few ranks that there are {count_text(most, 'stage')}"
-    )
+    layers = f"{len(cost)} layers that cannot be cut everywhere ({', '.join(set(faults.values()))})"
+    way_out = f"start so few ranks that there are {count_text(most, 'stage')}"
+    raise UserError(f"{n_stages} stages for {layers}; {way_out}")
 
 
 def parse_split(text: str) -> list[float]:
-    """Parse `4,4,8` (layers) or `0.25,0.25,0.5` (proportions); also PipeInfer's form, with `/1.0` for the draft.
-
-    Raises UserError when it is not such a list.
-    """
+    """Parse `4,4,8` (layers) or `0.25,0.25,0.5` (proportions); also PipeInfer's form, with `/1.0` for the draft. Raises
+    UserError when it is not such a list."""
     parts, _, draft = text.partition("/")
     try:
         values = [float(part) for part in parts.split(",")]
@@ -248,10 +231,8 @@ def parse_split(text: str) -> list[float]:
     if not all(0 < value < float("inf") for value in values):
         raise UserError(f"--layer-split {text!r}: every part must be above 0")
     if draft_value != 1.0:
-        raise UserError(
-            f"--layer-split {text!r} splits the draft, which rank 0 has whole; write /1.0 or leave it out "
-            "(--draft-split cuts larger drafts)"
-        )
+        way_out = "write /1.0 or leave it out (--draft-split cuts larger drafts)"
+        raise UserError(f"--layer-split {text!r} splits the draft, which rank 0 has whole; {way_out}")
     return values
 
 
@@ -260,20 +241,16 @@ def split_layers(split: Sequence[float], n_layers: int, n_stages: int, faults: F
     counts = _split(split, n_layers, n_stages)
     for first, last in pairwise(accumulate(counts, initial=0)):
         if (first, last) in faults:
-            raise UserError(
-                f"--layer-split {_listed(split)}: layers {first}-{last - 1} of this model cannot be a stage, "
-                f"{faults[first, last]}; split them otherwise, or leave it out"
-            )
+            reason = f"layers {first}-{last - 1} of this model cannot be a stage, {faults[first, last]}"
+            raise UserError(f"--layer-split {_listed(split)}: {reason}; split them otherwise, or leave it out")
     return counts
 
 
 def _split(split: Sequence[float], n_layers: int, n_stages: int) -> list[int]:
     shown = _listed(split)
     if len(split) != n_stages:
-        raise UserError(
-            f"--layer-split {shown} has {len(split)} parts, and the number of stages is {n_stages}; "
-            "give one part a stage, or leave it out to split by size"
-        )
+        wrong = f"has {len(split)} parts, and the number of stages is {n_stages}"
+        raise UserError(f"--layer-split {shown} {wrong}; give one part a stage, or leave it out to split by size")
     if all(part == int(part) for part in split) and not (n_stages == 1 and split[0] == 1):
         counts = [int(part) for part in split]
         if sum(counts) != n_layers:

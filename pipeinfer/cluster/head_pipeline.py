@@ -1,7 +1,5 @@
-"""The head's end of a pipeline: send runs and prunings, receive verdicts, wait.
-
-Knows ranks and messages; neither trees nor policies.
-"""
+"""The head's end of a pipeline: send runs and prunings, receive verdicts, wait. Knows ranks and messages; neither trees
+nor policies."""
 
 import math
 from collections import deque

@@ -68,12 +68,9 @@ class Idle:
 
 class Progress:
     """Moves large messages while this rank computes. `look` lets MPI move messages, from any thread; None: they move
-    only when tested for.
-
-    MPI moves a message only when it is called, over TCP about 16 KB a call. A rank that evaluates a chunk of a prompt
-    calls it between layers at most, so over slow links transfers would wait for computation. A thread calls it instead,
-    and sleeps when nothing large is on its way.
-    """
+    only when tested for. MPI moves a message only when it is called, over TCP about 16 KB a call. A rank that evaluates
+    a chunk of a prompt calls it between layers at most, so over slow links transfers would wait for computation. A
+    thread calls it instead, and sleeps when nothing large is on its way."""
 
     def __init__(self, look: Callable[[], object] | None) -> None:
         self._look = look

@@ -1,7 +1,5 @@
-"""Time messages between two ranks: the offset of their clocks, and a link's bandwidth. Imports no MPI.
-
-All functions are collective.
-"""
+"""Time messages between two ranks: the offset of their clocks, and a link's bandwidth. Imports no MPI. All functions
+are collective."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -19,10 +17,8 @@ MESSAGE_BYTES, N_MESSAGES = 1 << 22, 4  # of which the fastest tells a link's ba
 
 
 def clock_offset_s(link: "Link", clock: Callable[[], float], ranks: Iterable[int], n_rounds: int = 8) -> float:
-    """Seconds to add to this rank's clock to get rank 0's; 0 unless it is one of `ranks`, whose clocks may differ.
-
-    The round with the least delay counts.
-    """
+    """Seconds to add to this rank's clock to get rank 0's; 0 unless it is one of `ranks`, whose clocks may differ. The
+    round with the least delay counts."""
     offset_s, time_s = 0.0, np.zeros(1)
     for rank in ranks:
         if link.rank == 0:

@@ -216,9 +216,8 @@ def groups_of(plain: Group, groups: Sequence[str]) -> tuple[Group, ...]:
     """The groups given, or the plain one. Raises UserError if both are given, or neither says how many tasks."""
     if groups and plain != Group():
         option = next(field.name for field in fields(plain) if getattr(plain, field.name) is not None)
-        raise UserError(
-            f"--{option.replace('_', '-')} and --group are given; with --group, each group says what it has"
-        )
+        both = f"--{option.replace('_', '-')} and --group are given"
+        raise UserError(f"{both}; with --group, each group says what it has")
     parsed = tuple(map(parse_group, groups)) or (plain,)
     for group in parsed:
         _ = group.n_tasks

@@ -84,13 +84,10 @@ def spread_layers(
     cost: Sequence[Sequence[float]], room: StageRoom | None = None, faults: Faults = NO_FAULTS
 ) -> list[int] | None:
     """Layers of each stage, so that the slowest stage is as fast as possible; None if memory or `faults` allow no
-    split.
-
-    `cost[stage][layer]`: seconds of a row, or proportional to them; the last layer's includes the output. The stages
-    after each stage are split in the same way; among equal splits the most even one is taken.
-    Exact, by dynamic programming. Only if memory is short and the hosts alternate along the pipeline, with more than
-    MAX_STATES states, each stage has an equal share of its host's memory.
-    """
+    split. `cost[stage][layer]`: seconds of a row, or proportional to them; the last layer's includes the output. The
+    stages after each stage are split in the same way; among equal splits the most even one is taken. Exact, by dynamic
+    programming. Only if memory is short and the hosts alternate along the pipeline, with more than MAX_STATES states,
+    each stage has an equal share of its host's memory."""
     sums = _exact_sums(cost)
     counts = _best_counts(sums, None, faults)
     if room is None or counts is None or room.fits(counts):

@@ -1,8 +1,6 @@
-"""Time a loaded model: rows, single layers, rows behind a context, chunks of prompts. Knows no MPI.
-
-All of it goes one way: `time_in_turns` decides how often which sizes are timed, `time_run` times one run. The model's
-cache must be empty and is empty afterwards.
-"""
+"""Time a loaded model: rows, single layers, rows behind a context, chunks of prompts. Knows no MPI. All of it goes one
+way: `time_in_turns` decides how often which sizes are timed, `time_run` times one run. The model's cache must be empty
+and is empty afterwards."""
 
 import contextlib
 import math
@@ -57,10 +55,8 @@ def time_in_turns(
     is_enough: Callable[[Mapping[int, list[T]]], bool],
     whole_turns: bool = False,
 ) -> dict[int, list[T]]:
-    """Size -> the results of `measure`, one a turn. Turns spread a short disturbance over all sizes.
-
-    `is_enough`: whether these results suffice; called before each size, or with `whole_turns` before each turn.
-    """
+    """Size -> the results of `measure`, one a turn. Turns spread a short disturbance over all sizes. `is_enough`:
+    whether these results suffice; called before each size, or with `whole_turns` before each turn."""
     results: dict[int, list[T]] = {}
     for turn in range(n_turns):
         for index, size in enumerate(list(results) if turn else sizes):
@@ -148,11 +144,8 @@ def _row_timer(model: StageModel, clock: Seconds) -> Callable[[int], float]:
 def recall_rows(
     model: StageModel, clock: Seconds, cache: DiskCache, name: str, budget_s: float = 1.0
 ) -> dict[int, float]:
-    """`time_rows`, cached under a name with everything that the times depend on.
-
-    Cached times are scaled to a single row's time now. If that was longer then, the host was busy, and all is timed
-    again.
-    """
+    """`time_rows`, cached under a name with everything that the times depend on. Cached times are scaled to a single
+    row's time now. If that was longer then, the host was busy, and all is timed again."""
     if cached := _read_rows(cache.get(name)):
         row_s = time_row(model, clock)
         if row_s >= CREDIBLE * cached[1]:
@@ -252,11 +245,9 @@ def time_layers(
     model: StageModel, layer_bytes: Sequence[int], output_bytes: int, clock: Seconds, stops: bool
 ) -> LayerSpeed:
     """The best time of each layer, of consecutive rows: the load of the host's other ranks slows down every row, short
-    disturbances do not count.
-
-    `layer_bytes`: of its layers; `output_bytes`: of the output matrix, 0 if that is another stage's. `stops`: the model
-    calls `stop` between layers once they are computed. Else, or if it never does, all bytes count as equally fast.
-    """
+    disturbances do not count. `layer_bytes`: of its layers; `output_bytes`: of the output matrix, 0 if that is another
+    stage's. `stops`: the model calls `stop` between layers once they are computed. Else, or if it never does, all bytes
+    count as equally fast."""
     start_s = clock()
 
     def measure(n_rows: int) -> tuple[bool, list[float]]:

@@ -1,7 +1,5 @@
-"""MPI: messages in order between two ranks, and what all ranks do together. The only file that imports mpi4py.
-
-Knows bytes, sources and tags; no run and no pipeline. Sends never block, receives are posted ahead, waits are polls.
-"""
+"""MPI: messages in order between two ranks, and what all ranks do together. The only file that imports mpi4py. Knows
+bytes, sources and tags; no run and no pipeline. Sends never block, receives are posted ahead, waits are polls."""
 
 import contextlib
 import ctypes
@@ -105,10 +103,8 @@ class Outbox:
 @dataclass(eq=False)
 class Inbox:
     """Receives that are posted ahead, so that the next message arrives while this one is processed (SiPipe, section
-    5.3). With `n_ahead` 0, for ablation studies, a receive is posted when a message's length is known.
-
-    `courier`: holds messages back until they are due, in paced jobs. `allocate`: returns memory for so many bytes.
-    """
+    5.3). With `n_ahead` 0, for ablation studies, a receive is posted when a message's length is known. `courier`: holds
+    messages back until they are due, in paced jobs. `allocate`: returns memory for so many bytes."""
 
     comm: Comm
     source: int
@@ -218,11 +214,9 @@ def abort(code: int) -> None:
 
 
 class Link:
-    """This rank's connection to the others, and the collective steps before and after the pipeline runs.
-
-    Every wait except MPI's own start and end is a poll: the rank leaves its cores to others while it waits, and its
-    threads for signals and the watch can always run.
-    """
+    """This rank's connection to the others, and the collective steps before and after the pipeline runs. Every wait
+    except MPI's own start and end is a poll: the rank leaves its cores to others while it waits, and its threads for
+    signals and the watch can always run."""
 
     def __init__(self) -> None:
         """Start MPI: returns when every rank has called it."""

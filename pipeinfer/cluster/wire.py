@@ -181,11 +181,9 @@ def feature_bytes(n_rows: int, n_embd: int, n_features: int) -> int:
 
 
 class Transaction:
-    """A view of a run's message, of which `buffer` may be longer.
-
-    `rows`: SentRows as a structured array, which may be written to. `out_of_band`: activations on a device;
-    `received_memory`: in which they came. `n_joined`: see `join`; None: it has no JOIN.
-    """
+    """A view of a run's message, of which `buffer` may be longer. `rows`: SentRows as a structured array, which may be
+    written to. `out_of_band`: activations on a device; `received_memory`: in which they came. `n_joined`: see `join`;
+    None: it has no JOIN."""
 
     def __init__(self, buffer: Buffer, n_embd: int, wire_type: WireType = WireType.F32) -> None:
         self.buffer, self.n_embd, self.wire_type = buffer, n_embd, wire_type

@@ -30,9 +30,7 @@ SAMPLERS: Mapping[str, Mapping[str, float]] = {
 LETTERS = {"e": "penalties", "d": "dry", "s": "top_n_sigma", "k": "top_k", "y": "typ_p", "p": "top_p", "m": "min_p"}
 LETTERS |= {"x": "xtc", "t": "temperature", "a": "adaptive_p", "i": "infill"}
 OTHER_NAMES = {"typical_p": "typ_p", "typical": "typ_p", "nucleus": "top_p", "temp": "temperature"}
-OFF = ("adaptive_p", "dynatemp")
-"""Samplers that are off unless their own settings say otherwise."""
-
+OFF = ("adaptive_p", "dynatemp")  # samplers that are off unless their own settings say otherwise
 ON_ALL = ("penalties", "dry")  # these look at all tokens, before others leave some out
 
 MOST_XTC = 0.5  # at most one token is likelier, and it stays: larger thresholds switch XTC off

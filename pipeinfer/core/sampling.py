@@ -1,8 +1,6 @@
-"""Choose a token from logits: the same choice for the same (logits, seed, position), wherever and whenever asked.
-
-Knows no tree and no model. A choice reads every logit about once: usually only tokens that can be chosen are sorted, or
-get noise.
-"""
+"""Choose a token from logits: the same choice for the same (logits, seed, position), wherever and whenever asked. Knows
+no tree and no model. A choice reads every logit about once: usually only tokens that can be chosen are sorted, or get
+noise."""
 
 import math
 import secrets

@@ -29,7 +29,7 @@ from pipeinfer.server.errors import NOT_SAVED, JsonResponse, Refusal, error_resp
 from pipeinfer.server.forms import BlockForm, OpenAIForm, event
 from pipeinfer.server.front import HttpOptions
 from pipeinfer.server.head_client import HeadClient, HeadState
-from pipeinfer.server.llama_cpp import ACTIONS, INFILL, CompletionForm, infill_of, open_slots, props, with_suffix
+from pipeinfer.server.llama_cpp import ACTIONS, INFILL, CompletionForm, SavedSlots, infill_of, props, with_suffix
 from pipeinfer.server.metrics import CONTENT_TYPE, Metrics
 from pipeinfer.server.prompting import ParsedRequest, Prompting, parse_request
 from pipeinfer.server.request_log import RequestLog
@@ -82,7 +82,10 @@ class Api:
         self.spell = speller(self.tokenizer)
         prompting.prompts.warn = self.log.warn
         self.defaults = replace(setup.defaults, strict=http.strict)
-        self.saved = open_slots(http, setup, self.tokenizer.n_vocab, head, self.defaults.adapters)
+        self.saved: SavedSlots | None = None
+        if http.slot_folder and setup.context.kv_disk:  # else texts cannot be saved
+            n_vocab, adapters = self.tokenizer.n_vocab, self.defaults.adapters
+            self.saved = SavedSlots(http.slot_folder, setup, n_vocab, head, adapters)
 
     def app(self, address: str) -> Access:
         """`address`: where it listens."""
@@ -294,9 +297,7 @@ class Api:
 
     async def _body(self, request: Request, read: Callable[[dict[str, Any]], T]) -> T:
         """The body as `read` returns it. A thread reads large bodies, so that other clients are served meanwhile.
-
-        Raises what `_data` raises, UserError when it is no JSON object, and as `read` does.
-        """
+        Raises what `_data` raises, UserError when it is no JSON object, and as `read` does."""
         data = await self._data(request)
 
         def work() -> T:

@@ -112,9 +112,8 @@ class ProcessSetup:
 
 class HttpServer:
     """The port of a service and the process that answers there, for one job, or if `is_followed` for several in a row.
-
-    The process gets links to rank 0 of these jobs over a control socket, and answers there when it is told of a loss.
-    """
+    The process gets links to rank 0 of these jobs over a control socket, and answers there when it is told of a
+    loss."""
 
     def __init__(self, options: HttpOptions, is_followed: bool = False) -> None:
         """Open the port. Raises UserError: what is not installed, files, the port."""

@@ -33,7 +33,6 @@ from pipeinfer.models.text.tokenizer import BREAKERS, Tokenizer
 from pipeinfer.server.choices import Answer, Choice
 from pipeinfer.server.errors import Refusal
 from pipeinfer.server.forms import ChoiceOutput, OpenAIForm, event
-from pipeinfer.server.front import HttpOptions
 from pipeinfer.server.head_client import HeadClient
 
 INFILL = "/infill"
@@ -259,12 +258,3 @@ class SavedSlots:
         if not is_text or not all(is_whole(each) and 0 <= each < self._n_vocab for each in tokens):
             refuse(f"{name} is no saved slot; save one with action=save")
         return SlotText(tuple(tokens), None if scales is None else read_scales(scales, self._adapters))
-
-
-def open_slots(
-    http: HttpOptions, setup: Setup, n_vocab: int, head: HeadClient, adapters: Sequence[ScaledAdapter]
-) -> SavedSlots | None:
-    """None where texts cannot be saved."""
-    if not (http.slot_folder and setup.context.kv_disk):
-        return None
-    return SavedSlots(http.slot_folder, setup, n_vocab, head, adapters)

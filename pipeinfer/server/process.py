@@ -1,8 +1,5 @@
-"""The program of the HTTP process: clients' requests go to rank 0, its output to clients.
-
-It ends when rank 0 does, after an answer to each client. Under a supervisor it outlives jobs: clients wait for the next
-one.
-"""
+"""The program of the HTTP process: clients' requests go to rank 0, its output to clients. It ends when rank 0 does,
+after an answer to each client. Under a supervisor it outlives jobs: clients wait for the next one."""
 
 import asyncio
 import contextlib

@@ -1,7 +1,5 @@
-"""Requests of HTTP -> requests to the models: parsed, rendered and tokenised beside the loop that serves clients.
-
-Knows no HTTP.
-"""
+"""Requests of HTTP -> requests to the models: parsed, rendered and tokenised beside the loop that serves clients. Knows
+no HTTP."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence

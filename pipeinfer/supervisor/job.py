@@ -73,11 +73,9 @@ class KeptInput:
 
 
 class KeptOutput:
-    """Standard output, which rank 0 sends over a link, since launchers write to theirs too.
-
-    Each attempt sends the text from its beginning: what was written before is left out. `whole`: a result with figures
-    that differ each time, so it is written when the job has ended in order.
-    """
+    """Standard output, which rank 0 sends over a link, since launchers write to theirs too. Each attempt sends the text
+    from its beginning: what was written before is left out. `whole`: a result with figures that differ each time, so it
+    is written when the job has ended in order."""
 
     def __init__(self, whole: bool) -> None:
         self.whole = whole

@@ -114,10 +114,8 @@ def simulate(
     draft. Raises UserError if the choices end too early."""
     n_prompt = len(choices.prompt)
     if n_prompt + n_predict > choices.n_tokens:
-        n_recorded = choices.n_tokens - n_prompt
-        raise UserError(
-            f"-n {n_predict} is more than the {n_recorded} tokens that were recorded; lower it or record more"
-        )
+        recorded = f"the {choices.n_tokens - n_prompt} tokens that were recorded"
+        raise UserError(f"-n {n_predict} is more than {recorded}; lower it or record more")
     clock = VirtualClock()
     tracer = Tracer(clock)
     n_ctx = n_prompt + n_predict

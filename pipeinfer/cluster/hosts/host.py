@@ -1,8 +1,6 @@
 """A rank's host: what it has, what ranks have found out about it, how fast a rank of it is, and how its ranks share its
-cores.
-
-Measures memory and arithmetic alone; knows no MPI and loads no model: it only keeps what others find out about them.
-"""
+cores. Measures memory and arithmetic alone; knows no MPI and loads no model: it only keeps what others find out about
+them."""
 
 import contextlib
 import math
@@ -218,10 +216,8 @@ def threads_of_ranks(threads: tuple[int, ...], computing: Set[int], hosts: Seque
     """Threads of each rank: those of the option, else, also for 0, a share of its host's cores. Raises UserError for a
     wrong number of values."""
     if len(threads) not in (0, 1, len(hosts)):
-        raise UserError(
-            f"--threads {','.join(map(str, threads))} has {len(threads)} values, and the number of ranks is "
-            f"{len(hosts)}; give one, or one for each rank"
-        )
+        wrong = f"has {len(threads)} values, and the number of ranks is {len(hosts)}"
+        raise UserError(f"--threads {','.join(map(str, threads))} {wrong}; give one, or one for each rank")
     by_rank = (threads or (0,)) * len(hosts)
     return tuple(n_threads or share for n_threads, share in zip(by_rank, share_cores(hosts, computing), strict=False))
 

@@ -54,10 +54,8 @@ def size_from_environment(environ: Mapping[str, str] | None = None) -> int:
 
 
 def check_size(n_ranks: int, environ: Mapping[str, str] | None = None) -> None:
-    """Raises UserError when MPI has one rank (`n_ranks` is 1) though the launcher started several.
-
-    Each of them would do the whole job: the launcher and MPI use different protocols.
-    """
+    """Raises UserError when MPI has one rank (`n_ranks` is 1) though the launcher started several. Each of them would
+    do the whole job: the launcher and MPI use different protocols."""
     n_started = size_from_environment(environ)
     if n_ranks == 1 < n_started:
         raise UserError(
@@ -67,10 +65,8 @@ def check_size(n_ranks: int, environ: Mapping[str, str] | None = None) -> None:
 
 
 def exit_together(code: int) -> NoReturn:
-    """End this rank of a job that all ranks leave, with this exit code and without a message of the launcher.
-
-    Either no rank has initialised MPI, or every rank has finalised it.
-    """
+    """End this rank of a job that all ranks leave, with this exit code and without a message of the launcher. Either no
+    rank has initialised MPI, or every rank has finalised it."""
     if rank_from_environment() > 0:
         leave(0)
     if code and size_from_environment() > 1:
@@ -79,11 +75,8 @@ def exit_together(code: int) -> NoReturn:
 
 
 def leave(code: int) -> NoReturn:
-    """Flush all output and end this process.
-
-    It skips the interpreter's shutdown, because threads of libllama and MPI may still call Python, but runs libc's exit
-    handlers, in which MPICH tells its launcher that the end is in order.
-    """
+    """Flush all output and end this process. It skips the interpreter's shutdown, because threads of libllama and MPI
+    may still call Python, but runs libc's exit handlers, in which MPICH tells its launcher that the end is in order."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -92,11 +85,9 @@ def leave(code: int) -> NoReturn:
 
 
 def end_job(code: int, abort: Callable[[int], object] | None = None) -> NoReturn:
-    """End every rank at once with this exit code and without a message, before, within or after MPI_Init.
-
-    hydra takes the request from any of its ranks. Under other launchers MPI's `abort` ends the others. Open MPI's
-    launcher does so when this process ends, without the lines that it prints for an abort.
-    """
+    """End every rank at once with this exit code and without a message, before, within or after MPI_Init. hydra takes
+    the request from any of its ranks. Under other launchers MPI's `abort` ends the others. Open MPI's launcher does so
+    when this process ends, without the lines that it prints for an abort."""
     if (control := _hydra_socket()) is not None:
         time.sleep(HYDRA_FORWARDS_S)
         with contextlib.suppress(OSError):
@@ -108,10 +99,8 @@ def end_job(code: int, abort: Callable[[int], object] | None = None) -> NoReturn
 
 
 def fail_together(code: int, message: str) -> NoReturn:
-    """End a job with wrong input with one line. Usually every rank finds the same error, and rank 0 prints it.
-
-    A rank prints an error that rank 0 does not find, for instance because its host has another version.
-    """
+    """End a job with wrong input with one line. Usually every rank finds the same error, and rank 0 prints it. A rank
+    prints an error that rank 0 does not find, for instance because its host has another version."""
     rank, by_hydra = rank_from_environment(), _hydra_socket() is not None
     if rank > 0 and not by_hydra:
         leave(0)

@@ -1,8 +1,6 @@
 """The memory that ranks need, of their hosts and on GPUs, and an error with the numbers when that is more than is free;
-what this process uses of memory and files, and the energy that its host uses, by RAPL.
-
-Knows bytes, no model and no device.
-"""
+what this process uses of memory and files, and the energy that its host uses, by RAPL. Knows bytes, no model and no
+device."""
 
 import contextlib
 import math
@@ -134,18 +132,14 @@ def check_fits(hosts: Sequence[Host], memories: Sequence[Memory], way_out: str) 
     """Raises UserError when a host or a process has too little memory for what ranks need. One entry a rank."""
     for rank, (host, memory) in enumerate(zip(hosts, memories, strict=True)):
         if memory.needed > host.memory.process:
-            raise UserError(
-                f"rank {rank} on {host.name} needs {memory}; its limit (ulimit -v) leaves "
-                f"{size_text(host.memory.process)}; raise it, or {way_out}"
-            )
+            limit = f"its limit (ulimit -v) leaves {size_text(host.memory.process)}; raise it"
+            raise UserError(f"rank {rank} on {host.name} needs {memory}; {limit}, or {way_out}")
     for ranks, free in _host_pools(hosts):
         needed = sum(memories[rank].needed for rank in ranks)
         if needed > free:
             each = "; ".join(f"rank {rank}: {memories[rank]}" for rank in ranks)
-            raise UserError(
-                f"{hosts[ranks[0]].name} has {size_text(free)} of memory left, and what shall run there needs "
-                f"{size_text(needed)} ({each}); {way_out}"
-            )
+            lacks = f"has {size_text(free)} of memory left, and what shall run there needs {size_text(needed)}"
+            raise UserError(f"{hosts[ranks[0]].name} {lacks} ({each}); {way_out}")
 
 
 def check_gpus(hosts: Sequence[Host], needed: Sequence[int], way_out: str) -> None:

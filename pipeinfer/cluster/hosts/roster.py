@@ -61,23 +61,19 @@ def version_text() -> str:
 def check_alike(infos: Sequence[RankInfo]) -> None:
     """Raises UserError when a rank has another version of the program or other settings than rank 0."""
     our_version, our_host, _, ours = infos[0]
+    first, way_out = f"rank 0 (host {our_host})", "give every rank the same command line"
     for rank, (version, host, _, theirs) in enumerate(infos):
+        other = f"rank {rank} (host {host})"
         if version != our_version:
             raise UserError(
-                f"rank {rank} (host {host}) runs pipeinfer {version} and rank 0 (host {our_host}) {our_version}; "
-                "install the same on every host"
+                f"{other} runs pipeinfer {version} and {first} {our_version}; install the same on every host"
             )
         if theirs.get(COMMAND) != ours.get(COMMAND):
-            raise UserError(
-                f"rank {rank} (host {host}) was started with another command than rank 0 (host {our_host}); "
-                "give every rank the same command line"
-            )
+            raise UserError(f"{other} was started with another command than {first}; {way_out}")
         for name in sorted(ours.keys() | theirs.keys()):
             if theirs.get(name) != ours.get(name):
-                raise UserError(
-                    f"rank {rank} (host {host}) was started with {name} {_shown(theirs.get(name))} and rank 0 "
-                    f"(host {our_host}) with {_shown(ours.get(name))}; give every rank the same command line"
-                )
+                each = f"with {name} {_shown(theirs.get(name))} and {first} with {_shown(ours.get(name))}"
+                raise UserError(f"{other} was started {each}; {way_out}")
 
 
 def _shown(text: str | None) -> str:

@@ -37,8 +37,7 @@ HEADER = struct.Struct("<16sIQ16s")
 FORMAT = b"pipeinfer-kv 1\0\0"
 SUFFIX, UNFINISHED = ".kv", ".new"
 NAME = re.compile(r"[0-9a-f]{32}\.kv")
-LOCK_S, LOOK_S = 5.0, 0.1
-"""Seconds to wait for the folder while a job that is ending has it, and between looks."""
+LOCK_S, LOOK_S = 5.0, 0.1  # seconds to wait for the folder while a job that is ending has it, and between looks
 
 CellBytes = npt.NDArray[np.uint8]
 

@@ -1,7 +1,5 @@
 """Slow real ranks down to a profile's costs: stages sleep between layers, messages carry a stamp when they are due.
-
-Models, messages and cancellations stay real; only their times are stretched. Knows no MPI and no particular model.
-"""
+Models, messages and cancellations stay real; only their times are stretched. Knows no MPI and no particular model."""
 
 import math
 import time

@@ -1,7 +1,5 @@
-"""A stage's end of a pipeline: receive a run, evaluate it, send it on; receive prunings from the head.
-
-Knows ranks and messages; the evaluation itself is in `stage`.
-"""
+"""A stage's end of a pipeline: receive a run, evaluate it, send it on; receive prunings from the head. Knows ranks and
+messages; the evaluation itself is in `stage`."""
 
 from collections import deque
 from collections.abc import Callable, Sequence

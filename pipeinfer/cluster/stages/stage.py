@@ -44,6 +44,7 @@ class StageWorker:
 
     UNIT: ClassVar = "run"  # a transaction's name in timelines
     NO_ANSWER: ClassVar[Any] = NO_TOKEN
+    VERDICT: ClassVar[Any] = Verdict
 
     model: StageModel
     clock: Callable[[], float]
@@ -122,10 +123,12 @@ class StageWorker:
         self.tracer.evaluated(start_s, self.UNIT, transaction.run_id, transaction.n_rows, transaction.cancelled)
         if not self.model.is_last:
             return None
-        features = None if transaction.cancelled else transaction.features
-        verdict = partial(
-            self._verdict, transaction.run_id, answers, transaction.cancelled, transaction.slowest_s, features
-        )
+        run_id, cancelled, slowest_s = transaction.run_id, transaction.cancelled, transaction.slowest_s
+        features = [transaction.features] if transaction.n_features and not cancelled else []
+
+        def verdict() -> Verdict | GuessVerdict:
+            return self.VERDICT(run_id, tuple(answers), cancelled, slowest_s, *features)
+
         if samplers is None:
             return verdict()
         self.stats.n_left += bool(for_samplers)
@@ -198,10 +201,8 @@ class StageWorker:
         return NO_LOGITS
 
     def _alive(self, transaction: Transaction, seqs: Sequence[tuple[int, ...]]) -> list[int]:
-        """Rows to evaluate here: not dropped before, and with their prefix evaluated on this stage.
-
-        A row without its prefix, which was cancelled or pruned, descends from dead guesses.
-        """
+        """Rows to evaluate here: not dropped before, and with their prefix evaluated on this stage. A row without its
+        prefix, which was cancelled or pruned, descends from dead guesses."""
         ends: dict[int, int] = {}
         alive = []
         positions, dropped = transaction.rows["position"].tolist(), transaction.rows["dropped"].tolist()
@@ -277,12 +278,6 @@ class StageWorker:
             return FAILED
         return scored(logits, token, params.n_logprobs) if params.n_logprobs >= 0 else token
 
-    @staticmethod
-    def _verdict(
-        run_id: int, answers: list[Any], cancelled: bool, slowest_s: float, features: FloatArray | None
-    ) -> Verdict | GuessVerdict:
-        return Verdict(run_id, tuple(answers), cancelled, slowest_s, features)
-
 
 def _spread(values: FloatArray | DeviceRows, rows: Sequence[int], n_rows: int) -> FloatArray | DeviceRows:
     """`n_rows` rows: `values` at the indices `rows`, else zeros."""
@@ -300,18 +295,13 @@ class DraftWorker(StageWorker):
 
     UNIT: ClassVar = "question"
     NO_ANSWER: ClassVar[Any] = ()
+    VERDICT: ClassVar[Any] = GuessVerdict
 
     couple: bool
 
     def _answer(self, logits: FloatArray, question: Question) -> list[Guess]:
         wanted = question.n_wanted
         return guess_next(logits, question.params, question.position, question.history, wanted, self.couple)
-
-    @staticmethod
-    def _verdict(
-        run_id: int, answers: list[Any], cancelled: bool, slowest_s: float, features: FloatArray | None
-    ) -> Verdict | GuessVerdict:
-        return GuessVerdict(run_id, tuple(answers), cancelled, slowest_s)
 
 
 def room_for(message: Buffer, n_embd: int, wire_type: WireType = WireType.F32, n_features: int = 0) -> Transaction:

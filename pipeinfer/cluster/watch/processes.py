@@ -84,9 +84,8 @@ class Process:
 
 def first_to_close(link: Connection) -> Connection:
     """The same connection under a number above those of all other files, which Linux closes first when a process dies.
-
-    If the launcher's files were closed first, it could kill other ranks, whose deaths could be heard before this one.
-    """
+    If the launcher's files were closed first, it could kill other ranks, whose deaths could be heard before this
+    one."""
     highest = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], HIGHEST_FILE)
     with contextlib.suppress(OSError, ValueError):
         moved = fcntl.fcntl(link.fileno(), fcntl.F_DUPFD_CLOEXEC, highest - N_SPARE_FILES)
@@ -278,10 +277,8 @@ def remove_dead(paths: Iterable[Path]) -> bool:
 
 
 def _remove_unopened(path: Path) -> None:
-    """Remove a file of this user's that no process maps or has open, in any namespace.
-
-    The kernel grants a write lease only if nobody else has the file open. Raises OSError if it does not.
-    """
+    """Remove a file of this user's that no process maps or has open, in any namespace. The kernel grants a write lease
+    only if nobody else has the file open. Raises OSError if it does not."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         state = os.fstat(file)

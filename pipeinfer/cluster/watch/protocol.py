@@ -107,11 +107,9 @@ def write_line(text: str) -> None:
 
 
 class HeartbeatMonitor:
-    """Finds a rank without heartbeats for `limit_s`.
-
-    When no rank is heard, or `look` was not called in time, the whole job was suspended (Ctrl-Z, a closed laptop). Then
-    no rank is at fault, and every rank's time starts again when one is heard.
-    """
+    """Finds a rank without heartbeats for `limit_s`. When no rank is heard, or `look` was not called in time, the whole
+    job was suspended (Ctrl-Z, a closed laptop). Then no rank is at fault, and every rank's time starts again when one
+    is heard."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s

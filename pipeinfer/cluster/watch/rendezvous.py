@@ -1,7 +1,5 @@
-"""How ranks find the sentinel: the socket that rank 0 opens, who is admitted there, how a rank connects.
-
-Knows sockets and hosts, no MPI. Standard library alone.
-"""
+"""How ranks find the sentinel: the socket that rank 0 opens, who is admitted there, how a rank connects. Knows sockets
+and hosts, no MPI. Standard library alone."""
 
 import contextlib
 import fcntl

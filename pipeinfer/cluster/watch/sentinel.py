@@ -1,8 +1,6 @@
-"""The process beside rank 0 that holds a connection to every rank, and reports ranks that died or never joined.
-
-It runs in a session of its own, which the launcher does not kill, and imports only the standard library and files of
-this package that do the same. Knows no MPI.
-"""
+"""The process beside rank 0 that holds a connection to every rank, and reports ranks that died or never joined. It runs
+in a session of its own, which the launcher does not kill, and imports only the standard library and files of this
+package that do the same. Knows no MPI."""
 
 import contextlib
 import errno
@@ -30,9 +28,7 @@ EXIT_CODE = 1
 ABORT_GRACE_S = 1.0
 """Time for rank 0 to end the job by MPI, before the sentinel kills it, which makes the launcher end the job."""
 
-HEAD_GRACE_S = 5.0
-"""Time for rank 0 to end the job after another rank has ended: it reports an error that both found."""
-
+HEAD_GRACE_S = 5.0  # time for rank 0 to end the job after another rank has ended: it reports an error that both found
 LAUNCHER_GRACE_S = 0.3
 """Time for the launcher to end the job after a death: it does so without the many lines of MPI_Abort."""
 

@@ -42,12 +42,10 @@ START = "import sys; sys.path.append(sys.argv[1]); from pipeinfer.cluster.watch.
 
 @dataclass(eq=False)
 class Watch:
-    """One rank's connection to the sentinel: `open` before MPI starts, `join` once it has started.
-
-    As a context manager it leaves in order at the end of the block, also on `SystemExit` and `KeyboardInterrupt`; any
-    other exception is reported as this rank's fault. `end_all(code)` ends all ranks; it is called from a thread and may
-    return. `limits` must be the same on every rank. `resume_file`, `inquiry`: see `Sentinel`.
-    """
+    """One rank's connection to the sentinel: `open` before MPI starts, `join` once it has started. As a context manager
+    it leaves in order at the end of the block, also on `SystemExit` and `KeyboardInterrupt`; any other exception is
+    reported as this rank's fault. `end_all(code)` ends all ranks; it is called from a thread and may return. `limits`
+    must be the same on every rank. `resume_file`, `inquiry`: see `Sentinel`."""
 
     rank: int
     size: int
@@ -89,10 +87,8 @@ class Watch:
         return self._joined.is_set()
 
     def join(self, locations: Sequence[Location], broadcast: Callable[[Rendezvous | None], Rendezvous]) -> None:
-        """Connect to the sentinel. Collective, to be called before anything slow, such as loading.
-
-        `locations`: of every rank; `broadcast` returns rank 0's argument on all ranks.
-        """
+        """Connect to the sentinel. Collective, to be called before anything slow, such as loading. `locations`: of
+        every rank; `broadcast` returns rank 0's argument on all ranks."""
         if self.rank == 0:
             broadcast(self._invite(locations))
         else:

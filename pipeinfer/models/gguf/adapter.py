@@ -24,9 +24,7 @@ from pipeinfer.models.gguf.model_info import ModelInfo, layer_of
 from pipeinfer.models.gguf.writer import encode_entry, encode_header, encode_number, encode_text, padded, tensor_data
 
 A, B = ".lora_a", ".lora_b"
-PASSED_OVER = "_norm.weight"
-"""libllama passes over tensors whose names end so."""
-
+PASSED_OVER = "_norm.weight"  # libllama passes over tensors whose names end so
 TILED, UNTILED = frozenset([0, 1, 30]), frozenset([8])
 """GGML types of which tiles add up otherwise, F32, F16 and BF16, and those of which they do not, Q8_0."""
 

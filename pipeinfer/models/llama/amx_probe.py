@@ -1,8 +1,6 @@
 """Multiply two small matrices with libggml's AMX kernels, in a process of its own: `python -I -S amx_probe.py FOLDER`.
-
 Exit code 0: right, or libggml has no such kernels for this processor; anything else, a signal's too: not to be used.
-Knows libggml's C API alone; only the standard library may be imported here.
-"""
+Knows libggml's C API alone; only the standard library may be imported here."""
 
 import array
 import ctypes

@@ -22,9 +22,7 @@ from pipeinfer.models.llama import ggml
 from pipeinfer.models.llama.params import IS_X86
 
 F16, BF16 = 1, 30
-STATE_CELLS = 256
-"""Cells copied at a time: bounds the memory of a copy."""
-
+STATE_CELLS = 256  # cells copied at a time: bounds the memory of a copy
 ROPE_OF_PLANES, PLANE_BYTES = (8, 40), 12
 """libllama's types of positions with several dimensions, and their bytes in a cell."""
 
@@ -151,11 +149,8 @@ def next_position(library: ModuleType, memory: object, seq: int) -> int:
 
 class Compaction:
     """Of a context whose parked cells are in the sequence `spare`; the next one is empty. `whole`: a sequence has a
-    state beside its cells, and can only be moved as a whole.
-
-    Where layers have a window, libllama treats a cell outside of it as free if one sequence alone has it. So the next
-    sequence has all cells, too, meanwhile.
-    """
+    state beside its cells, and can only be moved as a whole. Where layers have a window, libllama treats a cell outside
+    of it as free if one sequence alone has it. So the next sequence has all cells, too, meanwhile."""
 
     def __init__(self, lib: Any, context: Any, spare: int, form: CacheForm, whole: bool = False) -> None:
         self._lib, self._context, self._spare, self._form, self._whole = lib, context, spare, form, whole

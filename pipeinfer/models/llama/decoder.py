@@ -72,12 +72,8 @@ class LoadedAdapters:
         return handle
 
 
-NAME_BYTES = 64
-"""A tensor's field follows its name, of so many bytes."""
-
-FIND = "_ZNK11llama_model10get_tensorEPKc"
-"""libllama's `llama_model::get_tensor`."""
-
+NAME_BYTES = 64  # a tensor's field follows its name, of so many bytes
+FIND = "_ZNK11llama_model10get_tensorEPKc"  # libllama's `llama_model::get_tensor`
 _MARK = ctypes.create_string_buffer(1)
 
 
@@ -119,9 +115,7 @@ PLANES = ("attn_k_b", "attn_v_b")
 """Matrices of three dimensions, by which libllama multiplies permuted rows. libggml's AMX kernels accept such weights
 when they are loaded, and no such rows later, which ends the process."""
 
-MTP = 1
-"""libllama's type of a context that evaluates a model's own head."""
-
+MTP = 1  # libllama's type of a context that evaluates a model's own head
 NO_SLOT, INVALID_BATCH = 1, -1
 
 
@@ -260,10 +254,8 @@ class Decoder:
     def decode(
         self, context: LlamaContext, batch: Batch, hidden: FloatArray | None, wanted: Flags | None, at: int = 0
     ) -> None:
-        """Evaluate rows from their tokens, or from `hidden`; the residual stream goes to `out` from row `at` on.
-
-        Raises EvaluationStopped, what `stop` raised, KvCacheFull and BatchRefused, RuntimeError for other failures.
-        """
+        """Evaluate rows from their tokens, or from `hidden`; the residual stream goes to `out` from row `at` on. Raises
+        EvaluationStopped, what `stop` raised, KvCacheFull and BatchRefused, RuntimeError for other failures."""
         self.callback.expect(len(batch.positions), context.size.n_ubatch, at, hidden)
         if self._tiles:
             self._tiles.use(context.size.are_blocks)

@@ -34,8 +34,7 @@ N_BETWEEN = 64
 different threads."""
 
 N_CELLS = N_BEFORE * (1 + N_BETWEEN) + 4 * N_ROWS * len(SIZES)
-TEXT, OTHERS, BESIDE = 0, 1, 2
-"""Sequences."""
+TEXT, OTHERS, BESIDE = 0, 1, 2  # sequences
 
 
 class ExactRows(NamedTuple):

@@ -27,8 +27,7 @@ from pipeinfer.models.gguf.architectures import Architecture
 from pipeinfer.models.llama import ggml
 
 _Stop = ctypes.CFUNCTYPE(ctypes.c_bool)
-OUTPUT = b"h_nextn"
-"""The node that a model's own head reads, after the last layer."""
+OUTPUT = b"h_nextn"  # the node that a model's own head reads, after the last layer
 
 
 class Tap(ctypes.Structure):

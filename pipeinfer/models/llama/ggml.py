@@ -1,7 +1,5 @@
 """The installed libllama and libggml: versions, devices, loaded quietly, with functions that llama_cpp does not export.
-
-llama_cpp is imported by `load_library`, not by importing this module: it takes a while. Knows no model.
-"""
+llama_cpp is imported by `load_library`, not by importing this module: it takes a while. Knows no model."""
 
 import ctypes
 import os
@@ -42,10 +40,8 @@ _abort_causes: list[Callable[[str], str]] = []
 
 @cache
 def load_library() -> ModuleType:
-    """llama_cpp's ctypes module, its backends initialised and its log silenced (see `last_errors`).
-
-    Raises UserError when it is not installed, or its library cannot be loaded on this host.
-    """
+    """llama_cpp's ctypes module, its backends initialised and its log silenced (see `last_errors`). Raises UserError
+    when it is not installed, or its library cannot be loaded on this host."""
     spin_briefly(os.environ)
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")  # else a crash starts a debugger that prints a screenful
     try:
@@ -77,11 +73,9 @@ def load_extension() -> ModuleType:
 
 
 def _bindings(name: str = "llama_cpp") -> ModuleType:
-    """A ctypes module of llama_cpp without the package around it, whose import takes 0.2 s of each rank (measured).
-
-    The module imports its siblings through the package, so an empty package is in `sys.modules` meanwhile; a later
-    import of llama_cpp gets all of it.
-    """
+    """A ctypes module of llama_cpp without the package around it, whose import takes 0.2 s of each rank (measured). The
+    module imports its siblings through the package, so an empty package is in `sys.modules` meanwhile; a later import
+    of llama_cpp gets all of it."""
     spec = find_spec("llama_cpp")
     if "llama_cpp" in sys.modules or spec is None:
         return import_module(f"llama_cpp.{name}")
@@ -223,11 +217,9 @@ def cache_key(subject: str) -> str:
 
 @cache
 def amx_works() -> bool:
-    """False when libggml has kernels for this processor's matrix tiles, and they crash or multiply wrongly.
-
-    GCC 12 drops most of the tile configuration before it is loaded (its `_tile_loadconfig` claims to read 8 of the 64
-    bytes), and the first multiplication then ends the process: another process tries.
-    """
+    """False when libggml has kernels for this processor's matrix tiles, and they crash or multiply wrongly. GCC 12
+    drops most of the tile configuration before it is loaded (its `_tile_loadconfig` claims to read 8 of the 64 bytes),
+    and the first multiplication then ends the process: another process tries."""
     if b"AMX_INT8 = 1" not in load_library().llama_print_system_info():
         return True
     name, cached = cache_key("amx"), user_cache()
@@ -248,11 +240,8 @@ def probe_amx(folder: Path) -> bool:
     return done.returncode == 0
 
 
-KINDS = {0: "CPU", 1: "GPU", 2: "integrated GPU", 3: "accelerator"}
-"""ggml_backend_dev_type's answers."""
-
-GPUS = ("GPU", "integrated GPU")
-"""Kinds that layers can be put on."""
+KINDS = {0: "CPU", 1: "GPU", 2: "integrated GPU", 3: "accelerator"}  # ggml_backend_dev_type's answers
+GPUS = ("GPU", "integrated GPU")  # kinds that layers can be put on
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,18 +18,10 @@ TILED_TYPES = frozenset([10, 11, 12, 13, 14, 16, 17, 18, 19, 21, 22, 23, 29])
 
 TILED_ROWS = 8
 
-OTHER_ALONE = frozenset([0, 1, 20, 30])
-"""The same from two rows on: F32, F16, IQ4_NL, BF16."""
-
-NUMA_STRATEGIES = ("distribute", "isolate", "numactl")
-"""In the order of libggml's numbers, which begin with 1."""
-
-LEAST_PART = 3
-"""Rows at once: with fewer guesses would cost as much as tokens."""
-
-GROUP = 4
-"""Rows that libggml's kernels for repacked weights multiply at a time."""
-
+OTHER_ALONE = frozenset([0, 1, 20, 30])  # the same from two rows on: F32, F16, IQ4_NL, BF16
+NUMA_STRATEGIES = ("distribute", "isolate", "numactl")  # in the order of libggml's numbers, which begin with 1
+LEAST_PART = 3  # rows at once: with fewer guesses would cost as much as tokens
+GROUP = 4  # rows that libggml's kernels for repacked weights multiply at a time
 MANY = 8
 """Requests from which on rows come in groups. A row alone costs as much as a group then, up to twice as much as in a
 part; the mean time of a run of 1 to 8 rows is 0.85 of that in parts, of 1 to 4 rows 1.0."""
@@ -39,12 +31,8 @@ MANY_TILED, TILED_SHARE = 16, 1 / 8
 have TILED_ROWS rows, so that tiled kernels multiply: against groups of GROUP 32 rows of a Q4_K_M model take 0.8 of the
 time, 16 rows 0.93, 8 rows 1.1, up to 4 rows 2.0."""
 
-GROUP_CELLS = 256
-"""Cells for rows that fill a group up: libllama rounds caches up to so many."""
-
-CELL_BYTES = 64
-"""Of a cell's position and sequences."""
-
+GROUP_CELLS = 256  # cells for rows that fill a group up: libllama rounds caches up to so many
+CELL_BYTES = 64  # of a cell's position and sequences
 ROW_PADDING = 32
 
 
@@ -142,12 +130,9 @@ def in_groups(
     n_requests: int,
 ) -> tuple[TypeRows, ...]:
     """All types of the model's matrices, with rows in groups, if that is faster with so many requests than `in_parts`,
-    and gives a row the same bits in every batch; else none.
-
-    `repacked`: types that libggml repacks. `alike`: types, and sizes of their groups, of which a row has the same bits
-    in all whole groups. The number of rows of an expert depends on the other rows, so that models with experts, or
-    other matrices of three dimensions, have none.
-    """
+    and gives a row the same bits in every batch; else none. `repacked`: types that libggml repacks. `alike`: types, and
+    sizes of their groups, of which a row has the same bits in all whole groups. The number of rows of an expert depends
+    on the other rows, so that models with experts, or other matrices of three dimensions, have none."""
     sizes, layers = matrix_bytes(info), info.layers.architecture
     has_planes = any(sum(length > 1 for length in tensor.shape) > 2 for tensor in info.tensors)
     part = largest_part(info, LlamaParams(0, repacked=in_parts))
@@ -163,12 +148,9 @@ def in_groups(
 
 def worth_repacking(info: ModelInfo, params: LlamaParams, possible: tuple[TypeRows, ...]) -> tuple[TypeRows, ...]:
     """The model's types among those that can be repacked, if that is faster with `exact`; else none: libllama repacks
-    all or none of them.
-
-    Such kernels took 5 to 30% less time for as many rows with all models that were tried (x86 with AVX-512). Smaller
-    parts cost more than that where little is repacked: 8 rows took 1.4 times as long with Q4_K_M files of small models,
-    most of whose rows do not divide into its blocks.
-    """
+    all or none of them. Such kernels took 5 to 30% less time for as many rows with all models that were tried (x86 with
+    AVX-512). Smaller parts cost more than that where little is repacked: 8 rows took 1.4 times as long with Q4_K_M
+    files of small models, most of whose rows do not divide into its blocks."""
     sizes = matrix_bytes(info)
     repacked = tuple(each for each in possible if each.type in sizes)
     n_rows, before = (largest_part(info, replace(params, repacked=each)) for each in (repacked, ()))
@@ -203,11 +185,9 @@ def matrix_bytes(info: ModelInfo) -> Mapping[int, int]:
 
 def buffer_bytes(info: ModelInfo, is_last: bool, n_cells: int, n_rows: int, n_outputs: int) -> int:
     """libllama's memory of one context beside weights, keys and values, for batches of up to `n_rows` rows, of which
-    `n_outputs` may want logits on the last slice.
-
-    The forms follow libllama's own figures ("compute buffer size", "output buffer size") for llama, qwen2, falcon,
-    qwen3moe and phi3 models: within a few MB, rather above than below.
-    """
+    `n_outputs` may want logits on the last slice. The forms follow libllama's own figures ("compute buffer size",
+    "output buffer size") for llama, qwen2, falcon, qwen3moe and phi3 models: within a few MB, rather above than
+    below."""
     logits = 4 * (n_outputs if is_last else 0) * info.n_vocab  # a second time, in the output
     residual = 4 * n_rows * info.n_embd  # copied out after the last layer
     return graph_bytes(info, is_last, n_cells, n_rows, n_outputs) + logits + residual + CELL_BYTES * n_cells

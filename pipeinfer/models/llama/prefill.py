@@ -18,8 +18,7 @@ from pipeinfer.models.llama.decoder import ContextSize, Decoder, LlamaContext
 from pipeinfer.models.llama.rows import Logits, blocks_of
 
 PROMPT, COPIED = 0, 1
-N_SEQ = 2
-"""Sequences of a prompt's context: its rows, and cells that are being copied."""
+N_SEQ = 2  # sequences of a prompt's context: its rows, and cells that are being copied
 
 
 class Prefill:

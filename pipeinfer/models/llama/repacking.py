@@ -26,9 +26,7 @@ from pipeinfer.models.llama.params import GROUP, TILED_ROWS, TILED_TYPES
 TYPES = (2, 3, 6, 7, 8, 10, 11, 12, 13, 14, 20, 23, 39)
 """GGML types that are repacked on some processor: Q4_0 to Q8_0, the K-quants, IQ4_NL, IQ4_XS and MXFP4."""
 
-GROUP_TYPES = (0, 1, *TYPES, 30)
-"""With F32, F16 and BF16: types of models' matrices that can be made without a model."""
-
+GROUP_TYPES = (0, 1, *TYPES, 30)  # with F32, F16 and BF16: types of models' matrices that can be made without a model
 N_IN, N_OUT = 1024, 96  # of the matrix that is multiplied
 SIZES = (2, 3, 4, 5, 6, 7, 8, 12, 16, 31, 32)  # rows at once
 N_GROUPS = (1, 2, 3, 4, 5, 7, 8, 12, 16)  # at once

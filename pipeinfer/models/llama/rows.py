@@ -103,11 +103,9 @@ def pad_to_groups(batch: Batch, hidden: FloatArray | None, wanted: Flags | None,
 
 
 def check_result(rows: FloatArray, are_logits: bool, where: str) -> None:
-    """ModelFault if a row, (n_rows, n), cannot be a residual stream or logits of a sound model.
-
-    Every value must be finite, except that logits may be -inf (an excluded token) and must not be all equal. One pass
-    over logits, two over a residual stream, in the ordinary case: NaN counts as the highest value.
-    """
+    """ModelFault if a row, (n_rows, n), cannot be a residual stream or logits of a sound model. Every value must be
+    finite, except that logits may be -inf (an excluded token) and must not be all equal. One pass over logits, two over
+    a residual stream, in the ordinary case: NaN counts as the highest value."""
     if not rows.size:
         return
     highest = rows.item(rows.argmax())

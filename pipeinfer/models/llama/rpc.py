@@ -1,7 +1,5 @@
-"""llama.cpp's RPC servers as devices of this process. Knows no rank.
-
-A server serves one client at a time, so a connection that was made stays until this process ends.
-"""
+"""llama.cpp's RPC servers as devices of this process. Knows no rank. A server serves one client at a time, so a
+connection that was made stays until this process ends."""
 
 import ctypes
 import os
@@ -79,10 +77,7 @@ def rpc_backend() -> int | None:
 
 def connect(servers: Sequence[str], least_s: float = LEAST_S) -> None:
     """Make the devices of each server, HOST:PORT, devices of libllama: RPC0, RPC1 and so on. Those that are stay so.
-    `least_s`: see `expect`.
-
-    Raises UserError if this build knows no RPC, or a server does not answer.
-    """
+    `least_s`: see `expect`. Raises UserError if this build knows no RPC, or a server does not answer."""
     _work.least_s = least_s
     new = [server for server in dict.fromkeys(servers) if server not in _servers]
     if new and not rpc_backend():

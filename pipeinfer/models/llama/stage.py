@@ -170,9 +170,7 @@ class LlamaStage:
 
     def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:
         """See StageModel. On the first stage batch.hidden is ignored. Raises KvCacheFull, and what `stop` raises.
-
-        ModelFault when the model's file was changed, or the result is no number.
-        """
+        ModelFault when the model's file was changed, or the result is no number."""
         n_rows = self._n_rows = len(batch.positions)
         wanted = batch.wanted if self.is_last else None
         in_blocks = batch.span is not None and self._stateful is None

@@ -45,11 +45,9 @@ def dequantise(ggml_type: int, data: bytes | memoryview, n_values: int) -> Float
 
 
 class TokenTable:
-    """The rows of a token embedding, read from the model file when tokens need them.
-
-    They have the bits of libllama's own lookup. Only rows in use are ever read, and the first slice needs no
-    vocabulary. Read, not mapped: a model file that is truncated while the job runs is a fault with a name.
-    """
+    """The rows of a token embedding, read from the model file when tokens need them. They have the bits of libllama's
+    own lookup. Only rows in use are ever read, and the first slice needs no vocabulary. Read, not mapped: a model file
+    that is truncated while the job runs is a fault with a name."""
 
     def __init__(self, tensor: Tensor, source: SourceFile, scale: float = 1.0) -> None:
         """`source`: the tensor's file, which the table closes. Rows are multiplied by `scale`."""
@@ -60,10 +58,8 @@ class TokenTable:
         self._convert = _to_float(tensor.type)
 
     def lookup(self, tokens: IntArray) -> FloatArray:
-        """(n_rows,) token ids -> (n_rows, n_embd) embeddings.
-
-        ValueError for an id outside the vocabulary, ModelFault when the file was changed.
-        """
+        """(n_rows,) token ids -> (n_rows, n_embd) embeddings. ValueError for an id outside the vocabulary, ModelFault
+        when the file was changed."""
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.n_vocab:
             raise ValueError(f"token ids {tokens.min()}..{tokens.max()} for a vocabulary of {self.n_vocab}")
         out = np.empty((len(tokens), self.n_embd), np.float32)

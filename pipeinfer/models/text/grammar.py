@@ -118,32 +118,14 @@ class Grammar:
     def after(self, output: Sequence[int]) -> Following:
         return Following(self, tuple(output))
 
-    def has(self, output: tuple[int, ...], token: int) -> bool:
-        """Raises ConstraintFailed."""
-        if token in self.ends:
-            return bool(self._query(output, lambda at: at.is_accepting()))
-        return token < self.tokenizer.n_vocab and self._query(output, lambda at: at.validate_tokens([token])) == 1
-
-    def restrict(self, output: tuple[int, ...], logits: FloatArray) -> None:
-        """Raises ConstraintFailed."""
-        n = min(len(logits), self.tokenizer.n_vocab)
-        ends, mask = self.ends[self.ends < n], self._query(output, self._mask)
-        allowed = np.zeros(len(logits), bool)
-        if mask is not None:
-            allowed[:n] = mask[:n] & ~np.isneginf(logits[:n])
-        if not allowed.any():
-            allowed[ends] = True
-            logits[ends] = np.maximum(logits[ends], np.finfo(np.float32).min)  # a bias may be -inf
-        logits[~allowed] = -np.inf
-
-    def _mask(self, at: LLMatcher) -> npt.NDArray[np.bool_]:
+    def mask(self, at: LLMatcher) -> npt.NDArray[np.bool_]:
         """(n_vocab,) bool: whether each token may follow."""
         bits = np.frombuffer(at.compute_bitmask(), np.uint8)
         mask = np.unpackbits(bits, count=self.tokenizer.n_vocab, bitorder="little").astype(bool)
         mask[self.ends] = at.is_accepting()
         return mask
 
-    def _query(self, output: tuple[int, ...], query: Callable[[LLMatcher], T]) -> T | None:
+    def query(self, output: tuple[int, ...], query: Callable[[LLMatcher], T]) -> T | None:
         """The matcher's answer after an output; None if the grammar refuses the output, or it has ended. Raises
         ConstraintFailed if that also fails with a fresh matcher: earlier queries change no answer."""
         with self._lock:
@@ -175,10 +157,22 @@ class Following:
         self.grammar, self.output = grammar, output
 
     def has(self, token: int) -> bool:
-        return self.grammar.has(self.output, token)
+        grammar = self.grammar
+        if token in grammar.ends:
+            return bool(grammar.query(self.output, lambda at: at.is_accepting()))
+        is_known = token < grammar.tokenizer.n_vocab
+        return is_known and grammar.query(self.output, lambda at: at.validate_tokens([token])) == 1
 
     def restrict(self, logits: FloatArray) -> None:
-        self.grammar.restrict(self.output, logits)
+        n = min(len(logits), self.grammar.tokenizer.n_vocab)
+        ends, mask = self.grammar.ends[self.grammar.ends < n], self.grammar.query(self.output, self.grammar.mask)
+        allowed = np.zeros(len(logits), bool)
+        if mask is not None:
+            allowed[:n] = mask[:n] & ~np.isneginf(logits[:n])
+        if not allowed.any():
+            allowed[ends] = True
+            logits[ends] = np.maximum(logits[ends], np.finfo(np.float32).min)  # a bias may be -inf
+        logits[~allowed] = -np.inf
 
 
 class Grammars:

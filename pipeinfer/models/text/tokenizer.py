@@ -332,7 +332,6 @@ def breaker_tokens(tokenizer: Tokenizer, texts: str) -> str:
     written = breakers_text(sequences)
     if len(written) > MAX_BREAKER_BYTES:
         reason = f"end a repetition at {len(sequences)} tokens or sequences of tokens, which no message holds"
-        raise UserError(
-            f"{BREAKERS_FIELD} {reason}; give texts that are rarer in the vocabulary of {tokenizer.n_vocab}"
-        )
+        way_out = f"give texts that are rarer in the vocabulary of {tokenizer.n_vocab}"
+        raise UserError(f"{BREAKERS_FIELD} {reason}; {way_out}")
     return written
