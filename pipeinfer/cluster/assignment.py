@@ -14,8 +14,7 @@ from pipeinfer.text import count_text
 class Sizes:
     """A model's sizes, in bytes: each layer's weights, and those of the output.
 
-    faults   layers that cannot be a stage, and why
-    """
+    faults   layers that cannot be a stage, and why"""
 
     layer_bytes: tuple[int, ...]
     output_bytes: int
@@ -76,8 +75,7 @@ class Assignment:
         return {number: stage for number, stages in enumerate(self.drafts) for stage in stages if stage.rank == rank}
 
     def neighbours(self, rank: int) -> tuple[int, int | None]:
-        """The ranks before and after a rank other than 0 in its pipeline: rank 0 before the first, None after the
-        last."""
+        """The ranks before and after a rank other than 0 in its pipeline: 0 before the first, None after the last."""
         models = (*self.drafts, self.stages)
         ranks = next(ranks for stages in models if rank in (ranks := [stage.rank for stage in stages]))
         index = ranks.index(rank)

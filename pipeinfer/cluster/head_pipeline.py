@@ -1,5 +1,4 @@
-"""The head's end of a pipeline: send runs and prunings, receive verdicts, wait. Knows ranks and messages; neither trees
-nor policies."""
+"""The head's end of a pipeline: send runs and prunings, receive verdicts, wait. Knows ranks and messages; no trees."""
 
 import math
 from collections import deque

@@ -1,5 +1,4 @@
-"""Time messages between two ranks: the offset of their clocks, and a link's bandwidth. Imports no MPI. All functions
-are collective."""
+"""Time messages between two ranks: the offset of their clocks, and a link's bandwidth. Collective. Imports no MPI."""
 
 import time
 from collections.abc import Callable, Iterable

@@ -76,8 +76,7 @@ class SlurmJob:
     MPI's folder    where the job writes; `cwd`: where it runs
     restarts  after a rank or a node is lost, by `pipeinfer supervise`
     requeues  Slurm may start it again; `keeps_text`: what it wrote before stays then
-    n_array   jobs of an array, whose index stands in words for INDEX; 0: it is none
-    """
+    n_array   jobs of an array, whose index stands in words for INDEX; 0: it is none"""
 
     name: str
     groups: tuple[Group, ...]

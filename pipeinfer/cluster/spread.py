@@ -26,8 +26,7 @@ class StageRoom:
     free     host, or GPUs -> bytes for all its stages together
     limits   each stage's own limit
     on_gpus  as `needed`, on GPUs
-    gpus     each stage's GPUs; empty: none, or their free memory is unknown
-    """
+    gpus     each stage's GPUs; empty: none, or their free memory is unknown"""
 
     needed: Callable[[int, int, int], float]
     hosts: tuple[str, ...]

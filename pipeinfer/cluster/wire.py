@@ -14,8 +14,7 @@
 
 A run has no activations as the head sends it, when it is cancelled, and where they go out of band. A stage changes the
 header, which rows are dropped, features and activations in place, and sends the buffer on. There are features only
-where a draft reads them, and none of a cancelled run.
-"""
+where a draft reads them, and none of a cancelled run."""
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence

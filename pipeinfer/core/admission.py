@@ -125,8 +125,7 @@ UNLIMITED = OpenLimits()
 
 
 class Admission:
-    """`levels`: the target first. `waiting`: in the order in which they are opened. `stored`: None where no stage
-    stores cells."""
+    """`levels`: the target first. `waiting`: in the order in which they are opened. `stored`: None where none is."""
 
     def __init__(
         self,
@@ -145,8 +144,7 @@ class Admission:
         self._n_arrived = 0
 
     def store(self, keys: Collection[BlockKey], read_only: bool = False) -> None:
-        """Let the stages store cells on their disks, or if `read_only` read them alone. `keys`: of the blocks that all
-        of them have there."""
+        """Let the stages store cells on their disks, or if `read_only` read alone. `keys`: of blocks that all have."""
         prefixes = self.prefixes.n_cached, self.prefixes.retain, self.forget_oldest
         self.stored = StoredBlocks(self.levels, self.speculator, keys, *prefixes, read_only)
 

@@ -4,8 +4,7 @@ Exact numerics evaluate guesses with kernels that do not depend on the batch. Pr
 if their batches follow from their length alone: blocks of BLOCK rows, the last of up to 2 BLOCK - 1, each evaluated by
 itself, in order. A prompt shorter than a block, and the last token of any, the tree's root, are evaluated as guesses.
 
-A text that continues cached cells has its new rows in blocks of their own, if they fill one.
-"""
+A text that continues cached cells has its new rows in blocks of their own, if they fill one."""
 
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -52,8 +51,7 @@ def rows_in_blocks(n_tokens: int) -> int:
 
 
 def n_alike(there: Sequence[Span], ours: Sequence[Span], n: int) -> int:
-    """How many of a text's first `n` rows are evaluated alike with both spans: in the same blocks, or in none. Whole
-    blocks only."""
+    """How many of a text's first `n` rows are evaluated alike with both spans: in the same whole blocks, or in none."""
     for span, other in zip_longest(ours, there):
         if span and other and span.start == other.start:
             shorter, longer = sorted((span, other))

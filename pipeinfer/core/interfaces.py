@@ -92,8 +92,7 @@ class FeatureStage(Protocol):
 
     @property
     def features(self) -> FloatArray:
-        """(n_features, n_rows, n_embd), the residual stream after each of them, of the last `evaluate`. Valid as long
-        as its result is."""
+        """(n_features, n_rows, n_embd), the residual stream after each, of the last `evaluate`; valid as its result."""
 
 
 Rows = TypeVar("Rows", FloatArray, DeviceRows, covariant=True)

@@ -49,8 +49,7 @@ class KvOp:
     READ    begin to read the block of `key` back, the next one of reading `src`
     JOIN    wait until the blocks of reading `src` are read; `last` becomes the number that every stage could read
     LOAD    the first blocks of reading `src`, positions [0, last), become the cells of the empty sequence `dst`, and
-            the rest is dropped; with `last` 0 there is no sequence
-    """
+            the rest is dropped; with `last` 0 there is no sequence"""
 
     kind: OpKind
     src: int

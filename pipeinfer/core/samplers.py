@@ -83,8 +83,7 @@ def probabilities(values: Logits) -> npt.NDArray[np.float64]:
 
 
 def within_sigmas(logits: Logits, n_sigmas: float) -> Logits:
-    """Logits (n_vocab,) of which those further below the largest than `n_sigmas` standard deviations are -inf; a
-    copy."""
+    """Logits (n_vocab,) of which those further below the largest than `n_sigmas` deviations are -inf; a copy."""
     finite = logits[~np.isneginf(logits)]
     if not len(finite):
         return logits

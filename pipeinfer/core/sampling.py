@@ -280,8 +280,7 @@ CUTS: Mapping[str, tuple[Callable[[SamplingParams, int], bool], Cut]] = {
     ),
     "xtc": (lambda params, n: params.has_xtc and n > 1, _without_top),
 }
-"""What leaves tokens out, by sampler (`likely`: top-p, then min-p): (whether it is on for so many tokens; the indices
-that it keeps)."""
+"""What leaves tokens out, by sampler (`likely`: top-p, then min-p): (is it on for so many tokens; what it keeps)."""
 
 USUAL = ("top_n_sigma", "top_k", "typ_p", "likely", "xtc")  # llama.cpp's order
 

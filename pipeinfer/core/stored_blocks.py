@@ -11,8 +11,7 @@ has not evaluated it stores nothing.
 
 Two runs without rows read blocks back. With the first each stage begins to read, with the second it waits for the end;
 the verdict of the second has the number of blocks that every stage could read. They become the cells of a finished
-request, with which others start as with any other's.
-"""
+request, with which others start as with any other's."""
 
 import struct
 from collections.abc import Callable, Collection, Sequence
@@ -41,8 +40,7 @@ class TextBlock(NamedTuple):
 
 
 class TextBlocks:
-    """The blocks of a request's text, in order. `spans`: of the prompt where it is evaluated in blocks. `end`: of the
-    last one so far."""
+    """The blocks of a request's text, in order. `spans`: of a prompt read in blocks. `end`: of the last one so far."""
 
     def __init__(self, request: Request, spans: Sequence[Span]) -> None:
         self.end, self._request, self._spans = 0, request, spans

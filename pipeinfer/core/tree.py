@@ -18,8 +18,7 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Node:
-    """A guessed token, or, at the root, a committed one. `log_prob`: the draft's for the edge; `score`: their sum along
-    the path."""
+    """A guessed token, or, at the root, a committed one. `log_prob`: the draft's; `score`: their sum along the path."""
 
     token: int
     position: int

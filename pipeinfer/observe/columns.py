@@ -197,8 +197,7 @@ def digest(value: object) -> str:
 
 
 def settings_text(policy: Policy, couple: bool = True, drafting: Sequence[str] = ()) -> str:
-    """The policy's main settings, and those that differ from its preset: `draft 4, width 3`. `drafting`: how guesses
-    are made."""
+    """The policy's main settings, and those that differ from its preset: `draft 4, width 3`. `drafting`: of guesses."""
     if not policy.drafts:
         return ""
     preset = policy.preset_values()

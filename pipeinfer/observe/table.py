@@ -68,8 +68,7 @@ class Table:
         return bool(lines) and tuple(lines[0][1]) == self.names
 
     def read(self, path: Path) -> list[Record]:
-        """All rows, each cell of its column's kind, NaN for an empty number. Raises UserError with the line of a bad
-        row."""
+        """All rows, each cell of its column's kind, NaN for an empty number. Raises UserError with a bad row's line."""
         lines = list(lines_of(path))
         if not lines:
             raise UserError(f"{path} is empty; measure first, for instance with `pipeinfer bench --results {path}`")

@@ -5,8 +5,7 @@ Seconds on one clock; knows no MPI and no model. A rank is
 busy       work on runs that count; on the head also drafting, settling and printing
 cancelled  work on cancelled runs, until the stage leaves them between layers
 waiting    for a run that is in earlier stages or on the wire; on the head for a verdict
-idle       the head has not sent the next run yet
-"""
+idle       the head has not sent the next run yet"""
 
 from __future__ import annotations
 
@@ -203,8 +202,7 @@ class Arrow:
 def write_chrome_trace(
     path: Path, tracks: Sequence[tuple[str, Sequence[TraceSpan]]], messages: Sequence[Arrow] = ()
 ) -> None:
-    """Write a track for each (label, spans), on one clock, for Perfetto. Raises UserError if the file cannot be
-    written."""
+    """Write a track for each (label, spans), on one clock, for Perfetto. Raises UserError if it cannot be written."""
     zero = min((span.start_s for _, spans in tracks for span in spans), default=0.0)
     events = [event for index, message in enumerate(messages) for event in _arrow(index, message, zero)]
     for track, (label, spans) in enumerate(tracks):

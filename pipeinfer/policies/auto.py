@@ -21,8 +21,7 @@ In a step the draft expands as many nodes as a run carries, the likeliest first,
 next run. A pipeline's draft starts none of t seconds while the next verdict is nearer than t · (1 − P(one of the nodes
 outlives it)): the step after that verdict would be late by more than is gained. It rests when hardly any guess is right
 (`SpeculationBackoff`) or guesses cost time (`SpeculationTrial`). What is looked up takes no time and stands in the tree
-before the draft is asked; it rests only where it is all there is.
-"""
+before the draft is asked; it rests only where it is all there is."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -300,7 +299,6 @@ def _busy(context: PolicyView) -> Answer | None:
 
 
 def _least_s(context: PolicyView, n_before: int) -> float:
-    """What a token takes without guesses at least, after so many tokens: all stages without other ranks beside them,
-    and the messages."""
+    """What a token takes without guesses at least, after so many tokens: all stages by themselves, and the messages."""
     messages_s = max(0.0, context.on_way_s - (context.n_stages - 1) * context.run_s(1))
     return context.n_stages * context.undisturbed_s(n_before) + messages_s

@@ -18,8 +18,7 @@ HIT_MEMORY = 16  # verdicts in the running means of right guesses
 class Calibration:
     """Corrects the probability of each draft's first guess (log-odds, online logistic regression on a constant): with
     an underconfident draft chains would lose to their siblings, an overconfident one would never branch. `hit_rate`:
-    the share of guessed-at tokens that had been guessed; `first_rate`: that had been the likeliest guess; running
-    means."""
+    the share of guessed-at tokens that had been guessed; `first_rate`: the likeliest guess; running means."""
 
     hit_rate: float = 0.5
     first_rate: float = 0.5

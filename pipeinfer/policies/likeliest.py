@@ -6,8 +6,7 @@ expected tokens over its time,
 
     rate(n) = (1 + Σ P(first n − 1 guesses)) / (run_s(n) + on_way_s)
 
-The run of the best rate goes, once further draft steps cannot raise the rate.
-"""
+The run of the best rate goes, once further draft steps cannot raise the rate."""
 
 import math
 from collections.abc import Callable

@@ -145,8 +145,7 @@ HEAD_S = 30.0  # how long the head of a request may take at most
 WRITE = "pipeinfer.write"  # the name of `Chunks` among the extensions of a request's scope
 
 N_LINGERING, LINGER_S = 32, 1.0
-"""Refused connections that stay open for so long, and how long, as one that is closed with unread data may lose the
-answer."""
+"""Refused connections that stay open for so long, and how long, as one closed with unread data may lose the answer."""
 
 N_OTHER_FILES = 64 + N_LINGERING
 FULL = (

@@ -3,8 +3,7 @@ talks to it.
 
 The HTTP process has a session of its own: it takes no time from the engine, and when a rank dies, and the launcher
 kills all the others, it still answers its clients. Rank 0 owns it, or under `supervise` the supervisor, which outlives
-jobs. Imports nothing but the standard library and what rank 0 has.
-"""
+jobs. Imports nothing but the standard library and what rank 0 has."""
 
 import contextlib
 import json
@@ -112,8 +111,7 @@ class ProcessSetup:
 
 class HttpServer:
     """The port of a service and the process that answers there, for one job, or if `is_followed` for several in a row.
-    The process gets links to rank 0 of these jobs over a control socket, and answers there when it is told of a
-    loss."""
+    The process gets links to rank 0 of these jobs over a control socket, and answers there when told of a loss."""
 
     def __init__(self, options: HttpOptions, is_followed: bool = False) -> None:
         """Open the port. Raises UserError: what is not installed, files, the port."""
@@ -133,8 +131,7 @@ class HttpServer:
         place = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         is_local = ip_address(host.partition("%")[0]).is_loopback  # only this host reaches it
         self.address = f"{'https' if options.ssl_cert_file else 'http'}://{place}"
-        self.tunnel = _way_in(self.address, host, port, is_local, os.environ)
-        """How another machine gets there."""
+        self.tunnel = _way_in(self.address, host, port, is_local, os.environ)  # how another machine gets there
         if not self.options.api_keys and not is_local:
             complain(f"--host {options.host} without --api-key: whoever reaches this port can use the server")
         self._process: subprocess.Popen[bytes] | None = None

@@ -1,5 +1,4 @@
-"""Requests of HTTP -> requests to the models: parsed, rendered and tokenised beside the loop that serves clients. Knows
-no HTTP."""
+"""Requests of HTTP -> requests to the models: parsed, rendered and tokenised beside the serving loop. Knows no HTTP."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence

@@ -79,8 +79,7 @@ class KeptOutput:
 
     def __init__(self, whole: bool) -> None:
         self.whole = whole
-        self.error: OSError | None = None
-        """Why no more can be written."""
+        self.error: OSError | None = None  # why no more can be written
         self._n_written = 0
         self._held = bytearray()
 

@@ -41,8 +41,7 @@ class Links:
         here = own_location()
         self.rendezvous, listening = open_listener([here, *([] if is_alone else [Location("", "")])])
         self._listener = Listener(listening, self.rendezvous.key, 1, Limits())
-        self.has_progress = False
-        """Whether the attempt has got anywhere."""
+        self.has_progress = False  # whether the attempt has got anywhere
         self._output, self._journal = output, Journal()
         self._server: HttpServer | None = None
         self._number = 0

@@ -35,8 +35,7 @@ class SimDrafter:
         self.cost, self.choices, self.pipelines, self.n_batch = profile.drafts[0], choices, pipelines, n_batch
         self.pipeline = pipelines[0]
         self.clock, self.settle_s = self.pipeline.clock, profile.head.draft_s
-        self.timeout_s: Callable[[], float | None] = lambda: None
-        """The engine's: time until it will send something."""
+        self.timeout_s: Callable[[], float | None] = lambda: None  # the engine's: time until it will send something
         self.n_rows = 0
         self._n_rows_before = 0
         self._caches: dict[int, _Cache] = {}

@@ -5,8 +5,7 @@ A hosts file is one of MPICH (`node1:2`) or Open MPI (`node1 slots=2 max_slots=4
     node3 cores=36 memory=370G gb_per_s=154 gflop_per_s=1325
     node4 slots=1 cores=64 memory=500GiB gpu=H100 gpu_memory=78G
 
-Values are those of all ranks of the host together; docs/how-to/measure.md explains them.
-"""
+Values are those of all ranks of the host together; docs/how-to/measure.md explains them."""
 
 import math
 import re

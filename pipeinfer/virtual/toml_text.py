@@ -109,8 +109,7 @@ def is_chunk(n_rows: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ModelTimes:
-    """Times of one rank's model, in seconds. beside_s rows of a run -> ranks of the host that compute at once, itself
-    included -> its time"""
+    """Times of a rank's model, in seconds. `beside_s`: rows of a run -> ranks of its host that compute -> its time."""
 
     layers: int
     by_rows: dict[int, float]  # rows of a run -> its time with an empty cache, after another run of that size

@@ -137,7 +137,8 @@ WRITER = """
 import sys, time
 from pathlib import Path
 from pipeinfer.models.gguf import slice as gguf_slice
-info = gguf_slice.read_model_info(sys.argv[1])
+from pipeinfer.models.gguf.model_info import read_model_info
+info = read_model_info(sys.argv[1])
 def stall(*args):
     print("writing", flush=True)
     time.sleep(100)

@@ -33,8 +33,7 @@ kernels reach half of what float matrices do."""
 class LayerSpeed:
     """s_per_byte  of a layer's weights
     output_s    of the output matrix; None: the same as layers of so many bytes
-    source      where the times are from
-    """
+    source      where the times are from"""
 
     s_per_byte: float
     output_s: float | None = None
@@ -129,8 +128,7 @@ class Host:
                      it has some: rows at once with the bits of single ones, and a digest of these; see
                      pipeinfer.models.llama.device_proof
     speed            this rank's at the target's layers; None: not timed
-    untimed          why timing that failed
-    """
+    untimed          why timing that failed"""
 
     name: str
     cores: Cores

@@ -27,8 +27,7 @@ class Memory:
     mapped    weights mapped from a file, which the system may drop and read again
     kv        keys and values of all contexts
     buffers   for evaluation and messages, and the vocabularies
-    loading   weights that are in memory twice during loading, before contexts are made
-    """
+    loading   weights that are in memory twice during loading, before contexts are made"""
 
     weights: int = 0
     mapped: int = 0

@@ -3,8 +3,7 @@ model.
 
 It has `_logits_`; tokens of a chunk, of the vocabulary, and chunks, in 32 bits, as are the tokens of all chunks, which
 follow; then rows, of the tokens of each chunk's second half but its first: log-probabilities of the whole vocabulary,
-as a step and the least of them in float32, and each one's steps above the least in 16 bits.
-"""
+as a step and the least of them in float32, and each one's steps above the least in 16 bits."""
 
 import errno
 import math
@@ -31,8 +30,7 @@ class LogProbFile:
     """An open file. `tokens`: (n_chunks, n_ctx), of all chunks as they are in the text."""
 
     def __init__(self, path: Path, is_new: bool = False) -> None:
-        """`is_new`: its rows have yet to be written. Raises UserError for a file that is none, is damaged, or ends
-        early."""
+        """`is_new`: its rows have yet to be written. Raises UserError for a file that is none, or damaged."""
         try:
             self._file = path.open("r+b" if is_new else "rb", buffering=0)
             head, n_bytes = self._file.read(HEAD.itemsize), path.stat().st_size

@@ -137,8 +137,7 @@ AnswerRow = Callable[[int, FloatArray], None]
 
 
 class Samplers:
-    """`next_is_here`: whether the stage could begin another run now. Else it samples by itself, and threads would gain
-    nothing."""
+    """`next_is_here`: whether the stage could begin another run now. Else it samples itself: threads gain nothing."""
 
     def __init__(self, n_threads: int, next_is_here: Callable[[], bool]) -> None:
         self.n_threads, self.next_is_here = n_threads, next_is_here

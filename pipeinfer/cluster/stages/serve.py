@@ -80,8 +80,7 @@ class Pipe:
     n_samplers            threads that choose tokens on the last stage while it evaluates its next run
     n_under_way           runs that an AsyncStage may have begun, 1 or 2
     n_posted              receives of runs that are posted ahead
-    clock                 of the job's times
-    """
+    clock                 of the job's times"""
 
     previous: int
     following: int | None
@@ -165,8 +164,7 @@ class StageLoop:
     report    called on the order to report, with the messages and the ledger since the last report
     since_s   when the first wait began; None: now
     flow      this rank's, for the watch
-    progress  moves messages during evaluation
-    """
+    progress  moves messages during evaluation"""
 
     comm: Comm
     pipe: Pipe

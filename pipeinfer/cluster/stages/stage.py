@@ -290,8 +290,7 @@ def _spread(values: FloatArray | DeviceRows, rows: Sequence[int], n_rows: int) -
 
 @dataclass(eq=False, kw_only=True)
 class DraftWorker(StageWorker):
-    """A stage of a draft on other ranks: its verdicts have as many guesses for a row as are wanted. `couple`: see
-    `guess_next`."""
+    """A stage of a draft on other ranks: its verdicts have the guesses wanted for a row. `couple`: see `guess_next`."""
 
     UNIT: ClassVar = "question"
     NO_ANSWER: ClassVar[Any] = ()

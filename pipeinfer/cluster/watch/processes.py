@@ -3,8 +3,7 @@ memory that killed ranks leave.
 
 MPI leaves about 1 MB a rank in /dev/shm when its ranks are killed. Every rank marks the segments it uses, so that a
 later start on this host recognises them; those with a name only while MPI starts are recognised by it. Nothing is
-removed that a running process maps or has open. Knows /proc, pidfds and file leases; standard library alone.
-"""
+removed that a running process maps or has open. Knows /proc, pidfds and file leases; standard library alone."""
 
 import contextlib
 import fcntl
@@ -84,8 +83,7 @@ class Process:
 
 def first_to_close(link: Connection) -> Connection:
     """The same connection under a number above those of all other files, which Linux closes first when a process dies.
-    If the launcher's files were closed first, it could kill other ranks, whose deaths could be heard before this
-    one."""
+    If the launcher's files were closed first, it could kill other ranks, whose deaths could be heard first."""
     highest = min(resource.getrlimit(resource.RLIMIT_NOFILE)[0], HIGHEST_FILE)
     with contextlib.suppress(OSError, ValueError):
         moved = fcntl.fcntl(link.fileno(), fcntl.F_DUPFD_CLOEXEC, highest - N_SPARE_FILES)

@@ -3,8 +3,7 @@ and what heartbeats show.
 
 Messages are JSON objects over `multiprocessing.connection`; nothing is unpickled. Each end proves by an HMAC over the
 other's challenge that it holds the job's key, which is never sent. The two ends use different keys, so that a rank's
-challenge cannot be answered by passing it on to another rank. Standard library alone.
-"""
+challenge cannot be answered by passing it on to another rank. Standard library alone."""
 
 import contextlib
 import json

@@ -79,8 +79,7 @@ def connect(rendezvous: Rendezvous, rank: int, limits: Limits) -> Connection | N
 
 
 class Listener:
-    """Accepts connections from creation until `close`, and authenticates each in a thread, so that no stranger delays
-    the sentinel."""
+    """Accepts connections from creation until `close`, and authenticates each in a thread: no stranger delays it."""
 
     def __init__(self, listener: socket.socket, key: str, size: int, limits: Limits) -> None:
         self._listener, self._key, self._limits = listener, key, limits

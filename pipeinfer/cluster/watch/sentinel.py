@@ -50,8 +50,7 @@ class Sentinel:
     head         the connection to rank 0; `head_pid`, `host`: its process and host
     join_s       how long ranks may take to join
     resume_file  with which the same command goes on, or empty
-    inquiry      the command of `Inquiry`
-    """
+    inquiry      the command of `Inquiry`"""
 
     head: Connection
     limits: Limits

@@ -59,8 +59,7 @@ class Watch:
         self._link: Connection | None = None
         self._sentinel: subprocess.Popen[bytes] | None = None
         self._about = ""
-        self.flow = Flow()
-        """This rank's part in a pipeline, which is sent with every heartbeat."""
+        self.flow = Flow()  # this rank's part in a pipeline, which is sent with every heartbeat
         self._head_title = protocol.title(0, "", "")
         self._sending = threading.RLock()  # a signal's thread may send too
         self._joined = threading.Event()
@@ -167,8 +166,7 @@ class Watch:
             pass
 
     def _await_joining(self) -> None:
-        """MPI may wait forever for a rank that has ended. Rank 0's sentinel reports that first, if rank 0 has
-        started."""
+        """MPI may wait forever for a rank that has ended. Rank 0's sentinel reports that first, if it has started."""
         limit_s, here = join_limit_s() + HEAD_FIRST_S, protocol.title(self.rank, socket.gethostname(), "")
         first_s = NOTICE_S if self.rank == 1 and limit_s > NOTICE_S else 0.0
         if first_s and not self._joined.wait(first_s) and 0 not in ranks_beside(os.getpid()):

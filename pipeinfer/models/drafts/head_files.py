@@ -3,8 +3,7 @@ file or in one beside it. Loads nothing.
 
 Keys and tensors are those of llama.cpp's conversion. libllama loads an MTP head from a file that has the model's
 metadata, the head's layer under its own number, the tables, and no other layer; files beside a model (`mtp-….gguf`) are
-such ones.
-"""
+such ones."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,7 @@ nothing.
 
 Rows are multiplied by A and then by B of a tensor's pair, and added to those that the tensor gives. libggml multiplies
 several rows by such matrices in tiles, which add up in another order than for a row alone, where the number of A's
-columns (the rank) is a multiple of 4. With an odd rank, by zeros, rows have the bits of a row alone.
-"""
+columns (the rank) is a multiple of 4. With an odd rank, by zeros, rows have the bits of a row alone."""
 
 import math
 from collections.abc import Iterable, Iterator, Sequence

@@ -75,8 +75,7 @@ def _changed(path: Path) -> UserError:
 
 
 class SourceFile:
-    """A file from which a loaded model computes; `check` detects changes. A file that another one was renamed over is
-    still read as it was."""
+    """A file from which a loaded model computes; `check` detects changes. One that was renamed over is still read."""
 
     def __init__(self, path: Path, digest_of: Callable[[int], bytes], state: FileState | None = None) -> None:
         """`digest_of` samples the open file. Raises UserError when the file is not the one of `state` any more."""

@@ -95,8 +95,7 @@ class FileHead:
 class Header:
     """spans: the bytes [start, end) of each metadata entry, key and value
     digest: of the file's size, its header and samples of every tensor: equal on two hosts with the same file; empty
-            for a `FileHead`
-    """
+            for a `FileHead`"""
 
     path: Path
     state: FileState

@@ -65,8 +65,7 @@ class ModelHeaders:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """A model by its headers. Bytes are as stored in the file. borrowed those of `tensors` that are in another model's
-    file"""
+    """A model by its headers. Bytes are as stored. `borrowed`: those of `tensors` that are in another model's file."""
 
     path: Path
     paths: tuple[Path, ...]

@@ -37,8 +37,7 @@ COPY_BYTES = 8 << 20
 of sendfile (measured, ext4)."""
 N_STAND_IN = 32  # vocabulary of other slices than the last: libllama requires a token table, and never uses it
 BLANK_GATHERED = 1 << 30
-"""Bytes of the largest blank slice with large pages, which are allocated at once; of larger ones, with many experts,
-most are never read."""
+"""Bytes of the largest blank slice with large pages, which are allocated at once; most of larger ones is never read."""
 
 
 @dataclass
@@ -126,8 +125,7 @@ def slice_bytes(info: ModelInfo, first: int, last: int) -> int:
 
 @lru_cache(maxsize=16)
 def _sums(info: ModelInfo) -> tuple[list[int], dict[str, int]]:
-    """Bytes of all layers before each, and of each tensor outside of layers except tables. Cached: planning calls it
-    thousands of times."""
+    """Bytes of all layers before each, and of tensors outside of layers but tables. Cached: planning calls it often."""
     sizes, shared = [0] * info.n_layer, dict[str, int]()
     for tensor in info.tensors:
         layer = layer_of(tensor.name)

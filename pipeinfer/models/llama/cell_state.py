@@ -2,8 +2,7 @@
 
 A state holds, after a mark and the sequence: of each cache streams and cells; of each cell position, number of
 sequences, and the sequence; whether V is transposed, and layers; for K of every layer, then V of every layer, the type,
-the bytes of a row, and the rows.
-"""
+the bytes of a row, and the rows."""
 
 import ctypes
 import struct
@@ -38,8 +37,7 @@ class CacheForm:
     cell_bytes   of each cell beside its position and sequences
     has_values   V is there, and not a part of K
     rounds_keys  the cache that decodes has K in BF16 and V in F16; else the reverse
-    window       tokens that the layers with the shortest window see; 0: all
-    """
+    window       tokens that the layers with the shortest window see; 0: all"""
 
     cell_bytes: int = 0
     has_values: bool = True
@@ -54,8 +52,7 @@ class CacheForm:
         return cls(PLANE_BYTES if has_planes else 0, has_values, IS_X86 or not has_values, window)
 
     def pieces(self, first: int, end: int) -> Iterator[tuple[int, int]]:
-        """The positions [first, end) in pieces that are copied at a time. A state lacks cells outside of the window of
-        its last one."""
+        """The positions [first, end) in pieces copied at a time. A state lacks cells out of its last one's window."""
         n_most = min(STATE_CELLS, self.window or STATE_CELLS)
         for start in range(first, end, n_most):
             yield start, min(start + n_most, end)

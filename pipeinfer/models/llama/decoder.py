@@ -2,8 +2,7 @@
 tiled kernels are used. Knows no sequences.
 
 From 8 rows on tiled kernels multiply by weights of TILED_TYPES in the file's layout, and add up in another order. They
-skip tensors whose field `extra` is set, which nothing else reads for weights in a CPU's plain memory.
-"""
+skip tensors whose field `extra` is set, which nothing else reads for weights in a CPU's plain memory."""
 
 import ctypes
 import sys
@@ -138,8 +137,7 @@ class _BufferOverride(ctypes.Structure):
 
 
 class ContextSize(NamedTuple):
-    """Rows of a batch, rows at once, sequences, rows that come out, and the types of K and V. `are_blocks`: of a
-    prompt."""
+    """Rows of a batch, rows at once, sequences, rows that come out, types of K and V. `are_blocks`: of a prompt."""
 
     n_cells: int
     n_batch: int
@@ -159,14 +157,12 @@ class Decoder:
     """Layers [first, last) of a model.
 
     out      (n_batch, n_embd), the residual stream after the slice; no rows on the last slice
-    tapped   (n_taps, n_batch, n_embd), the same after the tapped layers
-    """
+    tapped   (n_taps, n_batch, n_embd), the same after the tapped layers"""
 
     def __init__(
         self, slice_file: SliceFile, params: LlamaParams, closing: ExitStack, adapters: Sequence[ScaledAdapter] = ()
     ) -> None:
-        """`closing` frees the model; `adapters`: of the slice. Raises UserError if the build cannot load it, or
-        libllama refuses it."""
+        """`closing` frees the model; `adapters`: of the slice. Raises UserError if libllama or the build refuses it."""
         info, self.params, self.lib = slice_file.info, params, ggml.load_library()
         architecture, first, last = info.layers.architecture, slice_file.first, slice_file.last
         self.is_last, self.where = slice_file.is_last, f"layers {first}-{last - 1} of {info.path}"

@@ -3,8 +3,7 @@ layers. Knows no rank.
 
 A row's bits depend on kernels, which are chosen by the number of rows, by the types and shapes of weights, and for
 attention by the number and the place of the cells, those of other sequences among them. So layers of each kind compute
-the same rows one by one in an empty cache, and several at once behind and between the rows of others.
-"""
+the same rows one by one in an empty cache, and several at once behind and between the rows of others."""
 
 import hashlib
 from collections.abc import Iterator

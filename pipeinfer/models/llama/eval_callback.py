@@ -7,8 +7,7 @@ callback, and libllama runs the same graph again. Where the graph changes embedd
 input overwrites the changed node.
 
 A graph has some 30 nodes a layer: the callback is in C (`eval_callback.c`), and the same in Python for installations
-without a compiler, beside a prebuilt llama-cpp-python, and for sources that are newer than what was compiled.
-"""
+without a compiler, beside a prebuilt llama-cpp-python, and for sources that are newer than what was compiled."""
 
 import ctypes
 import time
@@ -52,8 +51,7 @@ class CallbackState(ctypes.Structure):
     n_layers, due      layers since then, and the number of them at the next call of `stop`
     taps, n_taps       further nodes that are copied out
     between            whether `stop` is called between layers
-    stopped            `stop` returned True
-    """
+    stopped            `stop` returned True"""
 
     _fields_ = [
         ("name_of", ctypes.c_void_p),
@@ -110,8 +108,7 @@ class EvalCallback:
     out         (n_batch, n_embd), the residual stream after the slice; no rows on the last slice
     tapped      (n_taps, n_batch, n_embd), the same after tapped layers
     fault       the exception that `stop` raised
-    function    for libllama, with `state` as its data; to be held as long as it has them
-    """
+    function    for libllama, with `state` as its data; to be held as long as it has them"""
 
     def __init__(
         self, library: ModuleType, nodes: SliceNodes, out: FloatArray, tapped: FloatArray, interval_s: float | None

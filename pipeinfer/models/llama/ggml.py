@@ -148,8 +148,7 @@ def library_folder() -> Path:
 
 
 def _libllama() -> ctypes.CDLL:
-    """libllama, and through it libggml: pip installs copies of the latter under several names, and only one is in
-    use."""
+    """libllama, and through it libggml: pip installs copies of it under several names, of which one is in use."""
     return ctypes.CDLL(str(library_folder() / f"libllama.{SUFFIX}"))
 
 

@@ -41,8 +41,7 @@ class TypeRows(NamedTuple):
 
     n_rows     rows that may be computed at once, each with the bits that it has alone
     in_groups  rows are computed in whole groups of `n_rows` instead, GROUP or TILED_ROWS, any number of groups at once,
-               each with the bits that it has in one of them
-    """
+               each with the bits that it has in one of them"""
 
     type: int
     n_rows: int
@@ -74,8 +73,7 @@ class LlamaParams:
     exact            the same row gives the same bits in every batch and tree, if the layers are on the CPU, or
                      `at_once` holds; a prompt's rows do if they come in blocks
     at_once          rows that the devices of all layers compute at once, each with the bits that it has alone there, by
-                     `device_proof`; 0: none are known
-    """
+                     `device_proof`; 0: none are known"""
 
     n_cells: int
     n_seq_max: int = 32
@@ -186,8 +184,7 @@ def matrix_bytes(info: ModelInfo) -> Mapping[int, int]:
 def buffer_bytes(info: ModelInfo, is_last: bool, n_cells: int, n_rows: int, n_outputs: int) -> int:
     """libllama's memory of one context beside weights, keys and values, for batches of up to `n_rows` rows, of which
     `n_outputs` may want logits on the last slice. The forms follow libllama's own figures ("compute buffer size",
-    "output buffer size") for llama, qwen2, falcon, qwen3moe and phi3 models: within a few MB, rather above than
-    below."""
+    "output buffer size") for llama, qwen2, falcon, qwen3moe and phi3 models: within a few MB, rather above."""
     logits = 4 * (n_outputs if is_last else 0) * info.n_vocab  # a second time, in the output
     residual = 4 * n_rows * info.n_embd  # copied out after the last layer
     return graph_bytes(info, is_last, n_cells, n_rows, n_outputs) + logits + residual + CELL_BYTES * n_cells

@@ -3,8 +3,7 @@
 Attention uses tiles only where K and V are of one type, and adds up tile by tile, so that a row's bits depend on where
 the cells lie. Here they lie in the order of positions, from the first cell on, whatever the decoding cache holds. Each
 block's cells are rounded as in that cache before the next block sees them, so that cells that another request has
-evaluated are as good as these.
-"""
+evaluated are as good as these."""
 
 from types import ModuleType
 

@@ -3,8 +3,7 @@ multiply at once so that each has the bits that it has alone, and types of which
 groups of rows. Knows no model.
 
 A kernel for repacked weights multiplies few rows one by one and more of them several at a time, which adds up in
-another order. The limit depends on the processor and the build.
-"""
+another order. The limit depends on the processor and the build."""
 
 import ctypes
 import hashlib

@@ -70,8 +70,7 @@ class PaddedBatch:
     hidden   (n_rows, n_embd), the input of the first layer, if it is not tokens
     wanted   (n_rows,), on the last stage: the rows with logits
     logits   which of these logits are the original batch's
-    n_added  rows behind those of the original batch
-    """
+    n_added  rows behind those of the original batch"""
 
     batch: Batch
     hidden: FloatArray | None

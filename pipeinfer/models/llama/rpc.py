@@ -92,8 +92,7 @@ def connect(servers: Sequence[str], least_s: float = LEAST_S) -> None:
 
 
 def register(server: str) -> None:
-    """As `connect` of one that is known to answer; else libllama aborts. Raises UserError if another client was
-    faster."""
+    """As `connect` of one that is known to answer; else libllama aborts. Raises UserError if another was faster."""
     before, backends = _open_sockets(), list[int]()
     opening = threading.Thread(target=lambda: backends.append(_open(server)), daemon=True)
     opening.start()
@@ -132,8 +131,7 @@ def expect(longest_run_s: float) -> None:
 
 
 def _watch(server: str, backend: int) -> None:
-    """Report a server that works at something for too long. Looks are counted, not seconds: this process may be
-    suspended."""
+    """Report a server that works for too long. Looks are counted, not seconds: this process may be suspended."""
     synchronize = function(ggml.ggml(), "ggml_backend_synchronize", POINTER)  # sends nothing
     while True:
         done, n_looks = threading.Event(), 0

@@ -74,8 +74,7 @@ class Branches:
 class StatefulRows:
     """Evaluates in parts that no stop ends: a state cannot go back to what it was.
 
-    features  (n_taps, n_batch, n_embd), of the last batch, in the order of its rows
-    """
+    features  (n_taps, n_batch, n_embd), of the last batch, in the order of its rows"""
 
     def __init__(self, decoder: Decoder, context: LlamaContext, logits: Logits) -> None:
         self._decoder, self._context, self._logits = decoder, context, logits

@@ -65,8 +65,7 @@ class TensorPlaces(NamedTuple):
         return self.n_cpu_moe < 0 or layer < self.n_cpu_moe
 
     def gpu_bytes(self, info: ModelInfo, first: int, last: int, n_on_gpu: int, has_head: bool) -> int:
-        """Of the weights of layers [first, last) on GPUs, where the last `n_on_gpu` layers are, and with `has_head` the
-        output."""
+        """Of the weights of layers [first, last) on GPUs, where the last `n_on_gpu` are; with `has_head` the output."""
         *layers, output = _moved(info, self.by_name)
         n_bytes = 0
         for layer in range(first, last):

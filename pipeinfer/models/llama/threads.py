@@ -3,8 +3,7 @@
 The threads of an evaluation meet at a barrier after every operation and spin there. One that is preempted stops them
 all for a time slice, so that two processes with a thread a core each get a hundredth of their speed. With as many
 threads as it really gets cores a process keeps its share. Knows no model and no library; reads the process's and the
-host's clocks.
-"""
+host's clocks."""
 
 import math
 import os
@@ -76,8 +75,7 @@ def threads_to_keep(n_threads: int, wall_s: float, cpu_s: float, n_preempted: in
 class ThreadShare:
     """The threads of one context: `begin` and `end` enclose each evaluation. `most` is where it starts.
 
-    n_threads  at most, as long as other processes want the other cores
-    """
+    n_threads  at most, as long as other processes want the other cores"""
 
     def __init__(self, most: int, process: Callable[[], Reading] = read_process, free: Free = read_free) -> None:
         self.most = self.n_threads = most

@@ -3,8 +3,7 @@ process: some grammars take unbounded time or memory in llguidance, or crash it.
 
 Every terminal of a GBNF is one character: llguidance matches terminals greedily, so longer ones would change a
 grammar's meaning. llguidance's own `gbnf_to_lark` makes such terminals, and rejects valid escapes, names and line
-breaks. Groups become rules of their own, so that nothing is nested.
-"""
+breaks. Groups become rules of their own, so that nothing is nested."""
 
 import json
 import random

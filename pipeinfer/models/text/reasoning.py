@@ -82,8 +82,7 @@ def ends_whole(piece: bytes) -> bool:
 
 
 def thought_marks(source: str, thought: str = "") -> tuple[str, str]:
-    """The marks around reasoning of the template `source`; empty if it has none. `thought`: the one that ends what a
-    prompt begins."""
+    """The marks around reasoning of the template `source`; empty: none. `thought`: what ends what a prompt begins."""
     marks = [(begin, end) for begin, end in THOUGHTS.items() if end == (thought or end)]
     return next((each for each in marks if each[0] in source), marks[0] if thought else ("", ""))
 

@@ -3,8 +3,7 @@ Knows keys and values of one layer at a time, no weights.
 
 A cell is free when no sequence has it. Removed cells are not parked: attention reads cells in the order of positions.
 Keys and values are (n_head_kv, n_cells, head_dim). The query heads that share a key head are rows of one product, so
-that no key is repeated.
-"""
+that no key is repeated."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -113,8 +112,7 @@ class CellTable:
         return cells if end == 0 or cells.min() >= 0 else cells[cells >= 0]
 
     def order(self, batch: Batch) -> CellNumbers:
-        """(n_rows, most cells of a row): the cells that each row sees, in the order of positions, then -1. After
-        `place`."""
+        """(n_rows, most cells of a row): the cells that each row sees, by positions, then -1. After `place`."""
         order = np.full((len(batch.positions), int(batch.positions.max()) + 1), -1, np.int64)
         for row, (position, seqs) in enumerate(zip(batch.positions.tolist(), batch.seqs, strict=True)):
             order[row, : position + 1] = self._at[seqs[0], : position + 1].astype(np.int64) - 1

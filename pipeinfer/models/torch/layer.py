@@ -2,8 +2,7 @@
 
 The residual stream is float32 whatever the weights are; matrices multiply in their own type. The pairs that positions
 rotate are half a head apart. Where a model has them side by side, its rows of queries and keys are reordered when they
-are loaded, which changes no product of the two.
-"""
+are loaded, which changes no product of the two."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -125,8 +124,7 @@ class Layer:
 
     def project(self, rows: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """(n_rows, n_embd) -> (n_rows, n_head + 2 * n_head_kv, head_dim): queries, keys and values, rotated to
-        the positions of `cos` and `sin` (see `rotate`). In one tensor: on a GPU a small step costs as much as a large
-        one."""
+        the positions of `cos` and `sin` (see `rotate`). In one tensor: small steps on a GPU cost as large ones."""
         numbers, n_rows = self._numbers, len(rows)
         normed = rms_norm(rows, rows.shape[1:], self._attn_norm, numbers.epsilon)
         heads = self._qkv(normed).view(n_rows, -1, numbers.head_dim)

@@ -7,8 +7,7 @@ GPUs, take them so. Neither depends on the number of rows.
 
 Kernels that multiply matrices sum in an order that follows from the number of rows; with one number, padded with zeros,
 there is one order. Whether a row's place in its group matters is tried with the model's matrices (`rows_together`):
-libraries document no order.
-"""
+libraries document no order."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -41,8 +40,7 @@ class FourBits(NamedTuple):
     """The numbers of a group stand for (number - MIDDLE) * scale + offset.
 
     numbers         (n_groups, GROUP), 0 to 15
-    scale, offset   (n_groups,)
-    """
+    scale, offset   (n_groups,)"""
 
     numbers: ByteArray
     scale: FloatArray

@@ -6,8 +6,7 @@ A run's inputs are written into memory of the host, of which there are as many v
 device copies a version, in the order of its work, to the graph's inputs. A version is written again when the device has
 finished its run.
 
-No GPU has run the recording yet. Padding is the same on a CPU, where tests cover it.
-"""
+No GPU has run the recording yet. Padding is the same on a CPU, where tests cover it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
