@@ -23,6 +23,7 @@ from typing import Any
 
 import click
 import harness  # noqa: F401  # puts the project's folder in front
+
 from pipeinfer.cluster.hosts.host import processor_name
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.text import markdown_table

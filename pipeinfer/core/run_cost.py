@@ -24,11 +24,6 @@ NEARLY, WORTH = 1.25, 2.0  # how much longer prompts may take in larger chunks t
 TILED = 2.0  # how much cheaper than linear rows beyond those timed may be, as kernels are tiled
 
 
-RowTimes = Mapping[int, float]  # rows of a run -> seconds
-
-ChunkTime = tuple[int, float] | None  # rows and seconds of a chunk of a prompt
-
-
 class RunCost:
     """Seconds of a run of n rows after a context: scale × (timed(n) + timed slope × n × context) + slope × n × context.
 
@@ -41,9 +36,9 @@ class RunCost:
 
     def __init__(
         self,
-        timed: RowTimes,
+        timed: Mapping[int, float],
         crowding: float = 1.0,
-        chunk: ChunkTime = None,
+        chunk: tuple[int, float] | None = None,
         context_s: float = 0.0,
         n_sharing: int = 1,
     ) -> None:

@@ -28,8 +28,6 @@ TOKEN = "give the token of who may have it with HF_TOKEN or -hft"
 TIMEOUT_S = 10
 NO_PLACE = (ENOSPC, EACCES, EROFS, EDQUOT, ENOTDIR, EEXIST)
 
-Notice = Callable[[str], object]
-
 
 # -- names
 
@@ -137,7 +135,7 @@ class Unreachable(Exception):
     """The hub does not answer; the message has the reason."""
 
 
-def fetch(name: HubName, offline: bool, on_notice: Notice, token: str | None = None) -> Path:
+def fetch(name: HubName, offline: bool, on_notice: Callable[[str], object], token: str | None = None) -> Path:
     """The file that a name means, the first of a split model; files that the cache lacks are downloaded. If the hub
     cannot be reached, with a line to `on_notice`, or if `offline`, the cache alone is searched. Raises UserError."""
     hub = _library()

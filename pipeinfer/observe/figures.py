@@ -18,7 +18,7 @@ from pipeinfer import __version__
 from pipeinfer.core.requests import Request
 from pipeinfer.observe.columns import COLUMNS, NAMES, Record
 from pipeinfer.observe.metrics import RequestMetrics
-from pipeinfer.observe.trace import Track, write_trace
+from pipeinfer.observe.trace import Track, time_use, write_trace
 
 Names = Sequence[str]
 Tracks = Sequence[Track]
@@ -284,7 +284,7 @@ def make_result(
         "speculation": speculation(metrics),
         **more,
         "wire": wire,
-        "ranks": [track.row | asdict(track.time_use(window)) for track in tracks],
+        "ranks": [track.row | asdict(time_use(track.ledger, track.runs, window)) for track in tracks],
     }
     return Result(experiment, data, tracks)
 

@@ -162,9 +162,6 @@ class Track:
     spans: Sequence[TraceSpan] = ()
     unit: str = "run"
 
-    def time_use(self, window: Window) -> TimeUse:
-        return time_use(self.ledger, self.runs, window)
-
     def all_spans(self) -> list[TraceSpan]:
         """`spans`, and those of the ledger or of the gaps between runs, in order."""
         more = _head_spans(self.ledger) if self.runs is None else _gaps(self.runs, self.ledger, self.unit)

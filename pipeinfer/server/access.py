@@ -119,17 +119,14 @@ def _other_page(method: str, path: str, headers: Headers) -> str:
         return "" if _place_in(origin) == host else f"a page of {origin}"
     site = headers.get("sec-fetch-site", "")
     if site:
-        return "a page of another site" if site in ELSEWHERE and not _follows_link(method, headers) else ""
+        target = headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")
+        # the response then replaces the page that has the link: no script reads it
+        follows_link = method in ("GET", "HEAD") and target == ("navigate", "document")
+        return "a page of another site" if site in ELSEWHERE and not follows_link else ""
     # without TLS browsers send no other header
     referer = headers.get("referer", "")
     is_other = referer and path not in OPEN_PATHS and _place_in(referer) != host
     return f"a page of {_place_in(referer) or 'another site'}" if is_other else ""
-
-
-def _follows_link(method: str, headers: Headers) -> bool:
-    """Whether the response replaces the page that has the link: no script reads it."""
-    target = headers.get("sec-fetch-mode"), headers.get("sec-fetch-dest")
-    return method in ("GET", "HEAD") and target == ("navigate", "document")
 
 
 def _place_in(url: str) -> str | None:

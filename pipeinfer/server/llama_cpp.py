@@ -158,12 +158,8 @@ def props(setup: Setup, model: str, template: str, tokenizer: Tokenizer) -> dict
     properties: dict[str, Any] = {"default_generation_settings": {"n_ctx": setup.limit, "params": params}}
     properties |= {"total_slots": setup.parallel, "model_alias": model, "model_path": setup.model.name}
     properties |= {"modalities": {"vision": False, "audio": False}, "chat_template": template}
-    tokens = {"bos_token": _spelled(tokenizer, tokenizer.bos), "eos_token": _spelled(tokenizer, tokenizer.eos)}
+    tokens = {"bos_token": tokenizer.spelled_out(tokenizer.bos), "eos_token": tokenizer.spelled_out(tokenizer.eos)}
     return properties | tokens | {"build_info": setup.version, "endpoints": [CHAT, COMPLETION, "/completion", INFILL]}
-
-
-def _spelled(tokenizer: Tokenizer, token: int) -> str:
-    return tokenizer.text_of(token).decode("utf-8", "replace") if token >= 0 else ""
 
 
 # -- slots, as far as clients save and restore them: the last text of each, and files with its tokens. The keys and

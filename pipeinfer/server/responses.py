@@ -45,7 +45,9 @@ def chat_of(body: Mapping[str, Any], passed: PassedOver) -> dict[str, Any]:
         schema = {"type": "json_schema", "json_schema": form}
         fields["response_format"] = schema if form.get("type") == "json_schema" else form
     if "tools" in fields:
-        fields["tools"] = _tools(fields["tools"])
+        if not is_list_of(dict, tools := fields["tools"]):
+            refuse(f"tools is {shown(tools)}; give a list of functions")
+        fields["tools"] = [{"type": tool.get("type", "function"), "function": {**tool, "type": None}} for tool in tools]
     if isinstance(choice := fields.get("tool_choice"), dict) and choice.get("type") == "allowed_tools":
         fields["tool_choice"] = choice.get("mode", "auto")
         allowed = [each.get("name") for each in choice.get("tools") or [] if isinstance(each, dict)]
@@ -90,12 +92,6 @@ def _joined(messages: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
         calls = [*last.get("tool_calls", []), *message.get("tool_calls", [])]
         last |= {name: value for name, value in message.items() if value} | ({"tool_calls": calls} if calls else {})
     return [each if "content" in each else {**each, "content": ""} for each in joined]
-
-
-def _tools(value: Any) -> list[Any]:
-    if not is_list_of(dict, value):
-        refuse(f"tools is {shown(value)}; give a list of functions")
-    return [{"type": tool.get("type", "function"), "function": {**tool, "type": None}} for tool in value]
 
 
 class ResponseForm(BlockForm):

@@ -14,16 +14,17 @@ from pipeinfer.job.process.streams import complain
 from pipeinfer.job.requests.request import read_text
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.text.answers import opened_thought, unclosed_thought
-from pipeinfer.models.text.builtin_template import BuiltinTemplate, builtin_names
 from pipeinfer.models.text.chat_template import (
     MIXED,
     PLAIN_STOP,
     PLAIN_TEMPLATE,
+    BuiltinTemplate,
     ChatMessage,
     ChatTemplate,
     Rendered,
     TemplateFault,
     answer_text,
+    builtin_names,
     encode_rendered,
     orders,
     template_of,

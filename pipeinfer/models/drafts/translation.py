@@ -106,7 +106,7 @@ def _is_padding(tokenizer: Tokenizer, token: int) -> bool:
 
 
 def _show(tokenizer: Tokenizer, token: int) -> str:
-    return repr(tokenizer.text_of(token).decode("utf-8", "replace"))
+    return repr(tokenizer.spelled_out(token))
 
 
 class TranslatedStage:

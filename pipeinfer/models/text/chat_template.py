@@ -1,16 +1,20 @@
 """Chat templates: find them in a model file, render messages to text and tokens, and reorder roles where a template
 refuses an order. Names of control tokens in messages are text, hidden while a template renders. Runs no model."""
 
+import ctypes
 import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, Literal
 
 from pipeinfer.child import LimitedProcess
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.header import Value, value_of
+from pipeinfer.models.llama.ggml import load_library
 from pipeinfer.models.text.answer_forms import MARKS
 from pipeinfer.models.text.tokenizer import Span, Tokenizer
 
@@ -188,8 +192,8 @@ class ChatTemplate:
         ones of each conversation."""
         common = {
             "add_generation_prompt": True,
-            "bos_token": _text_of(tokenizer, tokenizer.bos),
-            "eos_token": _text_of(tokenizer, tokenizer.eos),
+            "bos_token": tokenizer.spelled_out(tokenizer.bos),
+            "eos_token": tokenizer.spelled_out(tokenizer.eos),
             "tools": None,
             "documents": None,
             **self.variables,
@@ -198,7 +202,10 @@ class ChatTemplate:
         for messages, more in zip(conversations, variables or [{}] * len(conversations), strict=True):
             fields = [{"role": each.role, "content": each.content, **each.more} for each in messages]
             masks.append(masks_of(fields, more, tokenizer, self.parses_messages))
-            contexts.append(_contexts(common, {**more, "messages": fields}, masks[-1]))
+            contexts.append([])
+            with suppress(RecursionError):  # it is nested too deeply, and is not rendered
+                plain = {**more, "messages": fields}
+                contexts[-1] = [{**common, **each} for each in (plain, *(mask.hide(plain) for mask in masks[-1]))]
         answers = iter(self._answers([context for group in contexts for context in group]))
         groups = [[next(answers) for _ in group] for group in contexts]
         return [self._rendered(group, masks_of_group) for group, masks_of_group in zip(groups, masks, strict=True)]
@@ -232,18 +239,6 @@ class ChatTemplate:
     def _ask(self, contexts: list[dict[str, Any]]) -> dict[str, Any]:
         limits = {"now_s": self.now_s, "n_characters": self.n_characters}
         return self.process.ask({"source": self.source, "contexts": contexts, **limits})
-
-
-def _contexts(common: dict[str, Any], variables: dict[str, Any], masks: Sequence[Mask]) -> list[dict[str, Any]]:
-    """The variables as they are, and with each mask; none where they are nested too deeply."""
-    try:
-        return [{**common, **each} for each in (variables, *(mask.hide(variables) for mask in masks))]
-    except RecursionError:
-        return []
-
-
-def _text_of(tokenizer: Tokenizer, token: int) -> str:
-    return tokenizer.text_of(token).decode("utf-8", "replace") if token >= 0 else ""
 
 
 # -- tokens
@@ -317,3 +312,37 @@ def _alternating(messages: Conversation) -> list[ChatMessage]:
 
 def _joined(messages: Conversation) -> str:
     return "\n\n".join(each.content for each in messages if each.content)
+
+
+# -- llama.cpp's built-in templates, by their names, which libllama formats: without tools, reasoning and variables
+
+
+@cache
+def builtin_names() -> tuple[str, ...]:
+    """Names that libllama knows. Raises UserError where it cannot be loaded."""
+    lib = load_library()
+    names = (ctypes.c_char_p * lib.llama_chat_builtin_templates(None, 0))()
+    lib.llama_chat_builtin_templates(names, len(names))
+    return tuple(each.decode() for each in names if each)
+
+
+@dataclass(frozen=True)
+class BuiltinTemplate(ChatTemplate):
+    """`source`: a name of `builtin_names`."""
+
+    def _ask(self, contexts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        return {"answers": [self._answer(each) for each in contexts]}
+
+    def _answer(self, context: Mapping[str, Any]) -> dict[str, Any]:
+        chat = [(each["role"], each["content"] or "") for each in context["messages"]]
+        if any("\0" in content for _, content in chat):
+            return {"error": "ends each message at a character NUL, and one has some"}
+        lib, how = load_library(), (len(chat), bool(context["add_generation_prompt"]))
+        encoded = [tuple(text.encode("utf-8", "replace") for text in each) for each in chat]
+        array = (lib.llama_chat_message * len(chat))(*(lib.llama_chat_message(*each) for each in encoded))
+        n = 0
+        while True:
+            buffer = ctypes.create_string_buffer(n)
+            n = lib.llama_chat_apply_template(self.source.encode(), array, *how, buffer, n)
+            if n <= len(buffer):
+                return {"text": buffer.raw[:n].decode("utf-8", "replace")}

@@ -116,7 +116,7 @@ class Tokenizer:
     def _names(self, kinds: int) -> dict[int, str]:
         """Token -> its text, of tokens with one of these attributes."""
         tokens = (token for token in range(self.n_vocab) if self.attributes_of(token) & kinds)
-        return {token: self.text_of(token).decode("utf-8", "replace") for token in tokens}
+        return {token: self.spelled_out(token) for token in tokens}
 
     @cached_property
     def control_names(self) -> re.Pattern[str] | None:
@@ -184,6 +184,10 @@ class Tokenizer:
     def text_of(self, token: int) -> bytes:
         text: bytes | None = self._lib.llama_vocab_get_text(self._vocab, token)
         return text or b""
+
+    def spelled_out(self, token: int) -> str:
+        """Its text, with U+FFFD for what is no UTF-8; empty for NO_TOKEN_ID."""
+        return self.text_of(token).decode("utf-8", "replace") if token >= 0 else ""
 
     def attributes_of(self, token: int) -> int:
         return int(self._lib.llama_vocab_get_attr(self._vocab, token))
@@ -279,7 +283,7 @@ def describe_vocabulary(path: Path, metadata: Mapping[str, Value]) -> dict[str, 
     with closing(Tokenizer(path)) as tokenizer:
 
         def token(id: int) -> dict[str, Any]:
-            return {"id": id, "text": tokenizer.text_of(id).decode("utf-8", "replace")}
+            return {"id": id, "text": tokenizer.spelled_out(id)}
 
         matches = ((SPECIAL.fullmatch(key), value.value) for key, value in metadata.items())
         ids: dict[str, object] = {match[1]: value for match, value in matches if match}
