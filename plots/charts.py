@@ -42,18 +42,18 @@ class Look(NamedTuple):
     colour: Any
     hatch: str = ""
     marker: str = "o"
-    dashes: str = "-"
+    dashes: Any = "-"
 
 
-# Okabe and Ito's palette: distinct with any colour vision; hatches are for prints without colours
+# Okabe and Ito's palette: distinct with any colour vision; hatches and dashes are for prints without colours
 POLICY_LOOKS = {
-    "iterative": Look("#999999"),
+    "iterative": Look("#999999", dashes=":"),
     "speculative": Look("#E69F00", "//", "s", "--"),
-    "pipeinfer": Look("#0072B2", "", "D"),
-    "pipedec": Look("#009E73", "\\\\", "^"),
-    "flowspec": Look("#CC79A7", "..", "v"),
-    "pipespec": Look("#56B4E9", "xx", "P"),
-    "ssd": Look("#F0E442", "++", "X"),
+    "pipeinfer": Look("#0072B2", "", "D", (0, (8, 2))),
+    "pipedec": Look("#009E73", "\\\\", "^", (0, (3, 1, 1, 1))),
+    "flowspec": Look("#CC79A7", "..", "v", (0, (5, 1, 1, 1, 1, 1))),
+    "pipespec": Look("#56B4E9", "xx", "P", (0, (1, 3))),
+    "ssd": Look("#F0E442", "++", "X", "-."),
     "auto": Look("#D55E00", "", "*"),
 }
 TONES = (0.5, -0.35, 0.75, -0.6)  # towards white; below 0 towards black

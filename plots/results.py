@@ -28,10 +28,10 @@ from plots.frames import (
 FACETS = tuple(name for name in KEY if name not in SHOWN)
 GREYS = ("0.25", "0.5", "0.75")
 USES = {
-    "busy_s": ("busy", "#009E73"),
-    "cancelled_s": ("cancelled runs", "#D55E00"),
-    "waiting_s": ("waiting for a run", "#56B4E9"),
-    "idle_s": ("idle", "#DDDDDD"),
+    "busy_s": ("busy", "#009E73", ""),
+    "cancelled_s": ("cancelled runs", "#D55E00", "//////"),
+    "waiting_s": ("waiting for a run", "#56B4E9", ""),
+    "idle_s": ("idle", "#DDDDDD", ""),
 }
 SPEED, ITL = "mean generation speed (tokens/s)", "mean inter-token latency (ms)"
 ON_BARS = "\n% on a bar: acceptance rate"
@@ -147,9 +147,9 @@ def time_use(frame: pd.DataFrame) -> Figure | None:
         for label, own in rows.groupby("series", observed=True):
             slot, n_ranks = slots[own.index].max(), own.busy_s.map(len).max()
             at, bottom = first + (slot - n_ranks) / 2 + np.arange(n_ranks), 0.0
-            for use, (words, colour) in USES.items():
+            for use, (words, colour, hatch) in USES.items():
                 shares = 100 * pd.DataFrame(own[use].tolist()).div(own.total_s.to_numpy(), axis=0).mean()
-                panel.bar(at, shares, 0.86, bottom, color=colour, edgecolor="white", lw=0.4, label=words)
+                panel.bar(at, shares, 0.86, bottom, color=colour, hatch=hatch, edgecolor="white", lw=0.4, label=words)
                 bottom = bottom + shares
             roles = own.roles.iloc[0].split(";")
             ticks |= {

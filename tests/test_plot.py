@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from matplotlib import pyplot as plt
 from matplotlib.collections import LineCollection
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.text import Text
@@ -22,9 +23,10 @@ from pipeinfer.observe.columns import COLUMNS, KEY, Record
 from pipeinfer.observe.summary import markdown, summarise
 from pipeinfer.observe.table import LOADS, RESULTS, lines_of
 from plot import draw
+from plots.charts import POLICY_LOOKS
 from plots.frames import SHOWN, frame_of, points
 from plots.original import original_rows
-from plots.results import FACETS, FIGURES
+from plots.results import FACETS, FIGURES, USES
 from tests.support.jobs import ROOT, environment
 from tests.support.rows import SPEEDS, make_load, make_row
 
@@ -181,6 +183,17 @@ def test_prompts_are_in_the_same_places_in_all_panels() -> None:
     assert figure and len(figure.axes) == 2
     for axes in figure.axes:
         assert [label.get_text() for label in axes.get_xticklabels()] == ["c", "a", "b"]
+
+
+def test_figures_can_be_read_without_colours() -> None:
+    """Curves differ in their dashes; what lies beside each other in its grey or its hatch."""
+    dashes = [look.dashes for look in POLICY_LOOKS.values()]
+    assert len({str(each) for each in dashes}) == len(POLICY_LOOKS)
+    bars = [(look.colour, look.hatch) for look in POLICY_LOOKS.values()]
+    uses = [(colour, hatch) for _, colour, hatch in USES.values()]
+    for one, other in [*combinations(bars, 2), *pairwise(uses)]:
+        greys = [np.dot(to_rgb(colour), (0.299, 0.587, 0.114)) for colour, _ in (one, other)]
+        assert one[1] != other[1] or abs(greys[0] - greys[1]) > 0.1, (one, other)
 
 
 def test_distributions_are_steps_of_what_was_measured() -> None:
