@@ -124,11 +124,11 @@ def llama_cpp() -> str:
     theirs = {flag for _, flags in ARGUMENTS for flag in flags}
     further = {id(param): param for param in ours.values() if not theirs.intersection(_flags(param))}
     parts = {
-        "Here, with the same name": table(["option", "variable", "here"], shared, "/"),
-        "Taken, without effect: it is so anyway": table(["option", "values"], harmless, "/"),
-        "Not here": table(["option", "instead"], [[_spelled(flags), hint] for hint, flags in missing.items()], "/"),
+        "Here, with the same name": table(["option", "variable", "here"], shared),
+        "Taken, without effect: it is so anyway": table(["option", "values"], harmless),
+        "Not here": table(["option", "instead"], [[_spelled(flags), hint] for hint, flags in missing.items()]),
         "Here, and not in llama.cpp": table(
-            ["option", "what it does"], [[_spelled(_flags(param)), _help(param)] for param in further.values()], "/"
+            ["option", "what it does"], [[_spelled(_flags(param)), _help(param)] for param in further.values()]
         ),
     }
     return "\n".join(f"## {title}\n\n{rows}" for title, rows in parts.items())

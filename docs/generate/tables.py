@@ -18,10 +18,9 @@ from pipeinfer.observe.columns import Column
 from pipeinfer.virtual.profile import load_profile, shipped_profiles
 
 
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]], bar: str = "\\|") -> str:
-    """`bar`: replaces | in cells."""
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [heads, ["---"] * len(heads), *rows]
-    return "".join("| " + " | ".join(cell.replace("|", bar) for cell in cells) + " |\n" for cells in lines)
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n" for cells in lines)
 
 
 def code(values: Iterable[str], separator: str = ", ") -> str:

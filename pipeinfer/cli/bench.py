@@ -75,7 +75,9 @@ class BenchOptions:
 
 _JOB = (jobs.Adapters, jobs.Loading, ContextOptions, Traffic, jobs.PlacementOptions, jobs.Numerics)
 _SECTIONS = (BenchOptions, Loads, *_JOB, SamplingParams, SamplerTexts, jobs.Guesses, Policy, jobs.Experiments)
-_WITHOUT = ("layer_split", "continuous", "asynchronous", "predict", "ignore_eos")
+_WITHOUT: tuple[str, ...] = ("layer_split", "continuous", "asynchronous", "predict", "ignore_eos")
+# times would depend on what an earlier job, or the warm-up, left in a folder, which no column can say
+_WITHOUT += ("kv_disk", "kv_dir", "kv_read_only")
 
 
 @command("bench", *_SECTIONS, defaults=DEFAULTS, without=_WITHOUT)

@@ -26,7 +26,8 @@ _SECTIONS = (
     jobs.OutputOptions,
 )
 _WITHOUT: tuple[str, ...] = ("drafts", "hf_drafts", "predict", "ignore_eos", "samplers", "draft_rank", "draft_split")
-_WITHOUT += ("n_gpu_layers_draft", "draft_cache_type_k", "draft_cache_type_v", "allow_other_numerics")
+_WITHOUT += ("n_gpu_layers_draft", "cache_type_k_draft", "cache_type_v_draft", "allow_other_numerics")
+_WITHOUT += ("kv_disk", "kv_dir", "kv_read_only")  # each token's probabilities are worked out anew
 CHUNK_TOKENS = 512
 HELP = {
     "chunks": "Of the text, the first; 0: all.",

@@ -51,7 +51,7 @@ SAMPLED = tuple(
 SAMPLING = tuple(column.name for column in SAMPLED)
 
 COLUMNS = (
-    Column("prompt_per_second", "number", "tokens of the prompt / `ttft_s`"),
+    Column("prompt_per_second", "number", "tokens of the prompt that were evaluated, not cached ones / `ttft_s`"),
     Column("predicted_per_second", "number", "tokens a second of text, from the first token to the last"),
     Column("itl_mean_s", "number", "mean inter-token latency (s); tokens of one verdict share the gap before it"),
     Column("ttft_s", "number", "time to first token (s), from submission"),

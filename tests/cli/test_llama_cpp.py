@@ -23,6 +23,8 @@ def test_every_option_of_llama_cpp_is_answered_and_on_the_page() -> None:
     for _, flags in ARGUMENTS:
         assert [flag for flag in flags if f"`{flag}`" not in page] == []
         assert [flag for flag in flags if flag not in ours and flag not in INSTEAD and flag not in HARMLESS] == []
+    for pattern in ('\'root ::= "yes" | "no"\'', "blk.(2|3).ffn_.*_exps=CPU", "<|im_start|>"):
+        assert pattern.replace("|", "\\|") in page  # as it is typed; a table shows \| as |
 
 
 def parsed(

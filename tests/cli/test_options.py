@@ -537,3 +537,10 @@ def test_exact_numerics_of_torch_want_devices_of_one_kind() -> None:
     assert inexact_line(exact, {1: "NVIDIA H200", 2: "NVIDIA H200"}) == ""
     line = inexact_line(exact, {1: "NVIDIA H200", 2: "NVIDIA H200", 3: ""})
     assert "ranks 1, 2 on NVIDIA H200, rank 3 on a CPU" in line
+
+
+def test_measurements_read_nothing_from_an_earlier_job() -> None:
+    """The first generation would leave the next one's prompt on the disk."""
+    for name in ("bench", "perplexity", "measure"):
+        command = cli.get_command(click.Context(cli), name)
+        assert command and {"kv_disk", "kv_dir", "kv_read_only"}.isdisjoint(param.name for param in command.params)

@@ -49,14 +49,20 @@ def command(
     def make(function: Callable[..., Any]) -> Command:
         made = click.command(name, cls=Command)(function)
         names = {param.name for param in made.params} | set(without)
-        for kind in sections:
-            for option in policy_options() if kind is Policy else section_options(kind, defaults):
-                if option.name not in names:
-                    names.add(option.name)
-                    option.help = helps.get(str(option.name), option.help)
-                    if has_variables:
-                        read_variables(option)
-                    made.params.append(option)
+        options = [
+            option
+            for kind in sections
+            for option in (policy_options() if kind is Policy else section_options(kind, defaults))
+        ]
+        unknown = set(without) - {option.name for option in options}
+        assert not unknown, f"{name} leaves out {sorted(unknown)}, which its sections do not have"
+        for option in options:
+            if option.name not in names:
+                names.add(option.name)
+                option.help = helps.get(str(option.name), option.help)
+                if has_variables:
+                    read_variables(option)
+                made.params.append(option)
         return made
 
     return make
