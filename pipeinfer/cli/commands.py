@@ -20,7 +20,7 @@ COMMANDS = {
     "run": "run:run",
     "chat": "run:chat_command",
     "bench": "bench:bench",
-    "batch": "batch:batch_command",
+    "batch": "serve:batch_command",
     "serve": "serve:serve_command",
     "models": "models:models",
     "simulate": "simulate:simulate_command",
@@ -29,8 +29,8 @@ COMMANDS = {
     "measure": "bench:measure_command",
     "perplexity": "perplexity:perplexity_command",
     "submit": "submit:submit_command",
-    "supervise": "supervise:supervise_command",
-    "doctor": "doctor:doctor_command",
+    "supervise": "submit:supervise_command",
+    "doctor": "plan:doctor_command",
 }
 """Command -> module in `pipeinfer.cli`, and function."""
 

@@ -42,8 +42,13 @@ def info_command(file: Path, ctx_size: int, numerics: str, json: bool) -> int:
 
     Only the header and the vocabulary are read. Of an adapter (LoRA): architecture, rank, alpha and tensors.
     """
-    from pipeinfer.job.inspect.adapter_report import adapter_lines, describe_adapter, is_adapter
-    from pipeinfer.job.inspect.model_report import describe_file, info_lines
+    from pipeinfer.job.inspect.model_report import (
+        adapter_lines,
+        describe_adapter,
+        describe_file,
+        info_lines,
+        is_adapter,
+    )
 
     path = _fetch(file)
     if is_adapter(path):
@@ -109,7 +114,7 @@ def verify_command(files: tuple[Path, ...], hosts: str | None, json: bool) -> in
     A hash is kept until its file is written to. Files are also compared with SHA256SUMS in their folder, which
     `models split` writes. Exit code 0 if all are the same, 1 if not.
     """
-    from pipeinfer.job.doctor.verify import verify_files, verify_lines
+    from pipeinfer.job.doctor.inquiry import verify_files, verify_lines
 
     report = verify_files([_fetch(file) for file in files], hosts)
     _print(report, verify_lines(report), json)

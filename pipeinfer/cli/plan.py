@@ -1,14 +1,14 @@
-"""`pipeinfer plan`: its options and sections of options. The report is in `job.inspect`."""
+"""`pipeinfer plan` and `doctor`: their options and sections of options. The reports are in `job.inspect`."""
 
 from typing import Any
 
 import click
 
-from pipeinfer.cli.options.job_options import job_options
+from pipeinfer.cli.options.job_options import SpecTypes, job_options
 from pipeinfer.cli.options.setting_options import command, take
-from pipeinfer.cli.options.spec_types import SpecTypes
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
+from pipeinfer.job.inspect.doctor import DoctorRequest, doctor
 from pipeinfer.job.inspect.plan import PlanQuestion, plan
 from pipeinfer.job.options import sections as jobs
 from pipeinfer.job.options.limits import MAX_SEQUENCES
@@ -42,3 +42,21 @@ def plan_command(**values: Any) -> int:
     if question.n_ranks and not (question.hosts or question.profile):
         raise UserError("-np counts ranks of --hosts or --profile; else start as many with mpirun -np")
     return plan(job_options(values | {"n_expected": values["parallel"]}), question)
+
+
+DOCTOR_SECTIONS = (DoctorRequest, jobs.Models, jobs.Loading, ContextOptions, jobs.PlacementOptions, jobs.Numerics)
+DOCTOR_WITHOUT = ("predict", "ignore_eos", "plan", "samplers", "gpu_aware", "rank_timeout_s", "allow_other_numerics")
+
+
+@command("doctor", *DOCTOR_SECTIONS, has_variables=True, without=DOCTOR_WITHOUT)
+@click.option("--json", is_flag=True, help="Print one JSON object instead of lines.")
+def doctor_command(**values: Any) -> int:
+    """Check a cluster before the first job, and tell what mends it.
+
+    All hosts at once, each as the launcher goes there: names, ssh, the program and its libraries, the machine, the
+    network between every two hosts, an MPI job round all of them, the models. One line for each check and host, then
+    the plan that `run` would make and a command to paste. Starts no model. Exit codes: 0, 1 with warnings, 2 with
+    errors.
+    """
+    request = take(DoctorRequest, values)
+    return doctor(job_options(values | {"policy": None, "lookup": None}), request)

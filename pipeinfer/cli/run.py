@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from pipeinfer.cli.options.job_options import run_options, warn_of_variables
+from pipeinfer.cli.options.job_options import SpecTypes, run_options, warn_of_variables
 from pipeinfer.cli.options.setting_options import command
-from pipeinfer.cli.options.spec_types import SpecTypes
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError

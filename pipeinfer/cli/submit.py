@@ -1,5 +1,7 @@
-"""`pipeinfer submit`: its options. What it does is in `job.submit`, the script in `cluster.slurm`."""
+"""`pipeinfer submit` and `supervise`: their options. What they do is in `job.submit`, with the script in
+`cluster.slurm`, and in `supervisor`."""
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
@@ -160,3 +162,23 @@ def _paths(values: Iterable[object]) -> Iterator[Path]:
             yield each
         elif isinstance(each, tuple):
             yield from _paths(each)
+
+
+RESTARTS_HELP = "Starts after the first one, within ten minutes."
+WORDS = "[LAUNCHER ...] pipeinfer {run|chat|batch|serve} ..."
+
+
+@click.command("supervise", cls=Command, context_settings={"allow_interspersed_args": False})
+@click.option("--restarts", type=Whole(0, 1_000_000), default=10, show_default=True, help=RESTARTS_HELP)
+@click.argument("words", nargs=-1, type=TextType(blank=True), metavar=WORDS)
+def supervise_command(restarts: int, words: tuple[str, ...]) -> int:
+    """Start a job, and when a rank or a host is lost start it again, to go on where it was with the same text.
+
+    The launcher's words come last: pipeinfer supervise mpirun -f hosts -np 4 pipeinfer batch in.jsonl -o out.jsonl.
+    Hosts that take no ranks, as their slots come last, are spares. A host that cannot be reached, or on which ranks die
+    twice within ten minutes, is left out; with fewer hosts there are fewer ranks. Bad input ends with exit code 2.
+    """
+    from pipeinfer.cluster.hosts.launcher import read_launcher
+    from pipeinfer.supervisor.supervisor import Supervisor
+
+    return Supervisor(read_launcher(words), restarts, os.environ).run()

@@ -17,8 +17,18 @@ from starlette.routing import Route
 
 from pipeinfer.errors import UserError
 from pipeinfer.job.requests.answers import speller
-from pipeinfer.job.requests.fields import CHAT, COMPLETION, PassedOver, flag, is_whole, read_json, refuse, shown
-from pipeinfer.job.requests.lora import described, read_scales
+from pipeinfer.job.requests.fields import (
+    CHAT,
+    COMPLETION,
+    PassedOver,
+    described,
+    flag,
+    is_whole,
+    read_json,
+    read_scales,
+    refuse,
+    shown,
+)
 from pipeinfer.job.serve.channel import Setup
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import anthropic, responses

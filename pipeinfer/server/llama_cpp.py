@@ -20,11 +20,11 @@ from pipeinfer.job.requests.fields import (
     PassedOver,
     is_list_of,
     is_whole,
+    read_scales,
     refuse,
     shown,
     whole,
 )
-from pipeinfer.job.requests.lora import read_scales
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.serve.channel import Setup
 from pipeinfer.models.gguf.adapter import ScaledAdapter

@@ -7,12 +7,11 @@ import pytest
 from click.testing import CliRunner
 
 from docs.generate.commands import own_options
-from pipeinfer.cli.batch import batch_command
 from pipeinfer.cli.bench import bench
 from pipeinfer.cli.commands import cli
 from pipeinfer.cli.options.llama_cpp import ARGUMENTS, HARMLESS, INSTEAD, OF_RUN, ignored_variables
 from pipeinfer.cli.run import chat_command, run, run_options
-from pipeinfer.cli.serve import serve_command
+from pipeinfer.cli.serve import batch_command, serve_command
 from pipeinfer.cli.simulate import simulate_command
 from pipeinfer.errors import UserError
 from tests.support.jobs import ROOT, finish, run_json

@@ -9,12 +9,12 @@ from collections.abc import Iterator, Sequence
 from pipeinfer.cluster.hosts.launch import RANK_AND_SIZE
 from pipeinfer.cluster.watch.processes import FATAL
 from pipeinfer.job.doctor.checks import ports
+from pipeinfer.job.doctor.connections import connect_all
 from pipeinfer.job.doctor.findings import NO_JOB, Cluster, Finding, HostReport, errors
 from pipeinfer.job.doctor.host_checks import build, mpi, name, program, python, shared_memory, ssh
 from pipeinfer.job.doctor.host_list import NODES, read_host_list
 from pipeinfer.job.doctor.host_session import NoAnswer
 from pipeinfer.job.doctor.inquiry import facts_command, host_sessions, read_facts, read_libraries
-from pipeinfer.job.doctor.pairs import connect_all
 
 OF_SYSTEM = (name, ssh, python, shared_memory, ports)
 OF_PROGRAM = (program, mpi, build)

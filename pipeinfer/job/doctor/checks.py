@@ -7,10 +7,10 @@ import shlex
 from collections import Counter
 from statistics import median
 
+from pipeinfer.job.doctor.connections import OPEN, REFUSED, SILENT, SLOWER_BRIEFLY, Way
 from pipeinfer.job.doctor.findings import Cluster, Fault, HostReport, Result, Severity, check, errors
 from pipeinfer.job.doctor.host_checks import HOST_CHECKS, mpi
 from pipeinfer.job.doctor.host_list import full_words
-from pipeinfer.job.doctor.pairs import OPEN, REFUSED, SILENT, SLOWER_BRIEFLY, Way
 from pipeinfer.text import size_text
 
 VIRTUAL = re.compile(r"docker|virbr|br-|veth|cni|flannel|cali|podman|lxc|lxd|tun|tap|wg|zt|tailscale")

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeinfer.child import ROOT
+from pipeinfer.job.doctor.connections import Ring, Way
 from pipeinfer.job.doctor.host_list import HostList
 from pipeinfer.job.doctor.host_session import HostSession, NoAnswer
-from pipeinfer.job.doctor.pairs import Way
-from pipeinfer.job.doctor.ring import Ring
 from pipeinfer.job.options.options import JobModels, RunOptions
 
 NO_JOB = RunOptions(models=JobModels(target=Path()))

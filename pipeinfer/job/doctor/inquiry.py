@@ -1,4 +1,5 @@
-"""What is asked of hosts, all at once: the system, the program's facts, hashes of whole files. Judges nothing."""
+"""What is asked of hosts, all at once: the system, the program's facts, hashes of whole files; `pipeinfer models
+verify`, which compares these."""
 
 import ipaddress
 import json
@@ -19,11 +20,15 @@ from rich.console import Console
 
 from pipeinfer.child import python_command
 from pipeinfer.cluster.hosts.roster import version_text
-from pipeinfer.job.doctor.findings import HostReport
-from pipeinfer.job.doctor.host_list import HostList
+from pipeinfer.errors import UserError
+from pipeinfer.job.doctor.connections import at_once
+from pipeinfer.job.doctor.findings import NO_JOB, Cluster, HostReport, errors
+from pipeinfer.job.doctor.hashes import MANIFEST, read_manifest
+from pipeinfer.job.doctor.host_checks import name, python, ssh
+from pipeinfer.job.doctor.host_list import HostList, read_host_list
 from pipeinfer.job.doctor.host_session import FACTS_S, HostSession, NoAnswer, remote_words
-from pipeinfer.job.doctor.pairs import at_once
 from pipeinfer.job.options.options import RunOptions
+from pipeinfer.models.gguf.model_info import part_paths
 from pipeinfer.observe.report import ProgressBar
 
 ALL_FACTS_S = 300.0
@@ -160,3 +165,37 @@ def _run(
     if end.get("late") or end.get("code", 1):  # without a code the agent has ended
         return NoAnswer(None if end.get("late") else end.get("code", 1), str(end.get("errors", "")))
     return None
+
+
+def verify_files(files: Sequence[Path], hosts: str | None) -> dict[str, Any]:
+    """Of every host and file, all parts of a split one, the SHA-256, compared with the manifest beside the file here.
+    Raises UserError for a host without an answer."""
+    host_list = read_host_list(hosts, None)
+    paths = [Path(os.path.abspath(part)) for file in files for part in part_paths(file)]
+    with host_sessions(host_list) as reports:
+        for report in reports.values():
+            for problem in errors((name, ssh, python), report, Cluster(host_list, NO_JOB, reports)):
+                raise UserError(f"{report.name}: {problem.text} -> {problem.fix}")
+        read_hashes(reports.values(), paths)
+    for report in reports.values():
+        if report.hashes_failure or any(str(path) not in report.hashes for path in paths):
+            why = report.hashes_failure or "the program there ended"
+            raise UserError(f"{report.name}: no hashes come from there: {why}; see pipeinfer doctor")
+    result = [
+        {"host": name, "path": str(path)} | report.hashes[str(path)]
+        for path in paths
+        for name, report in reports.items()
+    ]
+    for each in result:
+        listed = read_manifest((path := Path(each["path"])).parent).get(path.name)
+        if listed and not each["error"] and each["sha256"] != listed:
+            each["error"] = f"{each['sha256']}, and {MANIFEST} beside it has {listed}"
+    alike = all(len({each["sha256"] for each in result if each["path"] == str(path)}) == 1 for path in paths)
+    return {"files": result, "alike": alike and not any(each["error"] for each in result)}
+
+
+def verify_lines(result: dict[str, Any]) -> Iterator[str]:
+    for each in result["files"]:
+        yield f"{each['host']}: {each['path']}: {each['error'] or each['sha256']}"
+    if not result["alike"] and any(each["sha256"] for each in result["files"]):
+        yield "they differ: copy the file again from the host whose hash is that of the model's source"

@@ -15,13 +15,20 @@ from pipeinfer.cluster.hosts.host import UNLIMITED, FreeMemory
 from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
 from pipeinfer.job.doctor.checks import LAST_CHECKS, NETWORK_CHECKS, VIRTUAL, real_addresses
+from pipeinfer.job.doctor.connections import (
+    BRIEF_S,
+    FULL_S,
+    connect_all,
+    measure_again,
+    measure_all,
+    measure_others,
+    run_ring,
+)
 from pipeinfer.job.doctor.findings import Check, Cluster, Finding, Severity
 from pipeinfer.job.doctor.host_checks import HOST_CHECKS
 from pipeinfer.job.doctor.host_list import LAUNCHERS, full_words, program_words, read_host_list
 from pipeinfer.job.doctor.host_session import one_connection
 from pipeinfer.job.doctor.inquiry import facts_command, host_sessions, read_hashes, read_libraries
-from pipeinfer.job.doctor.pairs import BRIEF_S, FULL_S, connect_all, measure_again, measure_all, measure_others
-from pipeinfer.job.doctor.ring import run_ring
 from pipeinfer.job.inspect.host_facts import host_of
 from pipeinfer.job.inspect.plan import plan_lines, plan_report
 from pipeinfer.job.options.options import JobModels, RunOptions

@@ -1,6 +1,7 @@
-"""Layers for ranks whose hosts lack a model's file: from rank 0, once, before anything loads.
+"""What rank 0 sends, once, before anything loads: layers for ranks whose hosts lack a model's file, and adapters, cut
+as the target is cut.
 
-They go through the slice cache where there is one: what it has of rank 0's file is not sent. They are sent in chunks of
+Layers go through the slice cache where there is one: what it has of rank 0's file is not sent. All is sent in chunks of
 bounded memory, each with a checksum, CRC-32, against faults: 6 GB/s, where SHA-256 has 1.8. Ranks trust each other.
 """
 
@@ -9,7 +10,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.launch import CLOCK, Context
 from pipeinfer.job.placement.job_plan import TARGET, JobPlan, ModelFile
 from pipeinfer.job.process.streams import complain
+from pipeinfer.models.gguf.adapter import ScaledAdapter, parse_content
 from pipeinfer.models.gguf.model_info import OWN_HEAD, ModelHeaders, ModelInfo, part_paths, read_model_info
 from pipeinfer.models.gguf.remote import Content, RemoteModel, contents
 from pipeinfer.models.gguf.slice import SliceFile
@@ -240,3 +242,32 @@ def _pieces(file: ModelFile, want: Want) -> Iterator[bytes | memoryview]:
         yield from contents(_read(file), want.what, want.first, want.last)[1]
     except OSError as error:
         raise UserError(f"the model cannot be read any more: {error.strerror}; start again") from None
+
+
+def fetch_adapters(context: Context, plan: JobPlan) -> tuple[ScaledAdapter, ...]:
+    """The adapters of this rank's layers of the target; none without such layers. Collective. Raises UserError on all
+    ranks where a file cannot be read, or has changed since the plan was made."""
+    if not plan.adapters:
+        return ()
+    link, stages, contents = context.link, plan.assignment.stages, dict[int, list[bytes]]()
+
+    def cut() -> dict[int, list[int]]:
+        for stage in stages:
+            parts = [adapter.cut(stage.first, stage.last, plan.model.n_layer) for adapter, _ in plan.adapters]
+            contents[stage.rank] = [part.content for part in parts]
+        return {rank: list(map(len, parts)) for rank, parts in contents.items()}
+
+    sizes = link.agree(cut)
+    for rank in (stage.rank for stage in stages if stage.rank and link.rank in (0, stage.rank)):
+        if link.rank:
+            chunks = receive_chunks(link, 0, sum(sizes[rank]))
+            data = b"".join(map(bytes, chunks))
+            ends = np.cumsum([0, *sizes[rank]]).tolist()
+            contents[rank] = [data[start:end] for start, end in pairwise(ends)]
+        else:
+            send_chunks(link, rank, contents.pop(rank), lambda n_bytes: None)
+    mine = contents.get(link.rank, [])
+    return tuple(
+        ScaledAdapter(parse_content(adapter.path, content), scale)
+        for content, (adapter, scale) in zip(mine, plan.adapters, strict=False)
+    )

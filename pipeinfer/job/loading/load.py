@@ -18,8 +18,7 @@ from pipeinfer.core.settings import MAX_RUN, MAX_WIDTH
 from pipeinfer.disk_cache import cache_folder
 from pipeinfer.errors import UserError
 from pipeinfer.job.launch import CLOCK, Context
-from pipeinfer.job.loading.adapters import fetch_adapters
-from pipeinfer.job.loading.arrivals import fetch_layers
+from pipeinfer.job.loading.arrivals import fetch_adapters, fetch_layers
 from pipeinfer.job.loading.stages import gpu_of, load_layers, time_draft, time_stage
 from pipeinfer.job.placement.job_plan import TARGET, JobPlan, ModelFile
 from pipeinfer.job.process.streams import complain

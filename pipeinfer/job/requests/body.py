@@ -29,12 +29,13 @@ from pipeinfer.job.requests.fields import (
     is_list_of,
     is_number,
     is_whole,
+    none_loaded,
+    read_scales,
     refuse,
     served,
     shown,
     whole,
 )
-from pipeinfer.job.requests.lora import none_loaded, read_scales
 from pipeinfer.models.gguf.adapter import ScaledAdapter
 from pipeinfer.models.text.answers import check_stops
 from pipeinfer.models.text.chat_template import ChatMessage

@@ -22,15 +22,14 @@ from click.testing import CliRunner
 from pipeinfer.cli.models import models
 from pipeinfer.cluster.hosts.roster import version_text
 from pipeinfer.errors import UserError
-from pipeinfer.job.doctor import agent, checks, hashes, host_checks, inquiry, ring
+from pipeinfer.job.doctor import agent, checks, connections, hashes, host_checks, inquiry
 from pipeinfer.job.doctor.agent import ADDRESS_SPACE, LOCKED_MEMORY, OPEN_FILES
 from pipeinfer.job.doctor.checks import CHECKS
+from pipeinfer.job.doctor.connections import Ring, Way, connect_all, measure_again, measure_all, rounds, run_ring
 from pipeinfer.job.doctor.findings import Cluster, Fault, Finding, HostReport, Severity
 from pipeinfer.job.doctor.host_checks import check_this_host
 from pipeinfer.job.doctor.host_list import HostList, read_host_list
 from pipeinfer.job.doctor.host_session import HostSession, NoAnswer, remote_words
-from pipeinfer.job.doctor.pairs import Way, connect_all, measure_again, measure_all, rounds
-from pipeinfer.job.doctor.ring import Ring, run_ring
 from pipeinfer.models.demo import TARGET
 from tests.support.jobs import COMMAND, ROOT, environment
 from tests.support.planned import options_of
@@ -293,10 +292,10 @@ def test_rings_that_fail() -> None:
 
 
 def test_a_ring_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "SILENT_S", 0.5)
-    monkeypatch.setattr(ring, "LIMIT_S", 3)
+    monkeypatch.setattr(connections, "SILENT_S", 0.5)
+    monkeypatch.setattr(connections, "LIMIT_S", 3)
     for script in ("exec sleep 1000", "while echo x; do sleep 0.1; done", "exec sleep 1000 >&-"):
-        monkeypatch.setattr(ring, "full_words", lambda words, script=script: ["sh", "-c", script])
+        monkeypatch.setattr(connections, "full_words", lambda words, script=script: ["sh", "-c", script])
         assert run_ring(read_host_list("localhost", "mpich"), ["localhost"]).late
 
 
