@@ -278,7 +278,7 @@ def make_grown(
 def _measuring(model: Path, draft: Path, n_predict: int, n_threads: int) -> Callable[[Path], float]:
     """What gives a grown target's acceptance rate. Raises UserError when the draft's vocabulary is quite another."""
     from pipeinfer.job.inspect.pair_report import TEXTS, acceptance
-    from pipeinfer.job.placement.model_files import draft_translation  # loads libllama
+    from pipeinfer.models.drafts.translation import draft_translation  # loads libllama
     from pipeinfer.models.text.tokenizer import Tokenizer
 
     tokenizer, translation = Tokenizer(model), draft_translation(model, draft)

@@ -46,7 +46,7 @@ def run(chat: bool, conversation: bool, single_turn: bool, **values: Any) -> int
         return run_chat(options)
     from pipeinfer.job.planning.prepare import start_prepared  # initialises MPI
 
-    return start_prepared(options, options, _prepare, lambda context, _, head: head.run(context))
+    return start_prepared(options, options, _prepare)
 
 
 def _prepare(*job: Any) -> Any:

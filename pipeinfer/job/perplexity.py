@@ -56,28 +56,26 @@ class PerplexityOptions:
 
 def run_perplexity(options: PerplexityOptions) -> int:
     """On every rank; returns the exit code."""
-    prepare = partial(_prepare, source=options.source, n_chunks=options.n_chunks, base=options.base)
-    return start_prepared(options, options.run, prepare, lambda context, _, work: work.run(context))
+    return start_prepared(options, options.run, partial(_prepare, work=options))
 
 
-def _prepare(
-    options: RunOptions, hosts: Sequence[Host], source: Path | None, n_chunks: int, base: Path | None
-) -> "tuple[JobPlan, PerplexityRun]":
+def _prepare(options: RunOptions, hosts: Sequence[Host], work: PerplexityOptions) -> "tuple[JobPlan, PerplexityRun]":
     """Raises UserError for a text that is too short, and whatever is wrong with options and files."""
+    source, base = work.source, work.base
     if base and source:
         base = _checked_base(base, inputs_of(options.changed(file=source)))
     text = read_text("--file", source) if source else ""
-    options, info, tokenizer = open_job(options)
+    options, info, drafts, tokenizer = open_job(options)
     chunks = (
         _chunks(tokenizer.encode(text), options.context.ctx_size, str(source)) if source else _chunks_of(base, info)
     )
-    chunks = chunks[: n_chunks or None]
+    chunks = chunks[: work.n_chunks or None]
     size = len(chunks[0])
     prompts = [[tokenizer.bos, *chunk[1:]] if tokenizer.adds_bos else chunk for chunk in chunks]
     n_open = min(len(prompts), len(hosts) + 1)
     options = options.changed(parallel=n_open, ctx_size=size + 1, predict=0)
     requests = [make_request(options, info, tokenizer, prompt) for prompt in prompts]
-    plan = deploy(options, hosts, info, n_open * (size + 1), size)
+    plan = deploy(options, hosts, info, drafts, n_open * (size + 1), size)
     new_base = base if source else None
     if base:
         file = _unfinished(new_base) if new_base else base.absolute()

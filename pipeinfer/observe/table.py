@@ -45,13 +45,13 @@ class Table:
     def check(self, path: Path) -> None:
         """Raises UserError if no row can be appended: the file cannot be written, or it or one of its rows has other
         columns. Cells are not checked, and no file is left behind."""
-        if not path.exists():
+        if path.exists():
+            with _locked(path) as file:
+                if self._check_appendable(path, file):
+                    for number, cells in lines_of(path):
+                        check_count(path, number, cells, len(self.columns))
+        else:
             check_writable(path, "--results")
-            return
-        with _locked(path) as file:
-            if self._check_appendable(path, file):
-                for number, cells in lines_of(path):
-                    check_count(path, number, cells, len(self.columns))
 
     def append(self, path: Path, row: Record) -> None:
         """Append a row, after a header if the file is empty; two jobs may write at once. Raises as `check`, and if the

@@ -14,12 +14,11 @@ from pipeinfer.cluster.hosts.resources import Memory, check_fits, paging_lines
 from pipeinfer.errors import UserError
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.placement.model_files import open_models
-from pipeinfer.job.planning.deploy import deploy
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies import PipeInfer
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import finish, run_json
-from tests.support.planned import options_of
+from tests.support.planned import deploy, options_of
 
 GB = 10**9
 

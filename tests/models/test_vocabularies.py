@@ -17,13 +17,14 @@ from pipeinfer.core.interfaces import Batch, KvOp
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import UserError
 from pipeinfer.job.inspect.pair_report import acceptance
-from pipeinfer.job.placement.model_files import draft_translation, translation_note
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.drafts.translation import (
     NONE,
     TranslatedStage,
     Translation,
+    draft_translation,
     find_translation,
+    translation_note,
     vocabulary_differences,
 )
 from pipeinfer.models.text.tokenizer import Tokenizer

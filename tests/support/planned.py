@@ -8,6 +8,7 @@ from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.job.options.options import JobModels, RunOptions
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.planning import deploy as planning
+from pipeinfer.models.drafts.head_files import read_drafts
 from pipeinfer.models.gguf.model_info import ModelInfo
 
 
@@ -21,6 +22,12 @@ def lay_out(
 ) -> JobPlan:
     """Whether it fits or not. Raises UserError, as planning does."""
     return planning.lay_out(planning.PlanInputs(options, hosts, info, drafts, n_ctx, n_prompt))
+
+
+def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: int, n_prompt: int) -> JobPlan:
+    """The plan of a job. Raises UserError, as planning does."""
+    drafts = read_drafts(options.drafts_in_use, info)
+    return planning.deploy(options, hosts, info, drafts, n_ctx, n_prompt)
 
 
 def timed_ranks(options: RunOptions, hosts: Sequence[Host]) -> list[int]:

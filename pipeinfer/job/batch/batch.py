@@ -2,7 +2,7 @@
 checks every line, the results so far and the context before models load."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -109,11 +109,11 @@ class BatchWork:
         self.output.close()
 
 
-def _prepare(options: RunOptions, hosts: Sequence[Host], batch: BatchOptions) -> tuple[JobPlan, BatchWork] | None:
+def _prepare(options: RunOptions, hosts: Sequence[Host], batch: BatchOptions) -> "tuple[JobPlan, Batch] | None":
     """None if all results are there. Raises UserError for whatever is wrong with options, files and lines."""
     outputs = {WHAT: batch.output, "--resume": options.output.resume}
     check_separate(outputs, inputs_of(options) | {"the batch": [batch.source]})
-    options, info, tokenizer = open_job(options)
+    options, info, drafts, tokenizer = open_job(options)
     file = BatchFile(batch.source, _defaults(batch, options, info))
     output, prompts = BatchOutput(batch.output), BodyPrompts(options.text, options.context, info, tokenizer)
     work = BatchWork(file, output, prompts, bytearray(), Journal(), options.speculation.policy, options.output)
@@ -123,8 +123,8 @@ def _prepare(options: RunOptions, hosts: Sequence[Host], batch: BatchOptions) ->
         options = options.changed(n_expected=min(options.traffic.parallel, work.n_requests))
         plan = None
         if work.n_left:
-            context = options.context.ctx_size, options.traffic.parallel
-            plan = _plan(work, *context, lambda *sizes: deploy_largest(options, hosts, info, *sizes))
+            sizes = _sizes(work, options.context.ctx_size, options.traffic.parallel)
+            plan = deploy_largest(options, hosts, info, drafts, *sizes)
         model = model_id(plan) if plan else (info.fingerprint, options.numerics.rounding)
         work.journal = open_journal(options.output.resume, model)
         for _, id in work.output.ids():
@@ -135,7 +135,7 @@ def _prepare(options: RunOptions, hosts: Sequence[Host], batch: BatchOptions) ->
             _tell_done(work)
             work.close()
             return None
-        return plan, work
+        return plan, Batch(plan, work)
     except BaseException:
         work.close()
         raise
@@ -192,9 +192,9 @@ def _check_lines(work: BatchWork) -> None:
         raise UserError(f"{line}: {differs}; name another file, or remove the line")
 
 
-def _plan(work: BatchWork, ctx_size: int, parallel: int, deploy: Callable[[int, int, int], JobPlan]) -> JobPlan:
-    """The plan with the context of -c, else of --parallel times the longest request, or as much as fits. `deploy`
-    makes it of the tokens of context, the least of these, and the tokens of the longest prompt."""
+def _sizes(work: BatchWork, ctx_size: int, parallel: int) -> tuple[int, int, int]:
+    """(tokens of context: those of -c, else of --parallel times the longest request; of the longest request; of the
+    longest prompt)."""
     longest = longest_prompt = n_total = 1
     start_s, report_s = time.monotonic(), PATIENCE_S
     for n_checked, (_, request) in enumerate(work.ready()):
@@ -205,19 +205,19 @@ def _plan(work: BatchWork, ctx_size: int, parallel: int, deploy: Callable[[int, 
             longest, n_total = max(longest, request.n_ctx), n_total + request.n_ctx
             longest_prompt = max(longest_prompt, len(request.prompt))
     n_ctx = ctx_size or max(longest, min(n_total, parallel * longest))
-    return deploy(n_ctx, longest, longest_prompt)
+    return n_ctx, longest, longest_prompt
 
 
 def run_batch(batch: BatchOptions) -> int:
     """`pipeinfer batch`, on every rank; returns the exit code."""
-    return start_prepared(batch, batch.run, partial(_prepare, batch=batch), lambda *head: Batch(*head).run())
+    return start_prepared(batch, batch.run, partial(_prepare, batch=batch))
 
 
 class Batch:
     """Rank 0's part of a batch."""
 
-    def __init__(self, context: Context, plan: JobPlan, work: BatchWork) -> None:
-        self.context, self.plan, self.work, self.printing = context, plan, work, work.printing
+    def __init__(self, plan: JobPlan, work: BatchWork) -> None:
+        self.plan, self.work, self.printing = plan, work, work.printing
         self.console = stderr_console()
         self.throughput = Throughput()
         self.n_completed = self.n_failed = self.open_max = 0
@@ -225,12 +225,12 @@ class Batch:
         self._coming = work.noted()
         self._next: tuple[BatchRequest, str, GenerationRequest | UserError] | None = None
 
-    def run(self) -> int:
+    def run(self, context: Context) -> int:
         """Returns the exit code."""
-        work, capacity = self.work, self.plan.capacity
-        context, requests = f"context {capacity.n_ctx}", f"{work.n_left} of {work.n_requests} requests left"
-        about = f"policy {work.policy.name}, {requests}, up to {capacity.n_requests} at a time, {context}"
-        show_start(self.console, self.plan, f"{context}, {requests}", about, self.printing.verbose)
+        self.context, work, capacity = context, self.work, self.plan.capacity
+        size, requests = f"context {capacity.n_ctx}", f"{work.n_left} of {work.n_requests} requests left"
+        about = f"policy {work.policy.name}, {requests}, up to {capacity.n_requests} at a time, {size}"
+        show_start(self.console, self.plan, f"{size}, {requests}", about, self.printing.verbose)
         session = open_session(self.context, self.plan, work.prompts.tokenizer, verbose=self.printing.verbose)
         with closing(work), session as self.session:
             self.progress = ProgressBar(self.console, CLOCK, "batch", work.n_requests, "requests", stays=True)

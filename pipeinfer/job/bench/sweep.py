@@ -254,13 +254,13 @@ def _changes(policy: Policy, ablations: Sequence[str]) -> Iterator[dict[str, Any
 
 def generation_group(options: RunOptions, policies: Sequence[Policy], sweep: Sweep, hosts: Sequence[Host]) -> Group:
     """The cases of policies that share loaded models. Raises UserError for what does not fit."""
-    info, tokenizer = open_models(options.models.target, options.drafts_in_use)
+    info, drafts, tokenizer = open_models(options.models.target, options.drafts_in_use)
     conversations = [conversation_of(prompt, tokenizer, sweep.cut) for prompt in sweep.prompts]
     n_predict = max(sweep.predicts)
     n_prompt = _longest_prompt(options.context.ctx_size, n_predict, info, conversations)
     first = conversations[0].turns[0].tokens
     request = make_request(options.changed(predict=n_predict), info, tokenizer, first, n_prompt)
-    plan = deploy(options, hosts, info, request.n_ctx, n_prompt)
+    plan = deploy(options, hosts, info, drafts, request.n_ctx, n_prompt)
     variants = variants_of(options, policies, sweep.ablations, info.layers.rewinds)
     repetitions = range(1, sweep.repetitions + 1)
     return Group(
@@ -292,14 +292,14 @@ def n_requests(loads: Loads, n_prompts: int) -> int:
 
 def load_group(options: RunOptions, policies: Sequence[Policy], sweep: Sweep, hosts: Sequence[Host]) -> Group:
     """The same for loads."""
-    info, tokenizer = open_models(options.models.target, options.drafts_in_use)
+    info, drafts, tokenizer = open_models(options.models.target, options.drafts_in_use)
     loads, ctx_size, parallel = sweep.loads or Loads(), options.context.ctx_size, options.traffic.parallel
     prompts = first_turns(sweep.prompts, n_requests(loads, len(sweep.prompts)), tokenizer, sweep.cut)
     n_predict, n_prompt = max(sweep.predicts), max(map(len, prompts))
     request = make_request(options.changed(predict=n_predict, ctx_size=0), info, tokenizer, prompts[0], n_prompt)
     n_ctx = ctx_size or min(len(prompts), parallel) * (n_prompt + n_predict)
     _check_room(ctx_size, n_ctx, n_prompt + n_predict, loads)
-    plan = deploy(options, hosts, info, n_ctx, n_prompt)
+    plan = deploy(options, hosts, info, drafts, n_ctx, n_prompt)
     name = "+".join(dict.fromkeys(prompt.name.partition("/")[0] for prompt in sweep.prompts))
     points = [(count, math.nan) for count in loads.concurrencies] + [(0, rate) for rate in loads.rates]
     variants = variants_of(options, policies, sweep.ablations, info.layers.rewinds)

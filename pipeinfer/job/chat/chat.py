@@ -48,12 +48,12 @@ INTERRUPTED = 130
 
 def run_chat(options: RunOptions) -> int:
     """`pipeinfer chat`, on every rank; returns the exit code."""
-    return start_prepared(options, options, _prepare, lambda context, _, chat: chat.run(context))
+    return start_prepared(options, options, _prepare)
 
 
 def _prepare(options: RunOptions, hosts: Sequence[Host]) -> "tuple[JobPlan, Chat]":
     """Raises UserError for whatever is wrong with options and files, also for a broken template."""
-    options, info, tokenizer = open_job(options)
+    options, info, drafts, tokenizer = open_job(options)
     text, context, sampling = options.text, options.context, options.sampling
     format = open_format(text, info, tokenizer)
     assert format, "a chat without its options"
@@ -65,7 +65,7 @@ def _prepare(options: RunOptions, hosts: Sequence[Host]) -> "tuple[JobPlan, Chat
         (), n_predict, n_ctx, settled(sampling, tokenizer), ends, format.stops, markers=True, keep=True
     )
     request = replace(request, policy=options.speculation.policy)
-    plan = deploy(options, hosts, info, n_ctx, n_ctx)
+    plan = deploy(options, hosts, info, drafts, n_ctx, n_ctx)
     noted = replace(request, sampling=replace(request.sampling, seed=sampling.seed))
     model, others = model_id(plan), ["special"] if text.special_in_messages else []
     if text.reasoning_budget >= 0:

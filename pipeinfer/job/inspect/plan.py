@@ -19,14 +19,16 @@ from pipeinfer.job.options.limits import MAX_GBIT, MAX_TOKENS
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.options.values import PROBABILITY, File, Number, TextType, Whole
 from pipeinfer.job.placement.job_plan import SHARED_CORES
-from pipeinfer.job.placement.model_files import draft_translation, open_models, translation_note
+from pipeinfer.job.placement.model_files import open_models
 from pipeinfer.job.placement.numerics import may_repack
 from pipeinfer.job.planning.plan_table import plan_cells, plan_rows
-from pipeinfer.job.planning.planner import ETHERNET, N_PROMPT, UNFIT, Planner, Prediction, open_planner
+from pipeinfer.job.planning.planner import ETHERNET, N_PROMPT, UNFIT, Planner, Prediction
 from pipeinfer.job.planning.prepare import find_hosts, with_files
 from pipeinfer.job.planning.suggestions import shortage_text, suggestions, with_best_hosts
 from pipeinfer.job.profiling.describe import describe_host, gpu_names
 from pipeinfer.job.profiling.speeds import host_speeds, rank_speed, with_speeds
+from pipeinfer.models.drafts.head_files import read_drafts
+from pipeinfer.models.drafts.translation import draft_translation, translation_note
 from pipeinfer.models.llama.ggml import has_gpu
 from pipeinfer.policies import POLICIES, make_policy
 from pipeinfer.text import json_text, markdown_table, number, printed, size_text
@@ -88,18 +90,19 @@ def plan_report(
     out; empty if it fits. Raises UserError if no plan is possible."""
     is_described = not question or bool(question.profile or question.hosts)
     question = question or PlanQuestion()
-    info, tokenizer = open_models(options.models.target, options.drafts_in_use)
+    info, _, tokenizer = open_models(options.models.target, options.drafts_in_use)
     tokenizer.close()
+    drafts = read_drafts(options.models.drafts, info)  # also those that another policy needs
     n_prompt = question.n_prompt or min(N_PROMPT, max(1, (options.context.ctx_size or info.n_ctx_train) // 2))
     if question.gbit is not None:
         link = replace(link, bytes_per_s=1e9 / 8 * question.gbit)
-    planner = open_planner(options, info, nodes, link, n_prompt, question.acceptances, is_described)
+    planner = Planner(options, info, drafts, nodes, link, n_prompt, question.acceptances, is_described)
     chooses_hosts = bool(question.hosts) and not question.n_ranks and not options.placement.layer_split
     planner, unused = with_best_hosts(planner) if chooses_hosts else (planner, [])
     plan, policy = planner.plan, options.speculation.policy.name
     predicted, not_predicted = _predict(planner)
-    ways, drafts = suggestions(planner, predicted), [draft.path for draft in planner.drafts_in_use if not draft.head]
-    translations = [translation_note(draft, draft_translation(info.path, draft)) for draft in drafts]
+    ways, paths = suggestions(planner, predicted), [draft.path for draft in planner.drafts_in_use if not draft.head]
+    translations = [translation_note(path, draft_translation(info.path, path)) for path in paths]
     plain = next((each.tokens_per_s for each in predicted if each.policy == "iterative"), None)
     return {
         "model": str(options.models.target),

@@ -16,9 +16,8 @@ from pipeinfer.cluster.hosts.resources import Memory, check_fits, check_gpus, pa
 from pipeinfer.core.blocks import LARGEST
 from pipeinfer.job.placement.capacity import Capacity, EngineSettings
 from pipeinfer.job.placement.devices import DevicePlan
-from pipeinfer.job.placement.model_files import translation_note
 from pipeinfer.job.placement.numerics import NumericsPlan
-from pipeinfer.models.drafts.translation import Translation
+from pipeinfer.models.drafts.translation import Translation, translation_note
 from pipeinfer.models.gguf.adapter import ScaledAdapter
 from pipeinfer.models.gguf.contents import FileState
 from pipeinfer.models.gguf.model_info import DraftHead, ModelInfo, layers_read

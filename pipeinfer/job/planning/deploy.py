@@ -30,9 +30,10 @@ from pipeinfer.job.placement.checks import (
 from pipeinfer.job.placement.devices import RankDevices, plan_devices
 from pipeinfer.job.placement.job_plan import JobPlan, ModelFile, RankPlan, check_memory, sizes_of
 from pipeinfer.job.placement.memory import MemoryNeeds
-from pipeinfer.job.placement.model_files import draft_translation, read_adapters, read_drafts
+from pipeinfer.job.placement.model_files import read_adapters
 from pipeinfer.job.placement.numerics import named, unnamed_numerics
 from pipeinfer.job.profiling.speeds import Schedule, make_schedule
+from pipeinfer.models.drafts.translation import draft_translation
 from pipeinfer.models.gguf.adapter import ScaledAdapter, digest_of
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.llama.tensor_places import has_experts
@@ -74,9 +75,11 @@ class PlanInputs:
     n_prompt: int
 
 
-def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: int, n_prompt: int) -> JobPlan:
-    """The plan for contexts of `n_ctx` tokens. Raises UserError for wrong options, DoesNotFit for too little memory."""
-    inputs = PlanInputs(options, hosts, info, read_drafts(options.drafts_in_use, info), n_ctx, n_prompt)
+def deploy(
+    options: RunOptions, hosts: Sequence[Host], info: ModelInfo, drafts: Sequence[ModelInfo], n_ctx: int, n_prompt: int
+) -> JobPlan:
+    """The plan; see `PlanInputs`. Raises UserError for wrong options, DoesNotFit for too little memory."""
+    inputs = PlanInputs(options, hosts, info, drafts, n_ctx, n_prompt)
     if planned := options.placement.planned:
         planned.check({"model": info.fingerprint, "drafts": [draft.fingerprint for draft in inputs.drafts]})
     resumed, allows_others = options.numerics.resumed, options.numerics.allow_other_numerics
@@ -87,8 +90,9 @@ def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: i
         plan = same if same and (not allows_others or same.fits) else plan
     if planned:
         planned.check(plan.decisions)
+    way_out = _way_out(plan.assignment, options.placement)
     try:
-        check_memory(plan, _way_out(plan.assignment, options.placement))
+        check_memory(plan, way_out)
     except UserError as error:
         began = f"; what is to go on was begun with numerics {resumed}, --allow-other-numerics goes on with others"
         raise DoesNotFit(f"{error}{began if resumed and not allows_others else ''}", plan) from None

@@ -13,7 +13,6 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.job_plan import JobPlan
-from pipeinfer.job.placement.model_files import read_drafts
 from pipeinfer.job.planning.deploy import PlanInputs, choose_numerics, schedule_of
 from pipeinfer.job.requests.request import fit_context
 from pipeinfer.models.gguf.header import value_of
@@ -61,6 +60,13 @@ class Planner:
     n_prompt: int
     acceptances: Sequence[float] = ()
     is_described: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises UserError when `acceptances` are not one for each draft."""
+        if self.acceptances and len(self.acceptances) != len(self.drafts):
+            counts = f"{len(self.acceptances)} times for {len(self.drafts)} drafts"
+            way_out = "give it once for each, the smallest first, or leave it out"
+            raise UserError(f"--acceptance is given {counts}; {way_out}")
 
     def changed(self, **changes: Any) -> "Planner":
         return replace(self, options=self.options.changed(**changes))
@@ -122,24 +128,6 @@ class Planner:
             return self.predict(self.options.speculation.policy).tokens_per_s
         except UserError:
             return None
-
-
-def open_planner(
-    options: RunOptions,
-    info: ModelInfo,
-    nodes: Sequence[Node],
-    link: LinkCost,
-    n_prompt: int,
-    acceptances: Sequence[float],
-    is_described: bool = False,
-) -> Planner:
-    """Raises UserError when a draft is no model, or `acceptances` are not one for each draft."""
-    drafts = read_drafts(options.models.drafts, info)
-    if acceptances and len(acceptances) != len(drafts):
-        counts = f"{len(acceptances)} times for {len(drafts)} drafts"
-        way_out = "give it once for each, the smallest first, or leave it out"
-        raise UserError(f"--acceptance is given {counts}; {way_out}")
-    return Planner(options, info, drafts, nodes, link, n_prompt, acceptances, is_described)
 
 
 # -- costs

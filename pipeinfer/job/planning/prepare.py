@@ -4,7 +4,7 @@ and request; the other ranks follow the plan. Knows no command."""
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeinfer.cluster.assignment import check_stages
 from pipeinfer.cluster.hosts.host import Host
@@ -13,7 +13,7 @@ from pipeinfer.job.options.limits import AUTO_LAYERS, STDIN
 from pipeinfer.job.options.options import RunOptions, with_plan
 from pipeinfer.job.placement.devices import rank_options
 from pipeinfer.job.placement.job_plan import JobPlan
-from pipeinfer.job.placement.model_files import check_drafts, fetch_models, open_models, read_adapters
+from pipeinfer.job.placement.model_files import fetch_models, open_models, read_adapters
 from pipeinfer.job.planning.deploy import DoesNotFit, deploy, schedule_of
 from pipeinfer.job.process.streams import complain
 from pipeinfer.job.profiling.describe import describe_host
@@ -30,6 +30,8 @@ from pipeinfer.job.requests.request import (
     read_prompt,
     settled,
 )
+from pipeinfer.models.drafts.head_files import read_drafts
+from pipeinfer.models.drafts.translation import check_drafts
 from pipeinfer.models.gguf.model_info import ModelInfo, part_paths, read_model_info
 from pipeinfer.models.llama.ggml import has_gpu, load_library
 from pipeinfer.models.text.chat_template import template_of
@@ -43,28 +45,34 @@ if TYPE_CHECKING:  # imports MPI
     from pipeinfer.cluster.transport import Link
     from pipeinfer.job.launch import Context, Crew
 
-T = TypeVar("T")
 
-Prepare = Callable[[RunOptions, Sequence[Host]], tuple[JobPlan, T] | None]
-RunHead = Callable[["Context", JobPlan, T], int]
+class JobHead(Protocol):
+    """Rank 0's part of a job."""
+
+    def run(self, context: "Context") -> int:
+        """Returns the exit code."""
+        ...
 
 
-def start_prepared(settings: object, options: RunOptions, plan_job: Prepare[T], run_head: RunHead[T]) -> int:
-    """A job, on every rank; returns the exit code. `settings`: must be alike on all, as in `start_job`."""
+Prepare = Callable[[RunOptions, Sequence[Host]], tuple[JobPlan, JobHead] | None]
+
+
+def start_prepared(settings: object, options: RunOptions, plan_job: Prepare) -> int:
+    """A job, on every rank; returns the exit code. `settings`: must be alike on all, as in `start_job`. `plan_job`: on
+    rank 0; None: there is nothing to do."""
     from pipeinfer.job.launch import start_job  # initialises MPI
 
-    placement, verbose = options.placement, options.output.verbose
-    return start_job(lambda crew: _run(crew, options, plan_job, run_head), settings, placement, verbose)
+    return start_job(lambda crew: _run(crew, options, plan_job), settings, options.placement, options.output.verbose)
 
 
-def _run(crew: "Crew", options: RunOptions, plan_job: Prepare[T], run_head: RunHead[T]) -> int:
+def _run(crew: "Crew", options: RunOptions, plan_job: Prepare) -> int:
     """Rank 0 prepares and is the head, the others serve. Returns the exit code; 0 without a plan. Raises JobError."""
     link = crew.link
     if link.rank:
         get_ready()
     options = without_gpus(link, link.agree(lambda: _checked(options, link.size)))
     hosts = find_hosts(crew, options)
-    prepared: tuple[JobPlan, T] | None = None
+    prepared: tuple[JobPlan, JobHead] | None = None
 
     def make_plan() -> JobPlan | None:
         nonlocal prepared
@@ -86,7 +94,7 @@ def _run(crew: "Crew", options: RunOptions, plan_job: Prepare[T], run_head: RunH
         from pipeinfer.job.loading.load import run_stage
 
         return run_stage(context, plan)
-    return run_head(context, *prepared)
+    return prepared[1].run(context)
 
 
 def get_ready() -> None:
@@ -110,7 +118,7 @@ def _checked(options: RunOptions, n_ranks: int) -> RunOptions:
 def check_headers(options: RunOptions, n_ranks: int) -> None:
     """Raises UserError for what follows from the models' headers, before any rank loads or times layers."""
     info = read_model_info(options.models.target)
-    check_drafts(info, options.drafts_in_use)
+    check_drafts(read_drafts(options.drafts_in_use, info), info)
     read_adapters(options.models, info)
     if not options.models.finds_head:  # which may need a rank
         check_stages(len(options.target_ranks(n_ranks)), info.n_layer, n_ranks)
@@ -157,7 +165,7 @@ def prepare(
 ) -> tuple[JobPlan, tuple[GenerationRequest, Tokenizer]]:
     """`is_users`: the prompt is the user's. Raises UserError for whatever is wrong with the options, the files and how
     they fit together."""
-    options, info, tokenizer = open_job(options)
+    options, info, drafts, tokenizer = open_job(options)
     format = open_format(options.text, info, tokenizer)
     text, special = read_prompt(options.text), options.text.parse_special
     names = tokenizer.control_names if special else None
@@ -173,15 +181,15 @@ def prepare(
         sampling = format.limited(request.sampling, prompt, thought)
         request = replace(request, stops=format.stops, sampling=sampling)
     try:
-        plan = deploy(options, hosts, info, request.n_ctx, len(prompt))
+        plan = deploy(options, hosts, info, drafts, request.n_ctx, len(prompt))
     except DoesNotFit as error:
         if options.numerics.resumed:  # advice would be for others
             raise
-        from pipeinfer.job.planning.planner import ETHERNET, open_planner  # takes a while to import
+        from pipeinfer.job.planning.planner import ETHERNET, Planner  # takes a while to import
         from pipeinfer.job.planning.suggestions import advised
 
         nodes = list(map(Node, hosts))
-        raise advised(error, open_planner(options, info, nodes, ETHERNET, len(prompt), ())) from None
+        raise advised(error, Planner(options, info, drafts, nodes, ETHERNET, len(prompt))) from None
     return plan, (request, tokenizer)
 
 
@@ -196,14 +204,14 @@ def make_request(
     return replace(request, markers=text.chat is not None, policy=options.speculation.policy)
 
 
-def open_job(options: RunOptions) -> tuple[RunOptions, ModelInfo, Tokenizer]:
-    """The options with a grammar for their schema, and the target's header and vocabulary. Raises UserError, also for
-    files that cannot be written."""
-    check_outputs(options)
-    info, tokenizer = open_models(options.models.target, options.drafts_in_use)
+def open_job(options: RunOptions) -> tuple[RunOptions, ModelInfo, list[ModelInfo], Tokenizer]:
+    """The options with a grammar for their schema, and `open_models`. Raises UserError, also for files that cannot be
+    written."""
     sampling = replace(options.sampling, grammar=grammar_of(options.constraints))
+    check_outputs(options)
+    info, drafts, tokenizer = open_models(options.models.target, options.drafts_in_use)
     check_constraints(sampling, options.context.ignore_eos, tokenizer)
-    return replace(options, sampling=sampling), info, tokenizer
+    return replace(options, sampling=sampling), info, drafts, tokenizer
 
 
 def defaults_of(options: RunOptions, **more: Any) -> Defaults:
@@ -213,12 +221,18 @@ def defaults_of(options: RunOptions, **more: Any) -> Defaults:
 
 
 def deploy_largest(
-    options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: int, least: int, n_prompt: int
+    options: RunOptions,
+    hosts: Sequence[Host],
+    info: ModelInfo,
+    drafts: Sequence[ModelInfo],
+    n_ctx: int,
+    least: int,
+    n_prompt: int,
 ) -> JobPlan:
     """The plan for a context of `n_ctx` tokens, or without -c of as many as fit, `least` at least. Raises UserError."""
     while True:
         try:
-            return deploy(options, hosts, info, n_ctx, min(n_ctx, n_prompt))
+            return deploy(options, hosts, info, drafts, n_ctx, min(n_ctx, n_prompt))
         except DoesNotFit:
             if options.context.ctx_size or n_ctx <= least:
                 raise
@@ -227,9 +241,8 @@ def deploy_largest(
 
 def check_outputs(options: RunOptions, table: Table = RESULTS) -> None:
     """Raises UserError for files that cannot be written, or that are read. `table`: the one of --results."""
-    output, cache = options.output, options.models.slice_cache
-    outputs = {"--results": output.results, "--trace": output.trace, "--resume": output.resume}
-    check_separate(outputs, inputs_of(options))
+    output, cache, inputs = options.output, options.models.slice_cache, inputs_of(options)
+    check_separate({"--results": output.results, "--trace": output.trace, "--resume": output.resume}, inputs)
     if cache and cache.exists() and not cache.is_dir():
         raise UserError(f"--slice-cache {cache} is no directory; name one, it is made if it is not there")
     if output.results:

@@ -74,7 +74,8 @@ def shortage_text(planner: Planner, helping: Sequence[Suggestion]) -> str:
 
 def advised(error: DoesNotFit, planner: Planner) -> DoesNotFit:
     """The refusal of a job with one prompt, with the suggestions that help."""
-    return DoesNotFit(shortage_text(planner, suggestions(planner, [])) or str(error), error.plan)
+    helping = suggestions(planner, [])
+    return DoesNotFit(shortage_text(planner, helping) or str(error), error.plan)
 
 
 def _tried(planner: Planner) -> Iterator[Suggestion]:

@@ -144,11 +144,10 @@ def open_format(
     chat = text.chat
     if chat is None:
         return None
-    system = chat.system
+    system, variables = chat.system, _variables(chat)
     if chat.system_file is not None:
         system = read_text("--system-prompt-file", chat.system_file).removesuffix("\n")
-    source, variables = template_of(info.metadata), _variables(chat)
-    name, stops = f"the chat template of {info.path}", text.stops
+    name, source, stops = f"the chat template of {info.path}", template_of(info.metadata), text.stops
     if chat.template_file is not None and text.template is not None:
         raise UserError("--chat-template and --chat-template-file both give the chat template; give one of them")
     is_builtin = text.template in builtin_names() if text.template is not None else False

@@ -57,10 +57,10 @@ def kept_numerics(path: Path | None) -> str:
 def open_journal(path: Path | None, model: ModelId) -> "Journal":
     """The file's; without one the supervisor's, if there is one. Raises UserError as `JournalFile`, `LinkJournal`."""
     send_output()
-    if path:
-        return JournalFile(path, model[1])
-    link = connect_supervisor(NOTES)
-    return LinkJournal(link, model) if link else Journal()
+    if path is None:
+        link = connect_supervisor(NOTES)
+        return LinkJournal(link, model) if link else Journal()
+    return JournalFile(path, model[1])
 
 
 class Journal:

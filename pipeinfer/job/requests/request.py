@@ -148,18 +148,16 @@ def complain_of_mismatch(sampling: SamplingParams, text: str) -> None:
 
 
 def grammar_of(options: GrammarOptions) -> str:
-    """The grammar, or that of the schema. Raises UserError for a file that cannot be read, and for a wrong schema."""
-    if options.schema is not None:
-        return _schema("--json-schema", options.schema)
+    """The grammar, or that of the schema; warns of what that leaves out. Raises UserError for a file that cannot be
+    read, and for a wrong schema."""
+    grammar, text, option = options.grammar or "", options.schema, "--json-schema"
+    if options.grammar_file is not None:
+        grammar = read_text("--grammar-file", options.grammar_file)
     if options.schema_file is not None:
-        return _schema("--json-schema-file", read_text("--json-schema-file", options.schema_file))
-    file = options.grammar_file
-    text = read_text("--grammar-file", file) if file is not None else options.grammar or ""
-    return text.removeprefix(ANY_TOKENS)  # in GBNF it means nothing
-
-
-def _schema(option: str, text: str) -> str:
-    """The grammar of a schema. Warns of what it leaves out."""
+        option = "--json-schema-file"
+        text = read_text(option, options.schema_file)
+    if text is None:
+        return grammar.removeprefix(ANY_TOKENS)  # in GBNF it means nothing
     schema = read_schema(text)
     for reason in relaxations(schema):
         complain(f"{option}: {reason}")

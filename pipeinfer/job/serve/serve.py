@@ -113,11 +113,11 @@ def _prepare(
     options: RunOptions, hosts: Sequence[Host], service: ServeOptions, open_front: OpenFront
 ) -> "tuple[JobPlan, Service]":
     """Raises UserError for whatever is wrong with options and files."""
-    options, info, tokenizer = open_job(options)
+    options, info, drafts, tokenizer = open_job(options)
     context, parallel = options.context, options.traffic.parallel
     n_chat = min(info.n_ctx_train, DEFAULT_CTX)  # tokens
     n_ctx = context.ctx_size or parallel * n_chat
-    plan = deploy_largest(options, hosts, info, n_ctx, n_chat, info.n_ctx_train)
+    plan = deploy_largest(options, hosts, info, drafts, n_ctx, n_chat, info.n_ctx_train)
     n_ctx, timeout_s = plan.capacity.n_ctx, options.placement.rank_timeout_s
     defaults = defaults_of(options, adapters=plan.adapters)
     sizes = n_ctx, min(n_ctx, info.n_ctx_train), max(1, n_ctx // parallel)
@@ -147,7 +147,7 @@ def run_serve(service: ServeOptions, open_front: OpenFront) -> int:
     """`pipeinfer serve`, on every rank; returns the exit code. `open_front`: makes the front on rank 0 of its settings
     and the job's; raises UserError for wrong ones."""
     prepare = partial(_prepare, service=service, open_front=open_front)
-    return start_prepared(service, service.run, prepare, lambda context, _, head: head.run(context))
+    return start_prepared(service, service.run, prepare)
 
 
 @dataclass(slots=True)

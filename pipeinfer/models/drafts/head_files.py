@@ -58,6 +58,12 @@ def draft_of(path: Path, target: ModelInfo) -> ModelInfo:
     return fit(_describe_draft(headers), target)
 
 
+def read_drafts(paths: Sequence[Path], target: ModelInfo) -> list[ModelInfo]:
+    """Those of several drafts as `draft_of` reads them, a head first, then the smallest."""
+    drafts = [draft_of(path, target) for path in paths]
+    return sorted(drafts, key=lambda draft: (draft.head is None, draft.n_bytes))
+
+
 def _describe_draft(headers: Sequence[Header]) -> ModelInfo:
     return describe_eagle3(headers[0]) if is_eagle3(headers[0]) else model_of(headers)
 

@@ -1,13 +1,19 @@
-"""Drafts whose token ids differ from the target's: find out whether and how, and translate. Encodes no text."""
+"""Drafts whose token ids differ from the target's: find out whether and how, translate, and refuse those that cannot
+guess for it. Encodes no text."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
 
 import numpy as np
 
 from pipeinfer.core.interfaces import Batch, LoadedModel
 from pipeinfer.core.types import FloatArray, IntArray
 from pipeinfer.errors import UserError
+from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.gguf.validation import vocabulary_digest
 from pipeinfer.models.text.tokenizer import NO_TOKEN_ID, Piece, Tokenizer
 
 ATTR_UNKNOWN, ATTR_UNUSED = 1, 2
@@ -30,6 +36,40 @@ class Translation:
     def n_shared(self) -> int:
         """Tokens of the target that the draft can guess."""
         return int(np.count_nonzero(self.outputs != NONE))
+
+
+def check_drafts(drafts: Sequence[ModelInfo], target: ModelInfo) -> None:
+    """Raises UserError for a draft that keeps states, or cannot guess for the target."""
+    for draft in drafts:
+        draft.check_rewinds("it cannot be a draft: take another one, or -md none")
+        translation = None if draft.head and draft.head.own else draft_translation(target.path, draft.path)
+        if draft.head and translation and not translation.padding_only:
+            shared = f"they share {translation.n_shared} of {len(translation.outputs)} tokens"
+            way_out = "give the head that was trained for it, another draft, or -md none"
+            raise UserError(f"{draft.path} is a head for another model than {target.path}: {shared}; {way_out}")
+
+
+def draft_translation(target: Path, draft: Path) -> Translation | None:
+    """None where the models' token ids mean the same. Raises UserError where the draft cannot guess for the target."""
+    digests = vocabulary_digest(target), vocabulary_digest(draft)
+    return None if digests[0] == digests[1] else _compare(target, draft, digests)
+
+
+@lru_cache(maxsize=8)
+def _compare(target: Path, draft: Path, digests: tuple[str, str]) -> Translation | None:
+    """`digests`: of both vocabularies, as a key that changes with the files."""
+    with closing(Tokenizer(target)) as one, closing(Tokenizer(draft)) as other:
+        return find_translation(one, other)
+
+
+def translation_note(draft: Path, translation: Translation | None) -> str:
+    """A note on the translation; empty where no token differs but padding."""
+    if translation is None or translation.padding_only:
+        return ""
+    return (
+        f"{draft} has other tokens than the target: they are translated, {translation.n_shared} of "
+        f"{len(translation.outputs)} can be guessed"
+    )
 
 
 def find_translation(target: Tokenizer, draft: Tokenizer) -> Translation | None:

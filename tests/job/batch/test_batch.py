@@ -21,14 +21,13 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.batch.batch_file import BatchFile, BatchOutput, read_request
 from pipeinfer.job.placement.model_files import open_models
-from pipeinfer.job.planning.deploy import deploy
 from pipeinfer.job.requests.body import Defaults
 from pipeinfer.models.text.chat_template import ChatMessage, ChatTemplate
 from pipeinfer.models.text.json_schema import schema_grammar
 from pipeinfer.models.text.tokenizer import Tokenizer
 from tests.support.gguf_factory import CHAT_TEMPLATE, Shape, write_model
 from tests.support.jobs import environment, finish, launcher, run_json, start
-from tests.support.planned import options_of
+from tests.support.planned import deploy, options_of
 from tests.test_outputs import room_for
 
 SHAPE = Shape(n_layer=3, n_embd=128, n_head=2, n_head_kv=1, n_ff=256, n_vocab=384, n_strong=1, weak=0.3)
@@ -505,7 +504,7 @@ def test_lines_are_read_one_by_one_and_as_often_as_asked(tmp_path: Path) -> None
 
 def test_the_plan_counts_what_open_requests_take(pair: list[str]) -> None:
     options, hosts = options_of(model=Path(pair[1])), [Host("a", frozenset({0}), 1)]
-    info, tokenizer = open_models(options.models.target, options.drafts_in_use)
+    info, _, tokenizer = open_models(options.models.target, options.drafts_in_use)
     tokenizer.close()
     plans = [deploy(options.changed(parallel=n), hosts, info, 1024, 200) for n in (1, 3, 40)]
     assert [plan.capacity.n_nodes for plan in plans] == [32, 32, 40], (

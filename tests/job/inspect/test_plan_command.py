@@ -20,8 +20,7 @@ from pipeinfer.cluster.hosts.host import FreeMemory, Host, measure_speed
 from pipeinfer.cluster.hosts.resources import Memory, left_on_gpus, spare_memory, spare_on_gpus
 from pipeinfer.errors import UserError
 from pipeinfer.job.placement.model_files import open_models
-from pipeinfer.job.planning.deploy import deploy
-from pipeinfer.job.planning.planner import ETHERNET, model_of, open_planner, with_described_speeds
+from pipeinfer.job.planning.planner import ETHERNET, Planner, model_of, with_described_speeds
 from pipeinfer.job.planning.suggestions import largest, suggestions
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
@@ -29,7 +28,7 @@ from pipeinfer.policies import PipeInfer, make_policy
 from pipeinfer.virtual.nodes import read_hosts
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import environment, finish
-from tests.support.planned import options_of
+from tests.support.planned import deploy, options_of
 
 FAST = "gb_per_s=100 gflop_per_s=1000"
 SLOW = "gb_per_s=20 gflop_per_s=200"
@@ -226,7 +225,7 @@ def test_that_the_draft_may_be_elsewhere_is_advised(tmp_path: Path) -> None:
     draft = write_model(tmp_path / "draft.gguf", Shape(n_layer=1, n_embd=64, n_ff=128))
     options = options_of(model=deep, drafts=(draft,), policy=make_policy("auto", {}), draft_rank=0)
     nodes = read_hosts(write(tmp_path, f"a {FAST}", f"b {FAST}", f"c {SLOW}"))
-    given = open_planner(options, read_model_info(deep), nodes, ETHERNET, 128, (), is_described=True)
+    given = Planner(options, read_model_info(deep), [read_model_info(draft)], nodes, ETHERNET, 128, is_described=True)
     free = given.changed(draft_rank=None)
     assert free.plan.assignment.drafts[0][0].rank == 2 and free.speed
     found = suggestions(given, [given.predict(options.speculation.policy)])
@@ -237,7 +236,7 @@ def test_that_the_draft_may_be_elsewhere_is_advised(tmp_path: Path) -> None:
 def test_a_way_that_helps_no_more_than_a_simpler_one_is_not_told(tmp_path: Path, wide: Path) -> None:
     nodes = read_hosts(write(tmp_path, f"a {FAST}", f"b {SLOW}"))
     options = options_of(model=wide, layer_split="4,4")
-    planner = open_planner(options, read_model_info(wide), nodes, ETHERNET, 128, (), is_described=True)
+    planner = Planner(options, read_model_info(wide), (), nodes, ETHERNET, 128, is_described=True)
     now = planner.predict(options.speculation.policy)
     split, *others = (way.tokens_per_s or 0 for way in reversed(suggestions(planner, [now])))
     assert split > 1.03 * now.tokens_per_s and all(more > 1.03 * split for more in others)

@@ -19,14 +19,14 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.placement.capacity import CELLS_PADDING, N_CELLS_SPARE
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.placement.numerics import NumericsPlan
-from pipeinfer.job.planning.deploy import NOT_REPACKED, OTHER_NUMERICS, DoesNotFit, deploy
+from pipeinfer.job.planning.deploy import NOT_REPACKED, OTHER_NUMERICS, DoesNotFit
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.llama.params import GROUP, GROUP_CELLS, MANY, MANY_TILED, TILED_ROWS, TypeRows, matrix_bytes
 from pipeinfer.models.llama.repacking import grouped_types, repacked_types
 from pipeinfer.policies import Iterative
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import finish, run_json, start
-from tests.support.planned import lay_out, options_of
+from tests.support.planned import deploy, lay_out, options_of
 
 Q4_0, Q4_K, Q6_K = 2, 12, 14
 HERE = Host("a", frozenset(range(8)), 8, repacked=((Q4_0, 32, "x"), (Q4_K, 3, "y")))

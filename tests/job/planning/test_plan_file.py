@@ -17,14 +17,14 @@ from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS, NO_DEVICE
 from pipeinfer.job.options.options import RunOptions, with_plan
 from pipeinfer.job.options.values import Backend
 from pipeinfer.job.placement.job_plan import JobPlan
-from pipeinfer.job.planning.deploy import DoesNotFit, deploy
+from pipeinfer.job.planning.deploy import DoesNotFit
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.tensor_places import TensorPlace
 from pipeinfer.policies import POLICIES
 from tests.support.cases import cases
 from tests.support.jobs import finish, run_json
-from tests.support.planned import options_of
+from tests.support.planned import deploy, options_of
 
 INFO = read_model_info(TARGET)
 Q8_0 = 8

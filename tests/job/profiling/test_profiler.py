@@ -16,9 +16,10 @@ from pipeinfer.cluster.hosts.host import Host, LayerSpeed, Speed
 from pipeinfer.disk_cache import DiskCache
 from pipeinfer.job.options.limits import ALL_LAYERS
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.planning.planner import ETHERNET, open_planner
+from pipeinfer.job.planning.planner import ETHERNET, Planner
 from pipeinfer.job.profiling.speeds import with_speeds
 from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.models.drafts.head_files import read_drafts
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.ggml import describe_build
 from pipeinfer.policies import Iterative, PipeInfer
@@ -134,7 +135,8 @@ def test_a_prediction_goes_by_what_was_timed_and_not_by_those_before_it() -> Non
     ranks, options = started("far slower")
     found = job(ranks, options)
     nodes = with_speeds(found.speeds, found.hosts)
-    planner = open_planner(options, read_model_info(TARGET), nodes, ETHERNET, 100, ())
+    info = read_model_info(TARGET)
+    planner = Planner(options, info, read_drafts(options.models.drafts, info), nodes, ETHERNET, 100)
     assert planner.speed == planner.speed is not None
     costs = planner.lay_out(has_draft=True)
     for stage, rank in zip(costs.stages, (1, 2), strict=True):

@@ -18,7 +18,6 @@ from pipeinfer.job.inspect.model_report import describe_file, info_lines
 from pipeinfer.job.options.values import Backend
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.placement.model_files import open_models
-from pipeinfer.job.planning.deploy import deploy
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.drafts.head_files import mtp_head, read_draft
 from pipeinfer.models.gguf.model_info import OWN_HEAD, read_model_info
@@ -28,7 +27,7 @@ from tests.job.run.test_run import PROMPT
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.heads import write_guessing, write_head
 from tests.support.jobs import finish, plain_tokens, run_json
-from tests.support.planned import options_of
+from tests.support.planned import deploy, options_of
 
 GREEDY = ["-p", PROMPT, "-n", "32", "--temp", "0", "--ignore-eos", "-t", "1"]
 LAYERS = (2, 4, 6)
@@ -119,7 +118,7 @@ def test_many_at_once_are_those_of_each_alone(head: Path, tmp_path: Path) -> Non
 
 def plan(drafts: tuple[Path, ...], **options: Any) -> JobPlan:
     chosen = options_of(model=TARGET, drafts=drafts, policy=PipeInfer(), **options)
-    info, tokenizer = open_models(chosen.models.target, chosen.drafts_in_use)
+    info, _, tokenizer = open_models(chosen.models.target, chosen.drafts_in_use)
     tokenizer.close()
     return deploy(chosen, [this_host("a")] * 3, info, 256, 1)
 

@@ -20,7 +20,6 @@ from pipeinfer.core.runs import GuessVerdict, Opening, Row, Run
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.values import Pace
-from pipeinfer.job.planning.deploy import deploy
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.slice import open_slice
@@ -31,7 +30,7 @@ from pipeinfer.policies import PipeInfer
 from plots.timeline import draw_timelines
 from tests.job.run.test_run import PROMPT, pid_of_rank, wait_for_text
 from tests.support.jobs import finish, plain_tokens, run_json, start
-from tests.support.planned import options_of
+from tests.support.planned import deploy, options_of
 from tests.support.toy import ToyDraftPipeline
 
 # the best larger draft is the target itself; the order of the flags says nothing
