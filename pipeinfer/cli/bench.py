@@ -1,4 +1,5 @@
-"""`pipeinfer bench` and `measure`: their options. What is measured, and how, is in `job.bench`."""
+"""`pipeinfer bench`, `measure` and `perplexity`: their options. What is measured, and how, is in `job.bench` and
+`job.perplexity`."""
 
 import math
 from dataclasses import dataclass
@@ -14,12 +15,13 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
 from pipeinfer.job.options import sections as jobs
+from pipeinfer.job.options.limits import INT32_MAX
 from pipeinfer.job.options.options import JobModels, RunOptions, choose_drafts, choose_policy
 from pipeinfer.job.options.plan_file import SPLIT
 from pipeinfer.job.options.text_sections import ContextOptions, Loads, SamplerTexts, Traffic, check_once
 from pipeinfer.job.options.values import File, Listed, Number, TextType, Whole
 from pipeinfer.job.requests.bench_prompts import TEXTS, BenchPrompt, read_prompts
-from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.models.demo import DRAFT, TARGET, default_models
 from pipeinfer.policies import ABLATIONS, POLICIES, USUAL, PipeInfer
 
 REPETITIONS = 5
@@ -73,7 +75,8 @@ class BenchOptions:
     verbose: bool = setting(False, "--verbose", "-v")
 
 
-_JOB = (jobs.Adapters, jobs.Loading, ContextOptions, Traffic, jobs.PlacementOptions, jobs.Numerics)
+_CONTEXT = (jobs.Adapters, jobs.Loading, ContextOptions)
+_JOB = (*_CONTEXT, Traffic, jobs.PlacementOptions, jobs.Numerics)
 _SECTIONS = (BenchOptions, Loads, *_JOB, SamplingParams, SamplerTexts, jobs.Guesses, Policy, jobs.Experiments)
 _WITHOUT: tuple[str, ...] = ("layer_split", "continuous", "asynchronous", "predict", "ignore_eos")
 # times would depend on what an earlier job, or the warm-up, left in a folder, which no column can say
@@ -186,3 +189,43 @@ def measure_command(output: Path, tolerance: float, **values: Any) -> int:
     from pipeinfer.job.bench.measure import measure  # initialises MPI
 
     return measure(options, output, tolerance)
+
+
+_SCORED = (jobs.Models, *_CONTEXT, jobs.PlacementOptions, jobs.Numerics, jobs.OutputOptions)
+_UNSCORED: tuple[str, ...] = ("drafts", "hf_drafts", "predict", "ignore_eos", "samplers", "draft_rank", "draft_split")
+_UNSCORED += ("n_gpu_layers_draft", "cache_type_k_draft", "cache_type_v_draft", "allow_other_numerics")
+_UNSCORED += ("kv_disk", "kv_dir", "kv_read_only")  # each token's probabilities are worked out anew
+CHUNK_TOKENS = 512
+PERPLEXITY_HELP = {
+    "chunks": "Of the text, the first; 0: all.",
+    "json": "Print one JSON object instead of the estimate.",
+    "ctx_size": "Tokens of a chunk.",
+    "base": "Write the log-probabilities of all tokens to this file; with --kl-divergence read it.",
+    "kl_divergence": "Compare the model with that of --kl-divergence-base, whose file has the text.",
+}
+
+
+@command("perplexity", *_SCORED, helps=PERPLEXITY_HELP, without=_UNSCORED, defaults={"ctx_size": CHUNK_TOKENS})
+@click.option("-f", "--file", "source", type=File(stdin=True), help="The text; - is standard input.")
+@click.option("--chunks", type=Whole(0, INT32_MAX), default=0, show_default=True, help=PERPLEXITY_HELP["chunks"])
+@click.option("--save-all-logits", "--kl-divergence-base", "base", type=File(), help=PERPLEXITY_HELP["base"])
+@click.option("--kl-divergence", is_flag=True, help=PERPLEXITY_HELP["kl_divergence"])
+def perplexity_command(source: Path | None, chunks: int, base: Path | None, kl_divergence: bool, **values: Any) -> int:
+    """Measure how well a model foretells a text: llama-perplexity's protocol, over all ranks.
+
+    The text is cut into chunks of -c tokens, each with the model's beginning-of-text token first, and the second half
+    of each is scored. Chunks fill the pipeline as requests do. The estimate goes to standard output, the values after
+    each chunk to standard error. With exact numerics it is the same number under every split and rank count.
+    """
+    if kl_divergence and (source or not base):
+        raise UserError("--kl-divergence takes its text from --kl-divergence-base FILE; give that file, and no --file")
+    if not kl_divergence and not source:
+        raise UserError("there is no text; give --file FILE, or --kl-divergence and --kl-divergence-base FILE")
+    model, _ = take_models(values | {"drafts": (), "hf_drafts": ()})
+    target = model or default_models(False)[0]
+    values = {name: value for name, value in values.items() if name not in ("model", "hf_repo", "hf_file")}
+    sampling = SamplingParams(seed=0, temp=0.0, n_prompt_logprobs=0)
+    options = RunOptions(models=JobModels(target=target)).changed(sampling=sampling, **values)
+    from pipeinfer.job.perplexity import PerplexityOptions, run_perplexity  # initialises MPI
+
+    return run_perplexity(PerplexityOptions(run=options, source=source, n_chunks=chunks, base=base))

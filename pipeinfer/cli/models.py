@@ -1,5 +1,5 @@
-"""`pipeinfer models`: reports on model files, and slices of them. The commands are in `job.inspect`, `job.loading` and
-`job.doctor`. Imports are in the functions: loading libllama takes a while."""
+"""`pipeinfer info` and `models`: reports on this host and on model files, and slices of them. The commands are in
+`job.inspect`, `job.loading` and `job.doctor`. Imports are in the functions: loading libllama takes a while."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,10 +9,12 @@ from typing import Any
 import click
 
 from pipeinfer.cli.options.llama_cpp import Command, CommandGroup
+from pipeinfer.cli.options.setting_options import command, take
 from pipeinfer.cluster.assignment import parse_split
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_CTX, MAX_LAYERS
 from pipeinfer.job.options.plan_file import SPLIT, read_plan
+from pipeinfer.job.options.rank_sections import Servers
 from pipeinfer.job.options.sections import Numerics
 from pipeinfer.job.options.text_sections import PromptOptions
 from pipeinfer.job.options.values import THREADS, File, Folder, Listed, TextType, Whole
@@ -27,6 +29,19 @@ ONLY_HELP = "Slices of these stages alone, counted from 0 as in the plan: for a 
 as_json = click.option("--json", is_flag=True, help="Print one JSON object.")
 
 
+@command("info", Servers)
+@click.option("--json", is_flag=True, help="Print one JSON object instead of lines.")
+def info_command(json: bool, **servers: Any) -> int:
+    """Tell what this host can do: versions, backends and their devices, memory, cores, MPI, and what is exact where.
+
+    Under mpirun of the host of every rank. MPI is not started otherwise. The first thing to paste into a report of a
+    fault.
+    """
+    from pipeinfer.job.inspect.info import InfoQuestion, info
+
+    return info(InfoQuestion(json, take(Servers, servers)))
+
+
 @click.group(cls=CommandGroup)
 def models() -> None:
     """Look at model files, and cut them into slices."""
@@ -37,7 +52,7 @@ def models() -> None:
 @click.option("-c", "--ctx-size", type=Whole(0, MAX_CTX), default=0, help=CTX_SIZE_HELP)
 @click.option("--numerics", type=NUMERICS, default=Numerics.numerics, show_default=True, help=NUMERICS_HELP)
 @as_json
-def info_command(file: Path, ctx_size: int, numerics: str, json: bool) -> int:
+def models_info_command(file: Path, ctx_size: int, numerics: str, json: bool) -> int:
     """Tell what a model file is: layers and bytes, vocabulary and template, whether it can be cut, what stages weigh.
 
     Only the header and the vocabulary are read. Of an adapter (LoRA): architecture, rank, alpha and tensors.

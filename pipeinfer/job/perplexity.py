@@ -79,7 +79,9 @@ def _prepare(options: RunOptions, hosts: Sequence[Host], work: PerplexityOptions
     new_base = base if source else None
     if base:
         file = _unfinished(new_base) if new_base else base.absolute()
-        requests = [_with_base(each, chunk_text(file, index, bool(source))) for index, each in enumerate(requests)]
+        bases = [chunk_text(file, index, bool(source)) for index in range(len(requests))]
+        samplings = [replace(requests[0].sampling, base_chunk=base_chunk) for base_chunk in bases]
+        requests = [replace(each, sampling=of_chunk) for each, of_chunk in zip(requests, samplings, strict=True)]
     output = options.output
     return plan, PerplexityRun(plan, requests, tokenizer, output.json, output.verbose, new_base, chunks)
 
@@ -97,10 +99,6 @@ def _checked_base(base: Path, inputs: Mapping[str, Iterable[Path]]) -> Path:
 
 def _unfinished(base: Path) -> Path:
     return base.with_name(f".{base.name[:40]}.part")
-
-
-def _with_base(request: GenerationRequest, base_chunk: str) -> GenerationRequest:
-    return replace(request, sampling=replace(request.sampling, base_chunk=base_chunk))
 
 
 def _chunks(tokens: list[int], size: int, source: str) -> list[list[int]]:

@@ -47,8 +47,7 @@ def prepare_run(options: RunOptions, hosts: Sequence[Host]) -> "tuple[JobPlan, H
 
 @dataclass(slots=True)
 class Head:
-    """Rank 0's part of one job. `key`: names the request in the notes. `has_draft`: a draft is given; `is_split`: so is
-    the split of layers."""
+    """Rank 0's part. `key`: names the request in notes. `has_draft`, `is_split`: a draft, a split are given."""
 
     plan: JobPlan
     request: GenerationRequest

@@ -71,7 +71,7 @@ def main() -> None:
     def generate_many(own: Any, request: Any, *hear: Any, **more: Any) -> Any:
         for number in range(int(os.environ["SESSION_CASES"])):
             case = random_case(number)
-            own.configure(settings_of(case, own.plan.looks_up))
+            own.ranks.configure(own.engine, settings_of(case, own.plan.looks_up))
             found = generate(
                 own,
                 replace(
@@ -93,7 +93,7 @@ def main() -> None:
                 "ranks": {rank: [each["rss_bytes"], each["open_files"]] for rank, each in found.reports.items()},
             }
             print(json.dumps(line), flush=True)
-        own.configure(own.plan.engine)
+        own.ranks.configure(own.engine, own.plan.engine)
         return generate(own, request, *hear, **more)
 
     setattr(session.Session, "generate", generate_many)  # noqa: B010 (the types differ)

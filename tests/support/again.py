@@ -21,7 +21,7 @@ def main() -> None:
 
     def generate_again(session: Session, request: Any, *hear: Any, **more: Any) -> Generation:
         def once(request: Any, settings: EngineSettings | None = None) -> list[int]:
-            session.configure(settings or session.plan.engine)
+            session.ranks.configure(session.engine, settings or session.plan.engine)
             generation = generate(session, request)
             check(generation)
             return generation.request.tokens

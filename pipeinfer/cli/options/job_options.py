@@ -30,8 +30,7 @@ Values = dict[str, Any]  # a command's keyword arguments, by the names of its pa
 
 
 def run_options(values: Values, is_chat: bool = False) -> RunOptions:
-    """The options of a job that writes texts. Raises UserError or click.UsageError for options that exclude each
-    other."""
+    """Those of a job that writes texts. Raises UserError or click.UsageError for options that exclude each other."""
     values, escape = dict(values), values["escape"]
     stops = tuple(_unescaped(text, escape, "--stop") or "" for text in values.pop("stops"))
     check_stops("--stop", stops)
@@ -181,8 +180,7 @@ class SpecTypes:
 
 
 def with_spec_types(values: dict[str, Any]) -> dict[str, Any]:
-    """A command's values with the options that `--spec-type` stands for. Raises UserError where others contradict
-    it."""
+    """A command's values with what `--spec-type` stands for. Raises UserError where other options contradict it."""
     values = dict(values)
     types = values.pop("spec_types", ())
     if not types:

@@ -113,8 +113,7 @@ ATTACHED = re.compile(r"-[A-Za-z][0-9][0-9.,]*")  # `-n8`: only a number may fol
 
 
 class Command(click.Command):
-    """Raises click.UsageError for unknown options, with the way out. Its help lists the usual options first, then a
-    section each."""
+    """Raises click.UsageError for unknown options. Its help lists the usual options first, then a section each."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         params = self.get_params(ctx)

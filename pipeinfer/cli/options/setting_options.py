@@ -109,8 +109,7 @@ def policy_options() -> Iterator[SettingOption]:
 
 
 def select_policy(policy: str | None, has_guesses: bool, values: Mapping[str, Any]) -> str:
-    """The policy by its name; else PipeInfer if options are given that all are its own; else the best. Raises
-    UserError."""
+    """The policy by its name; else PipeInfer if given options are all its own; else the best. Raises UserError."""
     requested = [owners for name, owners in _owners().items() if values.get(name) is not None]
     if policy is None and has_guesses and requested and all(PipeInfer.name in owners for owners in requested):
         return PipeInfer.name

@@ -78,8 +78,7 @@ class BatchWork:
         return self.n_requests - self.n_done
 
     def ready(self) -> Iterator[tuple[BatchRequest, GenerationRequest | UserError]]:
-        """The requests without a result, among the lines that were checked, as requests to the engine or errors. Raises
-        UserError if all chats fail."""
+        """Checked lines without a result, as requests to the engine or errors. Raises UserError if all chats fail."""
         lines = takewhile(lambda each: each.index < len(self.is_done), self.file.requests())
         rest = (each for each in lines if not self.is_done[each.index])
         while group := list(islice(rest, N_AT_ONCE)):
@@ -132,7 +131,10 @@ def _prepare(options: RunOptions, hosts: Sequence[Host], batch: BatchOptions) ->
                 work.journal.ended(id)
         if not plan:
             work.output.go_on()
-            _tell_done(work)
+            complain(f"{batch.output}: all {work.n_requests} results are there")
+            if work.printing.json:
+                counts = {"requests": work.n_requests, "done_before": work.n_requests}
+                print(json_text(counts | {"completed": 0, "failed": 0, "left": 0}), flush=True)
             work.close()
             return None
         return plan, Batch(plan, work)
@@ -153,13 +155,6 @@ def _defaults(batch: BatchOptions, options: RunOptions, info: ModelInfo) -> Defa
     others += f" template-{text.template}" if text.template else ""
     salt = f"{info.fingerprint} {options.numerics.rounding} {text.chat}{others}"
     return defaults_of(options, as_chat=batch.as_chat, salt=salt, strict=batch.strict, adapters=adapters)
-
-
-def _tell_done(work: BatchWork) -> None:
-    n = work.n_requests
-    complain(f"{work.output.path}: all {n} results are there")
-    if work.printing.json:
-        print(json_text({"requests": n, "done_before": n, "completed": 0, "failed": 0, "left": 0}), flush=True)
 
 
 def _check_lines(work: BatchWork) -> None:
@@ -193,8 +188,7 @@ def _check_lines(work: BatchWork) -> None:
 
 
 def _sizes(work: BatchWork, ctx_size: int, parallel: int) -> tuple[int, int, int]:
-    """(tokens of context: those of -c, else of --parallel times the longest request; of the longest request; of the
-    longest prompt)."""
+    """(tokens of context: of -c, else --parallel times the longest request; of that; of the longest prompt)."""
     longest = longest_prompt = n_total = 1
     start_s, report_s = time.monotonic(), PATIENCE_S
     for n_checked, (_, request) in enumerate(work.ready()):

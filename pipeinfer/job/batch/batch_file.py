@@ -48,8 +48,7 @@ IN_EVERY_ID |= {"repeat_penalty", "frequency_penalty", "presence_penalty"}
 
 @dataclass(frozen=True, slots=True)
 class BatchRequest:
-    """One line. `url`: the OpenAI endpoint whose format it has; empty: the plain format. `passed_over`: fields that are
-    not served, and why."""
+    """One line. `url`: the OpenAI endpoint of its format; empty: plain. `passed_over`: fields not served, and why."""
 
     index: int
     custom_id: str | None

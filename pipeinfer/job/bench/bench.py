@@ -199,7 +199,7 @@ class Bench:
             if self.crew.flag.reason:
                 return
             session.ranks.unlearn()  # no case gains by those before it
-            session.configure(case.variant.engine)
+            session.ranks.configure(session.engine, case.variant.engine)
             if isinstance(case, LoadCase):
                 self._measure_load(session, case)
             else:

@@ -298,7 +298,7 @@ def _run_plainly(
     loaded = LoadedRanks(context, plan)
     loaded.load()
     session = Session(loaded, Tokenizer(plan.model.path))
-    session.configure(replace(plan.engine, looks_up=False))
+    loaded.configure(session.engine, replace(plan.engine, looks_up=False))
     for _ in range(2):  # the first one warms up
         plain = session.generate(replace(request, policy=Iterative()))
     drafted = session.generate(replace(request, policy=Speculative()))

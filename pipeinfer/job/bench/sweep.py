@@ -120,8 +120,7 @@ class GenerationCase(Case):
 
 @dataclass(frozen=True, slots=True)
 class LoadCase(Case):
-    """Many requests. `concurrency` 0: they arrive at a `rate`. `prompt`: the name of their texts. `parallel`: the most
-    that are open."""
+    """Many requests. `concurrency` 0: they come at a `rate`. `prompt`: their texts' name. `parallel`: open at most."""
 
     requests: tuple[GenerationRequest, ...]
     prompt: str
@@ -198,8 +197,7 @@ def loaded_together(sweep: Sweep) -> Iterator[tuple[RunOptions, tuple[Policy, ..
 
 
 def plan_groups(sweep: Sweep, hosts_of: Sequence[Sequence[Host]]) -> list[Group]:
-    """Groups by model, then by policy. `hosts_of`: for each of `loaded_together`. Raises UserError for a wrong
-    combination."""
+    """Groups by model, then policy. `hosts_of`: of `loaded_together`. Raises UserError for a wrong combination."""
     check_ablations(sweep)
     groups, make_group = list[Group](), load_group if sweep.loads else generation_group
     unused, draft_split = set(sweep.splits), sweep.base.placement.draft_split

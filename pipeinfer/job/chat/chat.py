@@ -119,8 +119,7 @@ class Interrupts:
 
 
 class Chat:
-    """Rank 0's part of a chat. `request`: the settings of all answers, without a prompt. `first`: the user's first
-    message, if given."""
+    """Rank 0's part. `request`: the settings of all answers, without a prompt. `first`: the first message, if given."""
 
     def __init__(
         self,

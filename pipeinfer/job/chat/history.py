@@ -32,8 +32,7 @@ class _Segment:
 
 @dataclass(frozen=True, slots=True)
 class TurnPrompt:
-    """A prompt, and its rows in blocks; see `core.requests`. `thought`: the text that ends the reasoning that it
-    begins."""
+    """A prompt, and its rows in blocks. `thought`: the text that ends the reasoning that it begins."""
 
     tokens: tuple[int, ...]
     spans: tuple[Span, ...]
@@ -55,8 +54,7 @@ class History:
         self._spans: tuple[Span, ...] = ()
 
     def ask(self, text: str, n_ctx: int) -> TurnPrompt:
-        """The prompt for the user's next message. Raises UserError, and changes nothing, if the template or the context
-        refuses it."""
+        """The prompt for the next message. Raises UserError, and changes nothing, if template or context refuse it."""
         messages = [*self.messages, ChatMessage("user", text)]
         rendered = self.format.render(messages)
         segments = self._segments_of(rendered)
@@ -75,8 +73,7 @@ class History:
         return TurnPrompt(tokens, self._spans, opened_thought(rendered.text))
 
     def answered(self, tokens: Sequence[int], text: str, whole: bool) -> None:
-        """Add the assistant's answer. `tokens`: of the whole turn, including prompt and end token. `whole`: nothing was
-        cut off."""
+        """Add an answer. `tokens`: of the whole turn, with prompt and end token. `whole`: nothing was cut off."""
         self.messages.append(ChatMessage("assistant", text))
         n_prompt = len(self._tokens)
         self._tokens = tuple(tokens)

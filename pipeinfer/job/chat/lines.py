@@ -24,7 +24,7 @@ from pipeinfer.child import is_terminal, launcher_at_terminal
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.signals import SIGNALS
 from pipeinfer.job.process.streams import MAX_LENGTH, RawTerminal
-from pipeinfer.job.process.supervised import own_attempt, send_errors
+from pipeinfer.job.process.supervised import ERRORS, own_attempt, redirect
 
 POLL_S = 0.1
 READ_BYTES = 1 << 16
@@ -45,8 +45,7 @@ class Lines:
         return 0
 
     def read(self, prompt: str) -> str | None:
-        """The next line, without its end; None at the end of input. Raises UserError, and KeyboardInterrupt on a
-        Ctrl-C."""
+        """The next line without its end; None: no more. Raises UserError, and KeyboardInterrupt on a Ctrl-C."""
         raise NotImplementedError
 
     def next_is(self, word: str) -> bool:
@@ -313,7 +312,7 @@ def open_lines(leaves: Callable[[], bool], n_taken: int = 0) -> Lines:
         return TerminalLines(leaves)
     if attempt := own_attempt():
         if attempt.sends_keys:
-            send_errors()
+            redirect(sys.stderr, ERRORS)
             return KeyLines(leaves, -1, None, n_taken)
         return PipedLines(0, leaves, attempt.is_typed, n_taken)
     launcher = launcher_at_terminal()

@@ -251,8 +251,7 @@ def hashes(report: HostReport, cluster: Cluster) -> Result:
 
 
 def _most_alike(path: str, cluster: Cluster) -> tuple[HostReport, int, bool]:
-    """The host whose file is compared with the others, how many are like it, and whether those are most: else the first
-    one."""
+    """The host to compare with, how many files are like its own, and whether those are most; else the first one."""
     read = [report for report in cluster.reports.values() if report.hashes.get(path, {}).get("sha256")]
     counts = Counter(report.hashes[path]["sha256"] for report in read)
     digest, n_alike = next(iter(counts.most_common(1)), ("", 0))

@@ -120,8 +120,7 @@ def measure_again(sessions: Mapping[str, HostSession], ways: Sequence[Way], addr
 def measure_others(
     sessions: Mapping[str, HostSession], ways: Sequence[Way], addresses: Mapping[str, Sequence[str]], seconds: float
 ) -> list[Way]:
-    """From each host to one other over every further address of that, where another interface is taken. `addresses`: of
-    each host's interfaces."""
+    """From each host to one other over all `addresses` of its interfaces, where another interface is taken."""
     first: dict[str, Way] = {}
     for way in ways:
         if way.state == OPEN and len(addresses[way.start]) > 1 and len(addresses[way.to]) > 1:
@@ -201,8 +200,7 @@ if rank == 0:
 
 
 class Ring(NamedTuple):
-    """`names`: what the ranks call their hosts, in order; empty: it failed, with `error`, or is `late`. `libraries`:
-    those of MPI on them."""
+    """`names`: of the ranks' hosts; empty: it failed, with `error`, or is `late`. `libraries`: of MPI there."""
 
     names: Sequence[str]
     seconds: float

@@ -140,8 +140,7 @@ Look = Callable[[HostReport, Cluster], Result]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`faults`: all that `look` may find. `needs`: the fact without which it is not made; "base": those of the system.
-    `of_all`: it is made once."""
+    """`faults`: all that `look` may find. `needs`: a fact, or "base", without which, and `of_all`: once, it is made."""
 
     look: Look
     meaning: str

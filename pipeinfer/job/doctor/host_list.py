@@ -21,8 +21,7 @@ NODES = "SLURM_JOB_NODELIST"
 
 @dataclass(frozen=True, slots=True)
 class HostList:
-    """`nodes`: one for each rank, as described by the user. `here`: the hosts that are this machine. `open_mpi`: srun
-    starts ranks of Open MPI."""
+    """`nodes`: one a rank, as described. `here`: hosts that are this machine. `open_mpi`: srun starts its ranks."""
 
     nodes: Sequence[Node]
     launcher: str
@@ -37,8 +36,7 @@ class HostList:
         return sum(node.host.name == host for node in self.nodes)
 
     def words(self, hosts: Sequence[str], n_ranks: Mapping[str, int], interface: str = "") -> list[str]:
-        """The launcher's words for so many ranks on each of `hosts`. `interface`: the network that MPI takes, where
-        there are several."""
+        """The launcher's words for so many ranks on each of `hosts`. `interface`: MPI's network, of several."""
         total = str(sum(n_ranks[host] for host in hosts))
         listed = ",".join(f"{host}:{n_ranks[host]}" for host in hosts)
         is_alone = self.here.issuperset(self.names)
@@ -53,8 +51,7 @@ class HostList:
 
 
 def read_host_list(text: str | None, launcher: str | None, environ: Mapping[str, str] = os.environ) -> HostList:
-    """`text`: a hosts file or names with commas; None: the nodes of a Slurm allocation, or this machine alone. Raises
-    UserError."""
+    """`text`: a hosts file or names; None: the nodes of a Slurm allocation, or this machine. Raises UserError."""
     in_slurm = NODES in environ and text is None
     launcher = launcher or ("srun" if in_slurm else "openmpi" if is_open_mpi() else "mpich")
     if launcher == "srun" and not (NODES in environ and shutil.which("srun")):

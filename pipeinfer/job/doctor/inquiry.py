@@ -43,8 +43,7 @@ AGENT_S = 10.0
 def host_sessions(
     hosts: HostList, disk: Path = Path("/"), facts: Sequence[str] = (), environ: Mapping[str, str] = os.environ
 ) -> Iterator[dict[str, HostReport]]:
-    """`disk`: the folder for slices; `facts`: the command that reads them, if they are read, too; `environ`: the
-    launcher's."""
+    """`disk`: the folder for slices; `facts`: the command that reads them, if any; `environ`: the launcher's."""
     ranks = {name: [rank for rank, node in enumerate(hosts.nodes) if node.host.name == name] for name in hosts.names}
     reports = {name: HostReport(name, name in hosts.here, ranks=ranks[name]) for name in hosts.names}
 
@@ -105,8 +104,7 @@ def read_libraries(reports: Iterable[HostReport]) -> None:
 
 
 def facts_command(options: RunOptions, names: Sequence[str] = ()) -> Sequence[str]:
-    """`options`: of a job, with files in place of names; read there only by the same version. `names`: of each rank's
-    host."""
+    """`options`: of a job, with files for names; for the same version. `names`: of each rank's host."""
     arguments = version_text(), b64encode(pickle.dumps((options, names))).decode()
     return python_command("from pipeinfer.job.inspect.host_facts import main; main()", *arguments)
 

@@ -1,7 +1,4 @@
-"""`pipeinfer doctor`: look at all hosts at once, tell what is right and wrong, and the plan for the first job.
-
-Starts no MPI in this process.
-"""
+"""`pipeinfer doctor`: look at all hosts at once, tell what is wrong, and plan the first job. Starts no MPI here."""
 
 import os
 import shlex
@@ -48,26 +45,20 @@ SLICES = Path("~/.cache")
 
 @dataclass(frozen=True, slots=True)
 class DoctorRequest:
-    """What is looked at, besides the options of `run`."""
+    """What is looked at, besides the options of `run`.
+
+    hosts: A hosts file, as `plan` takes it, or names: node1,node2:2. [default: the nodes of a Slurm allocation, else
+        this machine]
+    launcher: What starts ranks. [default: srun in Slurm, else what mpirun is]
+    verify: Compare whole models by SHA-256; hashes are kept for the next time.
+    bandwidth: Time the links for a second each way between every two hosts.
+    """
 
     heading = "Hosts"
-    hosts: str | None = setting(
-        None,
-        "--hosts",
-        type=TextType(),
-        first=True,
-        help="A hosts file, as `plan` takes it, or names: node1,node2:2. [default: the nodes of a Slurm allocation, "
-        "else this machine]",
-    )
-    launcher: str | None = setting(
-        None, "--launcher", choices=LAUNCHERS, help="What starts ranks. [default: srun in Slurm, else what mpirun is]"
-    )
-    verify: bool = setting(
-        False, "--verify", help="Compare whole models by SHA-256; hashes are kept for the next time."
-    )
-    bandwidth: bool = setting(
-        False, "--bandwidth", help="Time the links for a second each way between every two hosts."
-    )
+    hosts: str | None = setting(None, "--hosts", type=TextType(), first=True)
+    launcher: str | None = setting(None, "--launcher", choices=LAUNCHERS)
+    verify: bool = setting(False, "--verify")
+    bandwidth: bool = setting(False, "--bandwidth")
 
 
 def doctor(options: RunOptions, request: DoctorRequest) -> int:

@@ -52,8 +52,7 @@ def _facts(our_version: str, job_text: str, rank: str) -> Iterator[Fact]:
 
 
 def _facts_of_job(options: "RunOptions", names: Sequence[str], rank: int) -> Iterator[Fact]:
-    """`names`: of each rank's host. Where ranks have RPC servers a rank's devices are its own; else they are those of
-    its host."""
+    """`names`: of each rank's host. With RPC servers a rank's devices are its own; else its host's."""
     from pipeinfer.job.profiling.describe import describe_host, gpu_names
 
     hosts, servers = [this_host(socket.gethostname())], dict[str, dict[str, Any]]()

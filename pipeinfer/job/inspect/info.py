@@ -104,7 +104,7 @@ def info_facts() -> dict[str, Any]:
         "python": f"{platform.python_implementation()} {platform.python_version()}, {sys.executable}",
         "system": platform.platform(),
         "packages": {name: text for name in PACKAGES if (text := package_version(name))},
-        "processor": _processor(),
+        "processor": host.processor or platform.processor() or platform.machine(),
         "n_cores": host.n_cores,
         "n_cores_of_host": os.cpu_count(),
         "memory_bytes": host.memory.host if host.memory.host < UNLIMITED else None,
@@ -118,15 +118,6 @@ def info_facts() -> dict[str, Any]:
 def _launcher(name: str) -> str | None:
     """Its path: beside this interpreter, where the packages of MPI install it, or in PATH."""
     return shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.processor() or platform.machine())
 
 
 def _llama() -> dict[str, Any]:

@@ -95,8 +95,7 @@ def _header_fields(header: Header) -> dict[str, Any]:
 
 
 def _head(header: Header, info: ModelInfo | None) -> dict[str, Any] | None:
-    """The head of a draft that reads its target's states, or the one in a model's own file; None if there is none that
-    can be used."""
+    """The head of a draft that reads its target's states, or a model's own; None if none can be used."""
     try:
         draft = describe_eagle3(header) if is_eagle3(header) else mtp_head(info) if info else None
     except UserError:

@@ -45,42 +45,25 @@ WORDS = ("host", "GPU", "backend", "device", "speed from", "a layer", "role", "l
 
 @dataclass(frozen=True, slots=True)
 class PlanQuestion:
-    """Beside the options of `run`: the hosts (a hosts file or a profile, and the number of ranks; neither: those of the
-    ranks), their links, the length of the prompt (None: one that fits) and how often drafts are right."""
+    """Hosts, links and text, beside the options of `run`. Neither `hosts` nor `profile`: the hosts of the ranks.
+
+    hosts: Plan for these hosts: an MPI hosts file, where a line may also say what a host has, see above; as in node1
+        slots=1 cores=36 memory=370G gb_per_s=154 gflop_per_s=1325.
+    profile: Plan for a profile's machines (see `simulate --list`), a rank on each.
+    n_ranks: Ranks of --hosts or --profile. [default: all that can be used]
+    gbit: Bandwidth of the links. [default: 10, or known]
+    n_prompt: Of the longest prompt. [default: 128, or half of the context where that is less]
+    acceptances: How often the draft's best guess is right; of several drafts, once for each, the smallest first.
+        [default: 0.7; `models check` measures it]
+    """
 
     heading = "Hosts"
-    hosts: Path | None = setting(
-        None,
-        "--hosts",
-        type=File(),
-        help="Plan for these hosts: an MPI hosts file, where a line may also say what a host has, see above; as in "
-        "node1 slots=1 cores=36 memory=370G gb_per_s=154 gflop_per_s=1325.",
-    )
-    profile: str | None = setting(
-        None,
-        "--profile",
-        type=TextType(),
-        help="Plan for a profile's machines (see `simulate --list`), a rank on each.",
-    )
-    n_ranks: int = setting(0, "--ranks", "-np", help="Ranks of --hosts or --profile. [default: all that can be used]")
-    gbit: float | None = setting(
-        None, "--gbit", type=Number(0, MAX_GBIT, above=True), help="Bandwidth of the links. [default: 10, or known]"
-    )
-    n_prompt: int | None = setting(
-        None,
-        "--prompt-tokens",
-        "-p",
-        type=Whole(1, MAX_TOKENS),
-        help="Of the longest prompt. [default: 128, or half of the context where that is less]",
-    )
-    acceptances: tuple[float, ...] = setting(
-        (),
-        "--acceptance",
-        type=PROBABILITY,
-        repeated=True,
-        help="How often the draft's best guess is right; of several drafts, once for each, the smallest first. "
-        "[default: 0.7; `models check` measures it]",
-    )
+    hosts: Path | None = setting(None, "--hosts", type=File())
+    profile: str | None = setting(None, "--profile", type=TextType())
+    n_ranks: int = setting(0, "--ranks", "-np")
+    gbit: float | None = setting(None, "--gbit", type=Number(0, MAX_GBIT, above=True))
+    n_prompt: int | None = setting(None, "--prompt-tokens", "-p", type=Whole(1, MAX_TOKENS))
+    acceptances: tuple[float, ...] = setting((), "--acceptance", type=PROBABILITY, repeated=True)
 
 
 def plan_report(
@@ -283,8 +266,7 @@ def _compare(options: RunOptions, hosts: Sequence[Host], files: Sequence[dict[st
 
 
 def _report(settings: _Settings, nodes: Sequence[Node], link: LinkCost, findings: Sequence[Finding] = ()) -> int:
-    """Print the plan; returns the exit code. `settings`: with files. Raises UserError if it does not fit, or hosts have
-    other models."""
+    """Print the plan; returns 0. Raises UserError if it does not fit, or hosts have other models."""
     report = plan_report(settings.options, nodes, link, settings.question)
     lines = [f"{each.host}: {each.text} -> {each.fix}" for each in findings]
     report["warnings"] += lines

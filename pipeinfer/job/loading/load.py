@@ -37,17 +37,13 @@ from pipeinfer.models.text.tokenizer import VocabularyFile
 from pipeinfer.observe.trace import StageLedger
 
 STOP_INTERVAL_S = 4e-3
-"""Each call of `stop` takes some 40 microseconds on rank 0, where it receives verdicts, and divides the computation of
-a graph."""
+"""A call of `stop` takes some 40 microseconds on rank 0, where it receives verdicts, and divides the graph."""
 
 N_GUESS_BYTES = verdict_bytes(MAX_RUN, MAX_WIDTH * MAX_RUN)  # of a draft's answer at most
 
 
 def run_stage(context: Context, plan: JobPlan) -> int:
-    """Load, serve, and send rank 0 the figures that it requests, until the shutdown.
-
-    Returns the exit code.
-    """
+    """Load, serve, and send rank 0 the figures that it requests, until the shutdown. Returns the exit code."""
     start_s, ready_s = CLOCK(), context.clock()
     worker: StageWorker | None = None
     models: list[LoadedModel] = []

@@ -1,5 +1,4 @@
-"""Load a slice of layers with its backend, and time what its runs cost, or recall it from the last time. The only file
-that knows both backends."""
+"""Load a slice of layers by its backend, and time its runs, or recall that. The only file that knows both backends."""
 
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -48,8 +47,7 @@ def load_layers(
 
 
 def experiment_key(what: str, device: DevicePlan, hosts: Sequence[Host], threads: Sequence[int], rank: int) -> str:
-    """The name under which the times of `what` on a rank are kept, with everything that they depend on. `threads`: of
-    each rank."""
+    """The name under which times are kept, with everything that they depend on. `threads`: of each rank."""
     host, there = hosts[rank], " ".join(map(str, threads_there(hosts, threads, rank)))
     where = " ".join(filter(None, [f"-ngl {device.n_gpu_layers}", device.name, device.places.text]))
     by = f"{device.backend} {torch_version()}" if device.is_torch else where
@@ -83,8 +81,7 @@ class RunCosts:
 
 
 def time_stage(context: "Context", plan: JobPlan, model: LoadedModel) -> RunCosts:
-    """Costs of this rank's stage of the target; of a paced stage those of its profile. The cache must be empty and is
-    empty afterwards."""
+    """Costs of this rank's stage of the target, or those of its profile. The cache must be empty, and stays so."""
     index = plan.assignment.stage_of(context.rank)
     assert index is not None, f"rank {context.rank} has a model and no stage"
     if plan.pace:

@@ -53,15 +53,13 @@ class JobPlacement(sections.PlacementOptions):
     planned: PlanFile | None = None
 
     def may_have_samplers(self, n_requests: int) -> bool:
-        """Whether threads may choose tokens beside the last stage: by default for many requests, if not all cores
-        compute."""
+        """Whether threads may choose tokens beside the last stage: as a rule for many requests, on spare cores."""
         if self.samplers is not None:
             return self.samplers > 0
         return n_requests > 1 and bool(self.threads or any(self.n_gpu_layers))
 
     def n_samplers(self, n_requests: int, rank: int, is_spare: bool) -> int:
-        """Sampler threads beside the last stage on this rank: the option, else one if the rank has a spare core or a
-        GPU; none on rank 0."""
+        """How many there are: the option, else one on a rank with a spare core or a GPU; none on rank 0."""
         if rank == 0 or not self.may_have_samplers(n_requests):
             return 0
         return int(is_spare) if self.samplers is None else self.samplers
@@ -151,8 +149,7 @@ class RunOptions:
 
     @property
     def required_numerics(self) -> str:
-        """The name of the numerics that the job must have: of a resumed job, or of a plan; empty: the planner
-        chooses."""
+        """The name of the numerics that the job must have, a resumed one's or a plan's; empty: any."""
         planned = self.placement.planned
         return self.numerics.resumed or (planned.numerics_name if planned else "")
 
@@ -169,8 +166,7 @@ class RunOptions:
 
     @property
     def may_choose_draft_rank(self) -> bool:
-        """Whether the planner chooses the rank of the draft: there is one draft, and no option has a value for each
-        rank or stage."""
+        """Whether the planner chooses the draft's rank: of one draft, if no option is by rank or stage."""
         ranks = self.placement
         by_role = bool(ranks.layer_split or self.experiments.pace or self.speculation.lookup) or any(
             len(values) > 1 for values in (ranks.n_gpu_layers, ranks.device, ranks.backend, ranks.n_cpu_moe)
@@ -258,8 +254,7 @@ def without_effect(options: RunOptions, n_stages: int) -> tuple[str, ...]:
 
 
 def choose_drafts(drafts: tuple[Path, ...], default: tuple[Path, ...]) -> tuple[Path, ...]:
-    """The drafts of the command line, or the default; none for `-md none`. Raises UserError if `none` is combined with
-    drafts."""
+    """The drafts of the command line, or the default; none for `-md none`, alone. Raises UserError."""
     if NO_DRAFT in drafts and len(drafts) > 1:
         raise UserError(f"-md {NO_DRAFT} is no draft, and others are given; leave one of them out")
     return () if drafts == (NO_DRAFT,) else drafts or default

@@ -35,8 +35,7 @@ class PlanFile:
         return str(self.decisions["numerics"]["name"])
 
     def decided(self) -> dict[str, Any]:
-        """The settings that the plan decides, by their names: results of a job by a plan show them as if they were
-        given."""
+        """The settings that the plan decides, by their names; results show them as if they were given."""
         decisions, ranks = self.decisions, self.decisions["ranks"]
         numerics, capacity = decisions["numerics"], decisions["capacity"]
         targets, draft_stages = [rank["target"] for rank in ranks], decisions["draft_stages"]

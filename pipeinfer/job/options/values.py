@@ -116,8 +116,7 @@ class ScaledFile:
 
 
 class Numeral(click.ParamType):
-    """A number in one spelling, and in the range of the next base. Raises click.BadParameter with the argument and what
-    is `expected`."""
+    """A number in one spelling, in the range of the next base. Raises click.BadParameter with what is `expected`."""
 
     name = "number"
     spelling = DECIMAL
@@ -234,8 +233,7 @@ class Listed(click.ParamType):
 
 
 class Joined(Listed):
-    """Of an option that may be given several times: the values of all are one tuple. As in llama.cpp, a value that has
-    a comma is in double quotes."""
+    """Of a repeated option: the values of all are one tuple. As in llama.cpp, one with a comma is in double quotes."""
 
     def _parts(self, value: str) -> list[str]:
         try:

@@ -8,7 +8,6 @@ from pipeinfer.core.blocks import LARGEST
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS
 from pipeinfer.job.options.sections import Numerics
-from pipeinfer.job.options.text_sections import ContextOptions
 from pipeinfer.job.placement.devices import RankDevices
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.models.gguf.adapter import ScaledAdapter, check_cut, check_exact
@@ -46,12 +45,6 @@ def not_on_disk(info: ModelInfo, exact: bool) -> str:
         )
     # libllama takes no cells out that are outside of the window of the block's last one
     return f"layers of {name} have a sliding window of {layers.window}" if layers.window <= LARGEST else ""
-
-
-def check_kv_disk(context: ContextOptions) -> None:
-    """Raises UserError: torch computes layers of the target."""
-    if context.kv_disk:
-        raise UserError("--kv-disk keeps cells of llama.cpp alone, and --backend is torch; leave one of them out")
 
 
 def check_features(assignment: Assignment, devices: Sequence[RankDevices], drafts: Sequence[ModelInfo]) -> None:
@@ -149,8 +142,7 @@ def check_draft_gpu_layers(n_gpu_layers: int, devices: Sequence[RankDevices], ra
 
 
 def check_one_backend(devices: Sequence[RankDevices], ranks: Sequence[int]) -> None:
-    """Raises UserError if these ranks compute the target's layers with different backends or types: exact numerics
-    cannot hold then."""
+    """Raises UserError if ranks of the target have several backends or types: exact numerics cannot hold then."""
     by_kernels: dict[str, list[int]] = {}
     for rank in ranks:
         by_kernels.setdefault(str(devices[rank].target.kernels), []).append(rank)
@@ -166,8 +158,7 @@ def check_one_backend(devices: Sequence[RankDevices], ranks: Sequence[int]) -> N
 
 
 def inexact_line(plan: JobPlan, gpus: Mapping[int, str]) -> str:
-    """A warning if `--numerics exact` cannot be guaranteed on the target's ranks; else empty. `gpus`: of each of these
-    ranks, see `gpu_of`."""
+    """A warning if `--numerics exact` may not hold on the target's ranks; else empty. `gpus`: see `gpu_of`."""
     if not plan.numerics.exact or plan.numerics.at_once:
         return ""
     by_torch = {rank: gpu for rank, gpu in gpus.items() if plan.ranks[rank].target.is_torch}

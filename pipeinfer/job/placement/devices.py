@@ -121,8 +121,7 @@ def _draft(options: JobPlacement, target: DevicePlan) -> DevicePlan:
 def _with_share(
     plan: DevicePlan, rank: int, there: Sequence[int], targets: Sequence[DevicePlan], hosts: Sequence[Host]
 ) -> DevicePlan:
-    """With this rank's share of the GPUs, where several ranks of its host see them and the user named none. `there`:
-    the ranks of its host."""
+    """With this rank's share of GPUs that ranks of its host, `there`, see too, and that the user did not name."""
     names, host = hosts[rank].gpu_names, hosts[rank]
     if targets[rank].is_named or not plan.uses_gpus or not names:
         return plan
@@ -195,8 +194,7 @@ def _check_rank(
 
 
 def check_servers(servers: Sequence[Sequence[str]], hosts: Sequence[str]) -> None:
-    """Raises UserError for an RPC server that two ranks have. Both: of each rank. A server at a loopback address is
-    another one on each host."""
+    """Raises UserError for an RPC server that two ranks have; at a loopback address it is another one on each host."""
     first: dict[tuple[str, str], int] = {}
     for rank, (of_rank, host) in enumerate(zip(servers, hosts, strict=True)):
         for server in of_rank:

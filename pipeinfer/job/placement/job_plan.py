@@ -205,8 +205,7 @@ class JobPlan:
 
     @cached_property
     def decisions(self) -> dict[str, Any]:
-        """Everything that decides what is computed, with which bits and where, as plain data: `plan --json` writes it,
-        --plan reads it."""
+        """All that decides what is computed, with which bits and where, as plain data that --plan reads."""
         return {
             "model": self.model.fingerprint,
             "drafts": [draft.fingerprint for draft in self.drafts],

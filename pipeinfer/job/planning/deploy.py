@@ -1,5 +1,4 @@
-"""From options, hosts and headers of models to the plan of a job: layers, devices, numerics, memory, and whether
-they fit. Loads nothing."""
+"""From options, hosts and headers of models to the plan of a job, and whether it fits. Loads nothing."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,6 @@ from pipeinfer.job.placement.checks import (
     check_draft_gpu_layers,
     check_features,
     check_head,
-    check_kv_disk,
     check_one_backend,
     check_tensor_places,
     head_of,
@@ -277,7 +275,8 @@ def _check_computable(
         check_draft_gpu_layers(options.placement.n_gpu_layers_draft, devices, drafting)
     if any(devices[rank].target.is_torch for rank in ranks):
         check_known(inputs.info)
-        check_kv_disk(options.context)
+        if options.context.kv_disk:
+            raise UserError("--kv-disk keeps cells of llama.cpp alone, and --backend is torch; leave one of them out")
     check_tensor_places(options.placement.override_tensor, inputs.info, assignment.stages, devices, inputs.hosts)
     check_adapters(adapters, inputs.info, devices, ranks, options.numerics.numerics == "exact")
     for model, stages in zip(inputs.drafts, assignment.drafts, strict=True):

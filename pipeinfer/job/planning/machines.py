@@ -34,8 +34,7 @@ N_CELLS = 512
 
 @dataclass(frozen=True)
 class TimedMachine:
-    """This machine alone with a job's target: `target`, all layers; `sizes`: bytes of each, the last with the output;
-    `plan`: the job's."""
+    """One machine with a plan's target. `target`: all layers; `sizes`: of each, the last with the output."""
 
     plan: JobPlan
     target: ModelCost

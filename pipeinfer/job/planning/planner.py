@@ -1,5 +1,4 @@
-"""The plan that `run` would make on some nodes, what it costs, and its predicted speed. Loads no weights, times and
-prints nothing."""
+"""The plan that `run` would make on some nodes, its costs, and its predicted speed. Loads, times and prints nothing."""
 
 from collections.abc import Sequence
 from copy import deepcopy

@@ -105,8 +105,7 @@ def get_ready() -> None:
 
 
 def _checked(options: RunOptions, n_ranks: int) -> RunOptions:
-    """With what --plan decides, the numerics of resumed texts, and files. Raises UserError, also for values that are
-    not one a rank."""
+    """With what --plan and resumed texts decide, and with files. Raises UserError, also for values not one a rank."""
     options = with_plan(options, n_ranks)
     rank_options(options.placement, n_ranks)
     options = with_files(options.changed(resumed=kept_numerics(options.output.resume)), n_ranks)
@@ -163,8 +162,7 @@ def find_hosts(crew: "Crew", options: RunOptions) -> Sequence[Host]:
 def prepare(
     options: RunOptions, hosts: Sequence[Host], is_users: bool = True
 ) -> tuple[JobPlan, tuple[GenerationRequest, Tokenizer]]:
-    """`is_users`: the prompt is the user's. Raises UserError for whatever is wrong with the options, the files and how
-    they fit together."""
+    """`is_users`: the prompt is the user's. Raises UserError for whatever is wrong with options and files."""
     options, info, drafts, tokenizer = open_job(options)
     format = open_format(options.text, info, tokenizer)
     text, special = read_prompt(options.text), options.text.parse_special
@@ -205,8 +203,7 @@ def make_request(
 
 
 def open_job(options: RunOptions) -> tuple[RunOptions, ModelInfo, list[ModelInfo], Tokenizer]:
-    """The options with a grammar for their schema, and `open_models`. Raises UserError, also for files that cannot be
-    written."""
+    """The options with a schema's grammar, and `open_models`. Raises UserError, also for files not to be written."""
     sampling = replace(options.sampling, grammar=grammar_of(options.constraints))
     check_outputs(options)
     info, drafts, tokenizer = open_models(options.models.target, options.drafts_in_use)

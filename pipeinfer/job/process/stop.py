@@ -134,8 +134,7 @@ class Stopper:
 
 
 class Drain:
-    """The `Interrupts` of a service. `limit_s`: time for open requests after the first signal. Signals arrive in other
-    threads."""
+    """The `Interrupts` of a service; signals come in other threads. `limit_s`: for open requests after the first."""
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.limit_s, self.clock = limit_s, clock

@@ -9,7 +9,6 @@ import hmac
 import json
 import os
 import signal
-import sys
 import time
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -27,8 +26,7 @@ NOTES, OUTPUT, ERRORS, FRONT = b"notes", b"output", b"errors", b"front"
 error, of which Open MPI forwards whole lines only; the messages of a service."""
 
 INTERRUPT = b"interrupt"
-"""The supervisor's message on a link for notes: the user of a chat has pressed Ctrl-C. Launchers end a job with the
-second one."""
+"""On a link for notes: the user of a chat has pressed Ctrl-C. Launchers end a job with the second one."""
 
 SAME_MODEL, OTHER_MODEL = b"same", b"other"  # the supervisor's answers to the model that rank 0 names
 
@@ -71,8 +69,7 @@ def _read_attempt(text: str) -> Attempt | None:
 
 
 def end_attempts(job: str, before: int) -> bool:
-    """Kill the processes of this job's attempts below a number on this host, and wait for their end. False if some are
-    left."""
+    """Kill the job's attempts below a number on this host, and wait for their end. False: some are left."""
     deadline = time.monotonic() + ENDS_S
     while pids := [pid for pid in _processes_of(job, before) if pid != os.getpid()]:
         for pid in pids:
@@ -111,17 +108,8 @@ def connect_supervisor(kind: bytes) -> Connection | None:
     return link
 
 
-def send_output() -> None:
-    """Send standard output to the supervisor, if there is one. Raises UserError as `connect_supervisor`."""
-    _redirect(sys.stdout, OUTPUT)
-
-
-def send_errors() -> None:
-    """The same for standard error."""
-    _redirect(sys.stderr, ERRORS)
-
-
-def _redirect(stream: TextIO, kind: bytes) -> None:
+def redirect(stream: TextIO, kind: bytes) -> None:
+    """Send a stream to the supervisor, if there is one. Raises UserError as `connect_supervisor`."""
     if link := connect_supervisor(kind):
         stream.flush()
         os.dup2(link.fileno(), stream.fileno())

@@ -140,8 +140,7 @@ def _exact_rows(
 
 
 def _kinds_of_layers(places: TensorPlaces) -> list[TensorPlaces]:
-    """Where a rank's layers are with and without their experts, the split decides which; both must have the same
-    bits."""
+    """A rank's layers with and without experts, as the split decides; both must have the same bits."""
     return [places._replace(n_cpu_moe=n) for n in (0, ALL_LAYERS)] if places.n_cpu_moe > 0 else [places]
 
 

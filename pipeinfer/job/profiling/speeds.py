@@ -140,8 +140,7 @@ T = TypeVar("T")
 
 N_CELLS = 256
 N_ROUNDS = 3
-"""Ranks that look alike and differ are timed so often at most, and the best counts: the result is kept, and a host may
-have been busy for a moment."""
+"""Ranks that look alike and differ are timed so often at most, and the best is kept: a host may have been busy."""
 
 SOURCE = "source"  # a field that is not kept: the reader of times knows it
 

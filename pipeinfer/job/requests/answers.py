@@ -1,7 +1,4 @@
-"""The answer to a request: its text, log-probabilities, OpenAI's message, and whether it fits its schema.
-
-Knows no engine and no HTTP.
-"""
+"""The answer to a request: text, log-probabilities, OpenAI's message, its schema. Knows no engine and no HTTP."""
 
 import secrets
 import sys
@@ -28,8 +25,7 @@ CONTENT = ""  # the key of the content's schema, beside those of functions by th
 
 
 class Printer:
-    """Prints the text of tokens on standard output, unless `silent`, and stops the job when nobody reads it. `text`:
-    all up to a stop string."""
+    """Prints tokens, unless `silent`, and stops the job when nobody reads them. `text`: up to a stop string."""
 
     def __init__(self, flag: StopFlag, tokenizer: Tokenizer, request: GenerationRequest, silent: bool) -> None:
         self.flag, self.silent = flag, silent
@@ -91,8 +87,7 @@ def prompt_entries(scores: Mapping[int, int]) -> list[Entry]:
 
 
 class Entries:
-    """Holds entries back until the text of their tokens is certain: those cut off by a stop string are dropped, and so
-    is a token of `ends`."""
+    """Holds entries back until their text is certain: those behind a stop string, and `ends`, are dropped."""
 
     def __init__(self, ends: Collection[int]) -> None:
         self._ends = ends
@@ -115,8 +110,7 @@ def speller(tokenizer: Tokenizer) -> Spell:
 
 
 def completion_logprobs(entries: Sequence[Entry], spell: Spell) -> dict[str, Any]:
-    """The `logprobs` of /v1/completions. `top_logprobs` include the chosen token; of two tokens with one spelling the
-    likelier one is there."""
+    """The `logprobs` of /v1/completions. `top_logprobs` have the chosen token; of one spelling the likelier token."""
     return {
         "tokens": [_text(spell(entry.token)) for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
@@ -148,8 +142,7 @@ def _by_id(entry: Entry, spell: Spell) -> dict[str, Any]:
 
 
 def echo_of(prompt: Any, tokens: Sequence[int], spell: Spell) -> tuple[str, list[int]]:
-    """(the text of a prompt, each token's offset in it). `prompt`: as it came; a token that was put before a text
-    has no room in it."""
+    """(the text of a prompt as it came, each token's offset in it). A token before the text has no room in it."""
     decode, text, offsets = getincrementaldecoder("utf-8")("replace").decode, "", list[int]()
     for token in tokens:
         offsets.append(len(text))

@@ -195,8 +195,7 @@ def _turns(body: Body) -> list[Sequence[ChatMessage]]:
 
 
 def spans_of_turns(prompts: Sequence[Sequence[int]]) -> tuple[Span, ...]:
-    """Block spans of a conversation's last prompt: earlier turns keep their spans, so that cached rows stay valid, and
-    new rows get their own."""
+    """Block spans of a conversation's last prompt: earlier turns keep theirs, so that cached rows stay valid."""
     spans = spans_of(len(prompts[0]))
     for before, prompt in pairwise(prompts):
         spans = spans_to_continue(spans, len(before) + 1, common(before, prompt), len(prompt))

@@ -68,8 +68,7 @@ def _message(name: str, value: Any, passed: PassedOver) -> ChatMessage:
 
 
 def content_of(name: str, value: Any, role: str, passed: PassedOver, kinds: tuple[str, ...] = ("text",)) -> str:
-    """The text of a message. In a tool's result a line stands for other parts, such as images, as a refusal would
-    block all later turns."""
+    """The text of a message. In a tool's result a line stands for images and the like: later turns have it too."""
     if ROLES.get(role) == "tool" and isinstance(value, list):
         value = [_text_part(f"{name}[{at}]", part, passed, kinds) for at, part in enumerate(value)]
     return text_of(name, value, kinds)

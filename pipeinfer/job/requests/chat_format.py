@@ -130,8 +130,7 @@ class ChatFormat:
         return replace(sampling, reasoning=reasoning)
 
     def first_prompt(self, text: str) -> tuple[list[int], str]:
-        """(the tokens of a user's first message, the text that ends the reasoning which they begin). Raises
-        UserError."""
+        """(a first message's tokens, the text that ends the reasoning which they begin). Raises UserError."""
         rendered = self.render([ChatMessage("user", text)])
         return encode_rendered(self.tokenizer, rendered), opened_thought(rendered.text)
 

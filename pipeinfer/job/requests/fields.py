@@ -1,7 +1,4 @@
-"""The fields of a request in JSON: their names here and at other servers, and how each is read or refused.
-
-Knows no request as a whole.
-"""
+"""A request's fields in JSON: names here and at other servers, and how each is read. Knows no request as a whole."""
 
 import json
 import math
@@ -104,8 +101,7 @@ def without_null(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_json(text: bytes, what: str) -> dict[str, Any]:
-    """A JSON object without its null fields. `what`: its name in messages. Raises UserError for anything else, and for
-    a field that is there twice."""
+    """A JSON object without null. `what`: its name in messages. Raises UserError, also for a field given twice."""
 
     def unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         values = dict(pairs)
@@ -187,8 +183,7 @@ FIELDS |= {*TEMPLATE_FIELDS, *OTHERS, *BUDGETS, BUDGET_MESSAGE, "add_special_tok
 
 
 def served(body: Mapping[str, Any], passed: PassedOver) -> dict[str, Any]:
-    """The fields that have an effect, by the names of this server. Raises UserError for values that would change the
-    text and cannot be served."""
+    """The fields with an effect, by our names. Raises UserError for what would change the text and is not served."""
     fields = {}
     prompt = body.get("prompt")
     for name in (PICTURES, "multimodal_data"):  # llama-server's, beside the prompt or in it
@@ -309,8 +304,7 @@ MAX_FACTOR = 10.0
 
 
 def read_scales(value: Any, adapters: Sequence[ScaledAdapter]) -> AdapterScales | None:
-    """llama-server's list of objects with `id` and `scale`; adapters that it lacks are not applied. None: it says what
-    the job says. Raises UserError."""
+    """llama-server's list of `id` and `scale`; others are not applied. None: as the job says. Raises UserError."""
     if not is_list_of(dict, value):
         refuse(f'{LORA} is {shown(value)}; give a list such as [{{"id": 0, "scale": 1.0}}]')
     if value and not adapters:

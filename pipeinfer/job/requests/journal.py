@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -24,9 +25,10 @@ from pipeinfer.job.process.supervised import (
     NOTES,
     OTHER_MODEL,
     OTHER_MODEL_TEXT,
+    OUTPUT,
     connect_supervisor,
     own_attempt,
-    send_output,
+    redirect,
 )
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.outputs import write_error
@@ -42,8 +44,7 @@ def model_id(plan: JobPlan) -> ModelId:
 
 
 def kept_numerics(path: Path | None) -> str:
-    """The name of the numerics with which the texts that go on were begun, by this job's supervisor or the notes in a
-    file; empty where none goes on."""
+    """The name of the numerics of texts that go on, by supervisor or notes; empty where none goes on."""
     if path is None:
         attempt = own_attempt()
         return attempt.numerics if attempt else ""
@@ -56,7 +57,7 @@ def kept_numerics(path: Path | None) -> str:
 
 def open_journal(path: Path | None, model: ModelId) -> "Journal":
     """The file's; without one the supervisor's, if there is one. Raises UserError as `JournalFile`, `LinkJournal`."""
-    send_output()
+    redirect(sys.stdout, OUTPUT)
     if path is None:
         link = connect_supervisor(NOTES)
         return LinkJournal(link, model) if link else Journal()
@@ -133,8 +134,7 @@ class JournalFile(Journal):
     """A file of notes to which this job alone appends. It is removed when all its texts are complete."""
 
     def __init__(self, path: Path, numerics: str) -> None:
-        """`numerics`: the name of this job's. Raises UserError when the file cannot be written, has other content, or
-        another job writes it."""
+        """`numerics`: this job's. Raises UserError for a file that has other content or cannot be written alone."""
         super().__init__()
         self.path, self._job_numerics, self._is_full = path, numerics, False
         try:

@@ -148,8 +148,7 @@ def complain_of_mismatch(sampling: SamplingParams, text: str) -> None:
 
 
 def grammar_of(options: GrammarOptions) -> str:
-    """The grammar, or that of the schema; warns of what that leaves out. Raises UserError for a file that cannot be
-    read, and for a wrong schema."""
+    """The grammar, or the schema's, with warnings of what that leaves out. Raises UserError for a wrong one or file."""
     grammar, text, option = options.grammar or "", options.schema, "--json-schema"
     if options.grammar_file is not None:
         grammar = read_text("--grammar-file", options.grammar_file)

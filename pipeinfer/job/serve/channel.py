@@ -1,7 +1,4 @@
-"""Messages between rank 0 of a service and its front, the process that speaks HTTP: a JSON object a line on a socket.
-
-Knows no HTTP and no engine.
-"""
+"""Messages, JSON lines on a socket, between rank 0 of a service and its front, which speaks HTTP. Knows no engine."""
 
 import contextlib
 import json
@@ -265,8 +262,7 @@ class Front:
         raise NotImplementedError
 
     def close(self, grace_s: float = 0.0) -> None:
-        """End the service, and return when clients were told. Open answers have `grace_s` to be read. May be called
-        twice."""
+        """End the service, once clients were told. They have `grace_s` to read. May be called twice."""
         raise NotImplementedError
 
     def _flush(self) -> None:

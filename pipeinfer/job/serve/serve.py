@@ -1,5 +1,4 @@
-"""A service in one MPI job: requests of a front's clients share the loaded models; snapshots show how busy its ranks
-are. Knows no HTTP."""
+"""A service in one MPI job: clients' requests share the loaded models; snapshots show how busy ranks are. No HTTP."""
 
 from bisect import insort
 from collections import Counter

@@ -208,8 +208,7 @@ class LoadedRanks:
         return sum(each.ledger.n_notes for each in self._pipelines)
 
     def request_figures(self) -> None:
-        """Request a report from every rank. Ranks answer after their pending runs; `poll_figures` returns the reports
-        once all have arrived."""
+        """Request reports, which ranks send after their pending runs and `poll_figures` returns."""
         assert self._pipeline and not self.awaits_figures
         for each in self._pipelines:
             each.ask_reports()

@@ -29,8 +29,7 @@ if TYPE_CHECKING:  # these import MPI
 
 @dataclass(frozen=True, slots=True)
 class ExperimentSettings:
-    """A job's options in results.csv. `options`: those without a column of their own that are not defaults, such as
-    `ctx-size 512`."""
+    """A job's in results.csv. `options`: those without a column, unless they are defaults, as in `ctx-size 512`."""
 
     speculation: Speculation
     options: str

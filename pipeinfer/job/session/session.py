@@ -14,7 +14,6 @@ from pipeinfer.core.requests import Emission, Finish, Request
 from pipeinfer.core.types import Clock
 from pipeinfer.errors import StopRequested
 from pipeinfer.job.launch import CLOCK, Context
-from pipeinfer.job.placement.capacity import EngineSettings
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.process.streams import complain
 from pipeinfer.job.requests.answers import Entries, Entry, Printer, prompt_entries
@@ -33,8 +32,7 @@ MOST_LINES, PERIOD_S = 4, 3600.0  # lines in any period at most: where guesses h
 
 
 class Notices:
-    """Notices of policies while many requests are open: few lines an hour. A line that comes too early waits; a later
-    one takes its place."""
+    """Notices of policies while many requests are open, few an hour. One that comes too early waits for a later one."""
 
     def __init__(self, say: Say, clock: Clock) -> None:
         self.say, self.clock = say, clock
@@ -126,10 +124,6 @@ class Session:
         self.engine = ranks.make_engine(has_work, self._hear)
         self._open: dict[int, OpenRequest] = {}
         self._ids = count()
-
-    def configure(self, settings: EngineSettings) -> None:
-        """Change settings of the engine, for an ablation or another policy. No request may be open."""
-        self.ranks.configure(self.engine, settings)
 
     # -- many requests
 
