@@ -58,8 +58,7 @@ def show_version(ctx: click.Context, option: click.Parameter, is_set: bool) -> N
 
 
 VERSION_HELP = "Show this version and what else a report of a fault needs."
-REPORTED = ("mpi4py", "mpich", "openmpi", "numpy", "llguidance", "torch")
-"""Packages whose versions a report of a fault needs."""
+REPORTED = ("mpi4py", "mpich", "openmpi", "numpy", "llguidance", "torch")  # packages for a report of a fault
 
 
 def describe_surroundings() -> str:

@@ -129,12 +129,9 @@ class Crew:
 
 def start_job(part: Callable[[Crew], int], settings: object, ranks: PlacementOptions, verbose: bool = False) -> int:
     """Join the other ranks, do this rank's part, leave with them. Returns the part's exit code; 2 after a JobError,
-    which rank 0 prints.
-
-    `settings`: a dataclass of the command's options, which must be the same on every rank; `ranks`: those about ranks;
-    `verbose`: print a traceback of a failure. Raises UserError, on every rank and with MPI ended, when ranks do not fit
-    together.
-    """
+    which rank 0 prints. `settings`: a dataclass of the command's options, which must be the same on every rank;
+    `ranks`: those about ranks; `verbose`: print a traceback of a failure. Raises UserError, on every rank and with MPI
+    ended, when ranks do not fit together."""
     sleep_on_time()
     flag, end = StopFlag(), partial(end_job, abort=abort)
     limits, resumed_from = Limits.of(ranks.rank_timeout_s), getattr(settings, "goes_on_from", None)

@@ -13,12 +13,8 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.process.streams import complain
 from pipeinfer.outputs import write_file
 
-LOOK_S, ASK_S = 0.25, 2.0
-"""Seconds between looks at the job's files, and between queries to Slurm, which has more to do."""
-
-SILENT_S = 600.0
-"""How long Slurm may give no answer about a job that is followed: its controller may be busy, or be restarted."""
-
+LOOK_S, ASK_S = 0.25, 2.0  # between looks at the job's files, and queries to Slurm, which has more to do
+SILENT_S = 600.0  # so long Slurm may not answer about a job that is followed: its controller may be restarted
 MOST_FOLDERS = 10_000
 
 
@@ -55,9 +51,7 @@ def in_folder(job: SlurmJob, folder: Path) -> SlurmJob:
     return replace(job, folder=folder, command=tuple(word.replace(FOLDER, str(folder)) for word in job.command))
 
 
-FOLDER = "\0folder\0"
-"""Stands in a command's words for the job's folder, which is not there yet: no word can contain it."""
-
+FOLDER = "\0folder\0"  # stands in a command's words for the job's folder, which is not there yet
 PART = f"requests-{INDEX}.jsonl"  # the requests of one job of an array, in the folder
 
 

@@ -52,9 +52,7 @@ def _read_data() -> None:
 
 _read_data()
 
-RANKS, NODES = "-np", "--nodes"
-"""The launcher's option for ranks, which llama.cpp has for texts at a time; the option of commands that count nodes."""
-
+RANKS, NODES = "-np", "--nodes"  # the launcher's option for ranks, llama.cpp's for texts at a time; that for nodes
 VARIABLES: Mapping[str, str] = {
     f"{PREFIX}MODEL_DRAFT": "-md",
     f"{PREFIX}MLOCK": "--mlock",

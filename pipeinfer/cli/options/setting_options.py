@@ -39,12 +39,8 @@ def command(
     has_variables: bool = False,
 ) -> Callable[[Callable[..., Any]], Command]:
     """A command with the options of these sections beside those of its function; `Policy`: the settings of all
-    policies.
-
-    Of options with one name the first counts, those of the function above all. `without`: names of settings that it
-    lacks. `helps`, `defaults`: other texts and defaults. `has_variables`: llama.cpp's variables give the sections'
-    options too.
-    """
+    policies. Of one name the first counts. `without`: settings that it lacks. `helps`, `defaults`: other ones.
+    `has_variables`: llama.cpp's variables give the sections' options too."""
 
     def make(function: Callable[..., Any]) -> Command:
         made = click.command(name, cls=Command)(function)

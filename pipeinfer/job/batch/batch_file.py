@@ -34,9 +34,7 @@ from pipeinfer.text import json_text
 
 ENVELOPE = ("custom_id", "method", "url", "body")
 N_ID_DIGITS, DEFAULTS = 24, SamplingParams()
-IF_ANY = ("tools", "variables", "more", "stop_tokens", "text_biases")
-"""Fields of a body and of its messages that are left out of ids if they are empty."""
-
+IF_ANY = ("tools", "variables", "more", "stop_tokens", "text_biases")  # left out of ids if empty
 ADDED: dict[str, Any] = {"continues": False, "parse_special": None, "adds_special": True, "adapters": None}
 ADDED |= {"reasoning": (-1, "")}
 """Fields of a body that are left out of ids at these values."""
@@ -152,8 +150,7 @@ def _unwrap(envelope: dict[str, Any], custom_id: str | None) -> tuple[str, dict[
 
 
 WHAT = "--output"
-BEGINNING = b'{"id": "'
-"""How each line begins. A torn line that begins otherwise is not cut off."""
+BEGINNING = b'{"id": "'  # of each line; a torn line that begins otherwise is not cut off
 
 
 class BatchOutput:

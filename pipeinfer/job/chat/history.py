@@ -108,9 +108,8 @@ class History:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A noted message. `seed`, `tokens`: of the answer so far. `is_whole`: the answer has ended. `n_read`: bytes of
-    standard input up to the message, which come again; -1 if none do, as another supervisor, or none, has started this
-    job."""
+    """A noted message. `seed`, `tokens`: of the answer so far, which `is_whole` if it has ended. `n_read`: bytes of
+    standard input up to the message, which come again; -1: another supervisor, or none, has started this job."""
 
     key: str
     message: str

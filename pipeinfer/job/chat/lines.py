@@ -1,9 +1,6 @@
-"""Lines of a user: from this process's terminal or the launcher's, with editing and a history, or from a pipe. Knows no
-commands.
-
-readline needs a terminal. For another process's terminal it gets a pseudo-terminal: keys are fed to it while a line is
-read, and its output goes to standard error.
-"""
+"""Lines of a user: from this process's terminal or the launcher's, with editing and a history, or from a pipe. readline
+needs a terminal: for another process's it gets a pseudo-terminal, whose keys are fed to it while a line is read, and
+whose output goes to standard error. Knows no commands."""
 
 import contextlib
 import fcntl

@@ -21,8 +21,7 @@ OF_PROGRAM = (program, mpi, build)
 
 FATAL_CHECKS = {each.name for each in (python, *OF_PROGRAM)}
 
-SETTLE_S = 7.0
-"""A host without a fault is reported after this time: its rank may merely be slow."""
+SETTLE_S = 7.0  # a host without a fault is reported after this time: its rank may merely be slow
 
 
 def main() -> None:

@@ -1,8 +1,6 @@
 """The process that `doctor` starts on a host. It is sent as text and imports the standard library of Python 3.6 alone,
-so that it runs where the program is missing.
-
-Requests and answers are JSON objects, one a line; answers begin with MARK, because login scripts print too.
-"""
+so that it runs where the program is missing. Requests and answers are JSON objects, one a line; answers begin with
+MARK, because login scripts print too."""
 
 import errno
 import fcntl

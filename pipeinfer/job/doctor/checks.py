@@ -16,9 +16,7 @@ from pipeinfer.text import size_text
 VIRTUAL = re.compile(r"docker|virbr|br-|veth|cni|flannel|cali|podman|lxc|lxd|tun|tap|wg|zt|tailscale")
 """Interfaces whose addresses other hosts have too, or cannot reach."""
 
-SLOWER = 3.0
-"""A way is slow whose bandwidth is this part of the median, timed for a second."""
-
+SLOWER = 3.0  # a way is slow whose bandwidth is this part of the median, timed for a second
 WARNING = Severity.WARNING
 
 

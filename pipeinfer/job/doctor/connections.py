@@ -21,18 +21,10 @@ from pipeinfer.job.doctor.agent import REPLY_S
 from pipeinfer.job.doctor.host_list import HostList, full_words
 from pipeinfer.job.doctor.host_session import CONNECT_S, HostSession, NoAnswer
 
-BRIEF_S, FULL_S = 0.02, 1.0
-"""Seconds of data each way: as a rule, and with --bandwidth."""
-
-AGAIN_S, SLOWER_BRIEFLY = 0.2, 20.0
-"""A way looks slow after a moment whose bandwidth is this part of the median: it is timed again."""
-
-OTHER_S = 1.0
-"""Time to connect to another address of a host, which may be in a network that this one is not in."""
-
-TOKEN = secrets.token_hex(8)
-"""Of this process's connections: agents close others."""
-
+BRIEF_S, FULL_S = 0.02, 1.0  # seconds of data each way: as a rule, and with --bandwidth
+AGAIN_S, SLOWER_BRIEFLY = 0.2, 20.0  # ways that look slower by this factor after a moment are timed again
+OTHER_S = 1.0  # time to connect to another address of a host, which may be in a network that this one is not in
+TOKEN = secrets.token_hex(8)  # of this process's connections: agents close others
 ANSWER_S = CONNECT_S + REPLY_S + 10.0
 OPEN, SILENT, REFUSED = "open", "silent", "refused"
 T = TypeVar("T")
@@ -41,9 +33,8 @@ R = TypeVar("R")
 
 @dataclass(slots=True)
 class Way:
-    """From one host to another. `state`: OPEN, SILENT, REFUSED or an error; `resolved`: the other's address, as the
-    first finds it by its name; `interface`: of the first, which was taken. 0: not measured; port 0: the first takes no
-    connections itself."""
+    """From one host to another. `state`: OPEN, SILENT, REFUSED or an error; `resolved`: the other's address there;
+    `interface`: the first's, which was taken. 0: not measured; port 0: the first takes no connections itself."""
 
     start: str
     to: str
@@ -163,9 +154,7 @@ def _ask(session: HostSession, action: str, **values: Any) -> dict[str, Any]:
         return {"error": str(error) or "no answer"}
 
 
-SILENT_S, LIMIT_S = 30.0, 180.0
-"""The longest between two signs of its ranks, and the longest in all."""
-
+SILENT_S, LIMIT_S = 30.0, 180.0  # the longest between two signs of its ranks, and the longest in all
 SHARED_CORE = {"openmpi": ["--map-by", ":OVERSUBSCRIBE"], "srun": ["--overcommit"]}
 """Launcher -> the words with which two ranks may share a core."""
 

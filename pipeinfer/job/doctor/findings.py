@@ -14,11 +14,8 @@ from pipeinfer.job.doctor.host_list import HostList
 from pipeinfer.job.doctor.host_session import HostSession, NoAnswer
 from pipeinfer.job.options.options import JobModels, RunOptions
 
-NO_JOB = RunOptions(models=JobModels(target=Path()))
-"""The options of a Cluster of which no job is known."""
-
-COMMANDS = ("at", "copy", "replace", "copy_file", "command")
-"""Fields of a fix that are commands; others are a word each."""
+NO_JOB = RunOptions(models=JobModels(target=Path()))  # the options of a Cluster of which no job is known
+COMMANDS = ("at", "copy", "replace", "copy_file", "command")  # fields of a fix that are commands; others: a word
 
 
 class Severity(IntEnum):
@@ -132,9 +129,7 @@ def _shown(text: object) -> str:
     return "".join(each for each in " ".join(str(text).split()) if each.isprintable())
 
 
-Result = Finding | str | None
-"""Of a look: a fault, or what is right; None: nothing, where another check tells why."""
-
+Result = Finding | str | None  # of a look: a fault, or what is right; None: nothing, where another check tells why
 Look = Callable[[HostReport, Cluster], Result]
 
 

@@ -1,8 +1,5 @@
 """SHA-256 of whole files, kept in the user's cache beside what tells that a file was not written since, and in a
-manifest beside slices. Knows no GGUF.
-
-Run on each host by `doctor --verify` and `models verify`; progress and results are JSON lines.
-"""
+manifest beside slices. Run on each host, with JSON lines, by `doctor --verify` and `models verify`. Knows no GGUF."""
 
 import hashlib
 import json

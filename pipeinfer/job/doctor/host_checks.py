@@ -76,9 +76,7 @@ SSH_FAULTS = {
     "timed out|No route|unreachable": UNREACHABLE,
     "No such file": NO_CLIENT,
 }
-LATE_FAULTS = {CONNECTING: UNREACHABLE, CONNECTED: SILENT_SSHD}
-"""How far ssh came within its time -> what is wrong."""
-
+LATE_FAULTS = {CONNECTING: UNREACHABLE, CONNECTED: SILENT_SSHD}  # how far ssh came within its time -> what is wrong
 OTHER_SSH_FAULTS = (HANGS, NO_LOGIN, NO_STEP, NO_PYTHON)
 
 
@@ -126,8 +124,7 @@ def python(report: HostReport, cluster: Cluster) -> Result:
 FAILS = Fault("the program does not start, or ends early: {why}", REPLACE)
 LATE = Fault("the program has not answered within {seconds} s", "{at}pipeinfer info: where does it stand still?")
 OTHER_VERSION = Fault("the program is another one: {why}", REPLACE)
-ANOTHER = re.compile(r"No module named 'pipeinfer\.|from 'pipeinfer[.']")
-"""How Python says that the source lacks what this version has."""
+ANOTHER = re.compile(r"No module named 'pipeinfer\.|from 'pipeinfer[.']")  # the source lacks what this one has
 
 
 @check("the same version and source at the same path", FAILS, LATE, OTHER_VERSION, needs="base")

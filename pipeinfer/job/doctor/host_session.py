@@ -20,23 +20,15 @@ from typing import Any
 
 from pipeinfer.job.doctor.agent import MARK
 
-CONNECT_S = 8.0
-"""Time for a host's system to take the connection, whatever its programs do: it is tried four times, in 7 s."""
-
-SILENT_S, LIMIT_S = 20.0, 120.0
-"""The longest between two signs of a host, such as lines of ssh's log, and the longest of a request in all."""
-
-FACTS_S = 60.0
-"""The longest between two facts of the program: kernels that are tried for the first time take some seconds."""
-
+CONNECT_S = 8.0  # for a host's system to take the connection: it is tried four times, in 7 s
+SILENT_S, LIMIT_S = 20.0, 120.0  # the longest between two signs of a host, as lines of ssh's log, and in all
+FACTS_S = 60.0  # the longest between two facts: kernels that are tried first take some seconds
 CLOSE_S, LOOK_S = 1.0, 0.5
 PIPE_BYTES = 1 << 18
 """More than is sent to a host before it answers: writing to one that hangs does not wait. A user's pipes together may
 be refused more than 64 MiB."""
 
-LINE_BYTES, ERROR_BYTES = 1 << 20, 4000
-"""The longest line of an answer, and what is kept of errors."""
-
+LINE_BYTES, ERROR_BYTES = 1 << 20, 4000  # the longest line of an answer, and what is kept of errors
 BOOT = "import sys,json;exec(json.loads(sys.stdin.readline()))"
 FIND_PYTHON = (
     f'echo \'{MARK.strip()} {{"line": ""}}\'; '
@@ -53,8 +45,7 @@ LOG = (b"debug1: ", b"OpenSSH_", b"Authenticated to ", b"Transferred: ", b"Bytes
 CONNECTING, CONNECTED = b"debug1: Connecting to ", b"debug1: Connection established"
 GREETED = b"debug1: Remote protocol version"
 STEPS = (CONNECTING, CONNECTED, GREETED)
-AGENT_VARIABLES = {"mpich": "HYDRA_LAUNCHER_EXEC", "openmpi": "OMPI_MCA_plm_rsh_agent"}
-"""Launcher -> the variable that names its ssh."""
+AGENT_VARIABLES = {"mpich": "HYDRA_LAUNCHER_EXEC", "openmpi": "OMPI_MCA_plm_rsh_agent"}  # what names a launcher's ssh
 
 
 class NoAnswer(Exception):

@@ -32,11 +32,8 @@ from pipeinfer.models.gguf.model_info import part_paths
 from pipeinfer.observe.report import ProgressBar
 
 ALL_FACTS_S = 300.0
-HASH_S, ALL_HASHES_S = 120.0, 24 * 3600.0
-"""The longest between two lines while files are hashed, and the longest in all."""
-
-AGENT_S = 10.0
-"""How much longer the agent may take that ends the program."""
+HASH_S, ALL_HASHES_S = 120.0, 24 * 3600.0  # the longest between two lines of hashes, and in all
+AGENT_S = 10.0  # how much longer the agent may take that ends the program
 
 
 @contextmanager

@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 PACKAGES = ("numpy", "gguf", "mpi4py", "mpich", "openmpi", "llama-cpp-python", "torch")
 DEVICE_VARIABLES = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GGML_", "GOMP_", "KMP_", "MKL_", "OMP_", "PYTORCH_")
 JOB_VARIABLES = ("LLAMA_ARG_", "MPICH_", "OMPI_MCA_", "PIPEINFER_", "SLURM_JOB_ID", "SLURM_NTASKS", "UCX_")
-VARIABLES = DEVICE_VARIABLES + JOB_VARIABLES
-"""Prefixes of the environment variables in the report: those that steer threads, devices and MPI."""
-
+VARIABLES = DEVICE_VARIABLES + JOB_VARIABLES  # prefixes of the environment variables that are reported
 WIDTH = 12  # of a label
 ON_CPU, ON_GPU = "exact", "exact where a job finds that rows have the same bits beside others"
 BY_TORCH = "exact by the way it computes, proved on no GPU yet"

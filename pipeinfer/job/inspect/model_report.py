@@ -39,11 +39,9 @@ MODEL_FIELDS = ("name", "architecture", "quantisation", *SIZE_FIELDS, "layer_byt
 
 
 def describe_file(path: Path, ctx_size: int, numerics: str) -> dict[str, Any]:
-    """Plain data; bytes are those of the file. `ctx_size` 0: the model's training context, DEFAULT_CTX at most.
-
-    A file that cannot be cut into stages has a `reason`, and fewer fields are known. Raises UserError if the file is no
-    GGUF file, is damaged, or is a later part of a model.
-    """
+    """Plain data; bytes are those of the file. `ctx_size` 0: the model's training context, DEFAULT_CTX at most. A file
+    that cannot be cut into stages has a `reason`, and fewer fields. Raises UserError for a file that is no GGUF,
+    damaged, or a later part."""
     headers = read_parts(path)
     header, metadata = headers[0], headers[0].metadata
     check_is_model(path, metadata)

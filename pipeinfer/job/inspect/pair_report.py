@@ -26,9 +26,7 @@ N_DIFFERENCES = 20  # in the text; --json has all
 def check_pair(target: Path, draft: Path, text: str | None, n_predict: int, n_threads: int) -> dict[str, Any]:
     """Plain data. `translated_n`: how many of the target's tokens the draft can guess; None if the ids agree.
     `acceptance_rate`: of the draft's first guesses for `n_predict` greedy tokens after `text`; None: after TEXTS.
-
-    Raises UserError if a file is no model, the draft keeps states, or the text is empty or too long.
-    """
+    Raises UserError if a file is no model, the draft keeps states, or the text is empty or too long."""
     if draft == OWN_HEAD:
         raise UserError(f"{draft} is the head in a target's own file; `models info` says whether {target} has one")
     drafting = read_draft(draft)

@@ -31,17 +31,13 @@ if TYPE_CHECKING:
     from pipeinfer.observe.report import ProgressBar
 
 CHUNK_BYTES = 8 << 20  # each end holds a few chunks
-HEADER = np.dtype([("n_bytes", np.int64), ("checksum", np.uint32)])
-"""Before each chunk. `n_bytes`: of the chunk, or END or FAILED, which end a transfer."""
-
+HEADER = np.dtype([("n_bytes", np.int64), ("checksum", np.uint32)])  # `n_bytes`: of the chunk, or END, FAILED
 END, FAILED = 0, -1
 
 
 def send_chunks(link: Link, rank: int, pieces: Iterable[bytes | memoryview], on_sent: Callable[[int], object]) -> None:
-    """Send these pieces to a rank that calls `receive_chunks`. `on_sent` is called with the size of each chunk.
-
-    Raises the UserError that `pieces` raises, after a message to the other rank.
-    """
+    """Send pieces to a rank that calls `receive_chunks`. `on_sent` is called with the size of each chunk. Raises the
+    UserError that `pieces` raises, after a message to the other rank."""
     pending: deque[Request] = deque()
 
     def send(content: Buffer, n_bytes: int) -> None:
@@ -65,11 +61,8 @@ def send_chunks(link: Link, rank: int, pieces: Iterable[bytes | memoryview], on_
 
 
 def receive_chunks(link: Link, rank: int, n_bytes: int) -> Iterator[memoryview]:
-    """The chunks that this rank sends, each valid until the next one. Receives all of them, also if the caller stops
-    before the end.
-
-    Raises UserError when the other rank failed, or the bytes are not the `n_bytes` that were sent.
-    """
+    """The chunks that this rank sends, each valid until the next one. Receives all, also if the caller stops before.
+    Raises UserError when the other rank failed, or the bytes are not the `n_bytes` that were sent."""
     n_missing, is_whole, is_read = n_bytes, True, True
     request, buffer = _post(link, rank)
     while True:
@@ -130,10 +123,8 @@ class StreamFeed:
 
 
 def fetch_layers(context: Context, plan: JobPlan) -> dict[int, SliceFile]:
-    """Receive the layers that this rank hosts and has no file of, by the numbers of their models. Collective.
-
-    Raises UserError when something could not be read, sent or written, once all ranks are through.
-    """
+    """Receive the layers that this rank hosts and has no file of, by the numbers of their models. Collective. Raises
+    UserError when something could not be read, sent or written, once all ranks are through."""
     link = context.link
     if link.size == 1 or not plan.send_layers:
         return {}

@@ -36,9 +36,7 @@ from pipeinfer.models.text.reasoning import Constraints
 from pipeinfer.models.text.tokenizer import VocabularyFile
 from pipeinfer.observe.trace import StageLedger
 
-STOP_INTERVAL_S = 4e-3
-"""A call of `stop` takes some 40 microseconds on rank 0, where it receives verdicts, and divides the graph."""
-
+STOP_INTERVAL_S = 4e-3  # a call of `stop` takes 40 us on rank 0, where it receives verdicts, and divides the graph
 N_GUESS_BYTES = verdict_bytes(MAX_RUN, MAX_WIDTH * MAX_RUN)  # of a draft's answer at most
 
 

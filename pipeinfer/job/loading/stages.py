@@ -68,12 +68,8 @@ def gpu_of(device: DevicePlan) -> str:
 
 @dataclass(frozen=True, slots=True)
 class RunCosts:
-    """Of one rank, in seconds.
-
-    rows       rows of a run -> seconds; empty: not timed
-    context_s  a row takes longer for each token before it; 0 where that is not timed
-    chunk      rows of a chunk of a prompt, and its seconds; None where no delay is limited
-    """
+    """Of one rank, in seconds. `rows`: of a run of so many rows; empty: not timed. `context_s`: for each token before a
+    row; 0: not timed. `chunk`: rows of a prompt's chunk, and its seconds; None: no delay is limited."""
 
     rows: dict[int, float] = field(default_factory=dict)
     context_s: float = 0.0

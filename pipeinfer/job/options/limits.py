@@ -5,9 +5,7 @@ from pathlib import Path
 INT32_MAX = 2**31 - 1  # the largest token, position or count of libllama and of messages between ranks
 MAX_SEQUENCES = 254  # the most branches and requests at a time: libllama has room for two more, which the stages use
 
-MAX_CTX = INT32_MAX - 1023
-"""The most tokens of a context: with the cells above it, positions and cells are 32-bit numbers."""
-
+MAX_CTX = INT32_MAX - 1023  # tokens of a context: with the cells above it, positions are 32-bit numbers
 MAX_THREADS = 512  # libggml's limit
 MAX_LAYERS = 512  # libllama's limit
 MAX_SAMPLERS = 64

@@ -1,8 +1,6 @@
-"""The options that several commands have, in sections: models, ranks, numerics, guesses, output; `text_sections` has
-the rest. Each is declared once, with its flags, type, limits and help.
-
-A command names its sections. Some are records of `RunOptions`; `cli/options/job_options.py` makes fields of the rest.
-"""
+"""The options that several commands have, in sections: models, ranks, numerics, guesses, output. `text_sections` has
+the rest. Each is declared once, with its flags, type, limits and help. A command names its sections. Some are records
+of `RunOptions`; `cli/options/job_options.py` makes fields of the rest."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
-"""The types of all options, checked by their text alone. Knows no command.
-
-Every rank parses the same command line with the same result, so nothing here reads the file system: rank 0 does, later.
-"""
+"""The types of all options, checked by their text alone: every rank parses the same command line with the same result,
+and rank 0 reads the file system later. Knows no command."""
 
 import csv
 import math

@@ -67,9 +67,8 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class JobPlan:
-    """Models on ranks, as long as they are loaded. `translations`: of each draft, between the target's token ids and
-    its own, where they differ. `notes`: lines about texts that exact numerics do not hold for, or that the model was
-    not trained for."""
+    """Models on ranks, as long as they are loaded. `translations`: of each draft's token ids, where they differ from
+    the target's. `notes`: about texts that are not exact, or longer than the model was trained for."""
 
     model: ModelFile
     drafts: tuple[ModelFile, ...]  # in the order of the assignment's

@@ -40,9 +40,7 @@ from pipeinfer.virtual.costs import Profile
 from pipeinfer.virtual.profile import load_profile
 
 CLEAR_GAIN = 1.1  # so many times faster is the slowest stage where a rank drafts that has not the engine besides
-DRAFT_SHARE = 0.5
-"""A step of the draft there takes at most so much of the slowest stage's time, or no more than on rank 0."""
-
+DRAFT_SHARE = 0.5  # a draft's step takes so much of the slowest stage's time at most, or no more than on rank 0
 NOT_REPACKED = (
     "there is no memory to repack the weights, so that numerics are not {} but {}: tokens that are all but tied may "
     "differ from those of ranks where there is; with --no-repack they are the same"

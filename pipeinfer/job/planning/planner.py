@@ -27,9 +27,7 @@ from pipeinfer.virtual.study import Study
 N_PROMPT = 128  # tokens of a prompt whose length is unknown
 ETHERNET = LinkCost(latency_s=50e-6, bytes_per_s=10e9 / 8)  # of links without a description: 10 Gbit/s
 N_SIMULATED = 128  # tokens of a simulated text
-HEAD = HeadCost(run_s=200e-6, verdict_s=200e-6, draft_s=80e-6)
-"""Our engine's own work on rank 0; an estimate, as in the shipped profiles."""
-
+HEAD = HeadCost(run_s=200e-6, verdict_s=200e-6, draft_s=80e-6)  # our engine on rank 0, an estimate
 EXPERTS = ("used_count", "count")
 
 UNFIT = "its plan does not fit"  # the reason why no speed of a policy is predicted, if it is this

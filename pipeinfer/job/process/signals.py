@@ -14,9 +14,7 @@ from collections.abc import Callable
 from pipeinfer.cluster.hosts.launch import end_job
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-HEAD_FIRST_S = 0.3
-"""How much longer another rank waits than rank 0, which tells the watch that the deaths that follow are a stop."""
-
+HEAD_FIRST_S = 0.3  # so much longer than rank 0, which tells the watch of a stop, another rank waits
 SHOW_CURSOR = b"\x1b[?25h"
 
 

@@ -30,8 +30,7 @@ from pipeinfer.models.gguf.contents import CHANGED_WHILE_COMPUTING
 
 NAMES = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 ORDERLY_S = 1.2  # how long an orderly stop may take before the job is ended where it stands
-ONE_PRESS_S = 0.5
-"""Signals within this time are one request to stop: a launcher may forward what the terminal has already sent."""
+ONE_PRESS_S = 0.5  # signals within this time are one: a launcher may forward what the terminal has sent
 
 
 class Interrupts(Protocol):
@@ -51,11 +50,8 @@ class Interrupts(Protocol):
 
 
 class StopFlag:
-    """Set by a signal or by another rank; `check` turns it into `StopRequested`, once.
-
-    `orderly`: there is something to keep, so rank 0 stops in order; before, the job is ended where it stands.
-    `interrupts`: in a conversation and a service.
-    """
+    """Set by a signal or by another rank; `check` turns it into `StopRequested`, once. `orderly`: there is something to
+    keep, so rank 0 stops in order; before, the job is ended where it stands. `interrupts`: in a chat and a service."""
 
     def __init__(self) -> None:
         self.reason = ""
@@ -101,10 +97,8 @@ class Stopper:
     end: Callable[[int], object]
 
     def on_signal(self, number: int) -> None:
-        """Once a rank has joined the others it leaves SIGINT, which all get, to rank 0, and passes others on.
-
-        Not before rank 0 would have handled its own: a launcher that ends sends SIGTERM to every rank, in any order.
-        """
+        """Once a rank has joined the others it leaves SIGINT, which all get, to rank 0, and passes others on, after
+        rank 0 would have handled its own: a launcher that ends sends SIGTERM to every rank, in any order."""
         name = NAMES[signal.Signals(number)]
         if self.watch.rank == 0:
             interrupts = self.flag.interrupts

@@ -124,9 +124,7 @@ def _stream(descriptor: int, before: TextIO) -> Stream:
 
 STARTS_S, ENDS_S = 5.0, 2.0
 GUARD = "from pipeinfer.job.process.streams import guard; guard(int(sys.argv[1]), int(sys.argv[2]))"
-SUSPEND = b"s"
-"""A message to the guard's standard input for a Ctrl-Z. The end of its input is that of the process that started it."""
-
+SUSPEND = b"s"  # a message to the guard's standard input for a Ctrl-Z; its end: the other process has ended
 LOOK_S = 0.1
 LFLAG, CC = 3, 6
 OFF = b"\0"

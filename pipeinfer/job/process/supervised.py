@@ -1,8 +1,5 @@
-"""What a process knows of the supervisor that started its job, and rank 0's links to it.
-
-A supervised job is started again when it is lost. Each start, an attempt, marks its processes by an environment
-variable, which also says where rank 0 finds the supervisor.
-"""
+"""What a process knows of the supervisor that started its job, and rank 0's links to it. A lost job is started again;
+each start, an attempt, marks its processes by an environment variable, which also says where the supervisor is."""
 
 import contextlib
 import hmac
@@ -25,9 +22,7 @@ NOTES, OUTPUT, ERRORS, FRONT = b"notes", b"output", b"errors", b"front"
 """Kinds of links, rank 0's first message: the journal's notes; standard output, to which launchers write too; standard
 error, of which Open MPI forwards whole lines only; the messages of a service."""
 
-INTERRUPT = b"interrupt"
-"""On a link for notes: the user of a chat has pressed Ctrl-C. Launchers end a job with the second one."""
-
+INTERRUPT = b"interrupt"  # on a link for notes: a chat's user has pressed Ctrl-C; launchers end a job with the second
 SAME_MODEL, OTHER_MODEL = b"same", b"other"  # the supervisor's answers to the model that rank 0 names
 
 OTHER_MODEL_TEXT = (
@@ -40,9 +35,8 @@ N_PROOF = 32
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """`job`: the same for all attempts of a supervisor. `number`: from 1; rank 0 sends it to the supervisor as its
-    rank. `is_typed`: a user types the standard input; `sends_keys`: key by key. `numerics`: the name of the first
-    attempt's; empty if unknown."""
+    """`job`: the same for all attempts of a supervisor. `number`: from 1; as a rank to the supervisor. `is_typed`: a
+    user types the standard input; `sends_keys`: key by key. `numerics`: those of the first attempt, or empty."""
 
     job: str
     number: int

@@ -59,10 +59,9 @@ Kind = tuple[object, ...]  # processor, cores, threads and device: what tells ra
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`ranks`: those that are timed, each in its turn: ranks of a host compute at once, as in a full pipeline, or one
-    after another where it lacks cores, else the system's scheduler would be timed. Of all ranks: devices, threads while
-    all compute, and kinds: ranks of one kind should be equally fast. `target_ranks`: those with layers of the target
-    if rank 0 drafts."""
+    """`ranks`: those that are timed, each in its turn: ranks of a host compute at once, or one after another where it
+    lacks cores, as the system's scheduler would be timed. Of all ranks: devices, threads while all compute, and kinds:
+    ranks of one should be equally fast. `target_ranks`: those of the target if rank 0 drafts."""
 
     ranks: list[int]
     turns: dict[int, int]
@@ -139,9 +138,7 @@ def timed_span(sizes: Sizes, n_stages: int, is_last: bool) -> Span | None:
 T = TypeVar("T")
 
 N_CELLS = 256
-N_ROUNDS = 3
-"""Ranks that look alike and differ are timed so often at most, and the best is kept: a host may have been busy."""
-
+N_ROUNDS = 3  # times that ranks of a kind that differ are timed at most; the best is kept, as a host may be busy
 SOURCE = "source"  # a field that is not kept: the reader of times knows it
 
 

@@ -14,8 +14,7 @@ from pipeinfer.observe.columns import digest
 TEXTS = tuple(Path(__file__).parent / "prompts" / f"{name}.txt" for name in ("program", "tale", "excerpt"))
 """What `bench` and experiments.sh continue unless they are given others."""
 
-SEPARATOR = "\n\n"
-"""Before each later turn. There is no chat template, as speed is measured."""
+SEPARATOR = "\n\n"  # before each later turn; there is no chat template, as speed is measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +33,8 @@ class BenchTurn:
 
     name: str
     tokens: tuple[int, ...]
-    digest: str = ""
-    """Of all turns up to this one."""
-
-    measured: bool = False
-    """An earlier sweep has measured it: only its answer may be needed, for a later turn."""
+    digest: str = ""  # of all turns up to this one
+    measured: bool = False  # an earlier sweep has measured it: only its answer may be needed, for a later turn
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,8 +53,7 @@ TextBiases = tuple[tuple[str, float], ...]  # texts, and the bias of all tokens 
 @dataclass(frozen=True, slots=True)
 class Defaults:
     """Values of fields that a request lacks. `as_chat`: a plain prompt is a user's message. `salt`: names all else that
-    texts depend on, above all the model. `strict`: nothing is passed over. `adapters`: those of the job; `scales`: if
-    theirs do not apply."""
+    texts depend on. `strict`: nothing is passed over. `adapters`: the job's; `scales`: if theirs do not apply."""
 
     sampling: SamplingParams
     n_predict: int
@@ -69,12 +68,10 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """The fields of one request, which make its id in a batch. `prompt`: of a chat empty, it has `messages` and
-    `variables` of the template. `n_predict`: below 0 where the request does not say. `splits`: reasoning is no part of
-    the text. `continues`: the last message is the beginning of the answer. `parse_special`: names of control tokens in
-    the prompt are these tokens; None: as the options say. `adds_special`: the prompt begins with bos, if the model adds
-    one. `reasoning`: its budget and message, below 0 and empty as the options say. `guesses`: whether there may be
-    some."""
+    """The fields of one request, which make its id in a batch. `prompt`: empty for a chat, which has `messages` and
+    `variables`. `n_predict`, `reasoning` (budget, message): below 0 as the options say. `splits`: reasoning is no part
+    of the text. `continues`: the last message begins the answer. `parse_special`: names of control tokens in the prompt
+    are these tokens; None: as the options say. `adds_special`: bos is put first. `guesses`: there may be some."""
 
     prompt: PromptParts
     messages: tuple[ChatMessage, ...]

@@ -25,9 +25,8 @@ MAX_TURNS = 64  # earlier answers of a conversation whose prompts are rendered t
 
 
 class BodyPrompts:
-    """`text.chat` must be set. `n_ctx`: tokens of one request at most, 0: by options and model. `share`: tokens of
-    an answer by default, where there is room. `say`: see `open_format`. `warn`: called once if messages have names of
-    control tokens."""
+    """`text.chat` must be set. `n_ctx`: tokens of a request at most, 0: by options and model. `share`: tokens of an
+    answer by default. `say`: see `open_format`. `warn`: called once if messages have names of control tokens."""
 
     def __init__(
         self,

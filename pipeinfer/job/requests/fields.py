@@ -299,8 +299,7 @@ def _thought(name: str, value: Any) -> tuple[bool | None, str | None]:
 # -- adapters (LoRA), by their numbers in the job
 
 LORA = "lora"
-MAX_FACTOR = 10.0
-"""Of a request, where the job has no larger one. With 1000 a small model's rows were no numbers, which ends a job."""
+MAX_FACTOR = 10.0  # of a request, where the job has no larger one: with 1000 a small model's rows were no numbers
 
 
 def read_scales(value: Any, adapters: Sequence[ScaledAdapter]) -> AdapterScales | None:

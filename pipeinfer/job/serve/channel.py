@@ -91,8 +91,7 @@ class PromptScores:
     entries: Sequence[Entry]
 
 
-TextUpdate = tuple[int, Sequence[int], str, Sequence[Entry]]
-"""(id of a request, new tokens, the text that they complete, its log-probabilities if requested)."""
+TextUpdate = tuple[int, Sequence[int], str, Sequence[Entry]]  # (request, new tokens, their text, its log-probabilities)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,11 +199,8 @@ class Setup:
 class Front:
     """Rank 0's end of the channel. Never blocks but at its end: unsent bytes are sent at later calls."""
 
-    address: str
-    """The URL for clients."""
-
-    tunnel: str
-    """The command that forwards the port to another machine; empty where none is needed."""
+    address: str  # the URL for clients
+    tunnel: str  # the command that forwards the port to another machine; empty where none is needed
 
     def __init__(self, link: socket.socket) -> None:
         self.link, self.closed = link, False

@@ -50,9 +50,7 @@ from pipeinfer.observe.report import stderr_console
 from pipeinfer.text import without_nan
 
 PERIOD_S = 0.5  # seconds between snapshots
-MAX_RECORDS = 2000
-"""Records of rank 0 after which reports are requested without a watcher: the records take less than 1 MB."""
-
+MAX_RECORDS = 2000  # of rank 0, after which reports are requested without a watcher: they take less than 1 MB
 USES = ("busy", "cancelled", "waiting", "idle")
 
 

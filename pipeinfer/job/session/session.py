@@ -58,9 +58,8 @@ def _subject(line: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """New output of one request: tokens, the text that they complete, and their log-probabilities, if any. The first
-    text includes that of resumed tokens. `ended`: this is the last. `scores`: of the prompt, if they are wanted, with
-    the first output."""
+    """New output of one request: tokens, the text that they complete, with that of resumed ones, and log-probabilities,
+    if any. `ended`: this is the last. `scores`: of the prompt, if they are wanted, with the first."""
 
     opened: "OpenRequest"
     tokens: Sequence[int]
