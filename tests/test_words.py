@@ -16,14 +16,12 @@ PARTICIPLES = frozenset(["found", "asked", "own", "told", "kept", "given", "want
 """Words that say what was done with a thing, and not which thing it is."""
 
 LIMITS = {
-    "cli": 4,
+    "cli": 1,
     "cluster": 6,
     "core": 3,
     "job/batch": 1,
-    "job/bench": 1,
-    "job/doctor": 7,
+    "job/doctor": 4,
     "job/requests": 3,
-    "job/serve": 1,
     "models/gguf": 2,
     "models/llama": 10,
     "models/torch": 4,

@@ -75,15 +75,12 @@ class Context:
         """In messages."""
         return f"rank {self.rank} ({socket.gethostname()})"
 
-    def close_store(self) -> None:
-        if self.store:
-            self.store.close()
-        self.store = None
-
-    def close_vocabulary(self) -> None:
-        if self.vocabulary:
-            self.vocabulary.close()
-        self.vocabulary = None
+    def close(self) -> None:
+        """Of the store and the vocabulary, before the models are closed."""
+        for each in (self.store, self.vocabulary):
+            if each:
+                each.close()
+        self.store = self.vocabulary = None
 
     def take_figures(self, worker: StageWorker | None, outbox: Outbox, ledger: StageLedger | None) -> dict[str, Any]:
         """This rank's report since the last one, as plain data; times on rank 0's clock."""

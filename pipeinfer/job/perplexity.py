@@ -45,8 +45,7 @@ Same top p: {same_top:.3%} ± {same_top_error:.3%}"""
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexityOptions:
-    """`source`: the text; None: that of `base`. `n_chunks`: of it; 0: all. `base`: the file of log-probabilities to
-    compare with, or to write if there is a text."""
+    """`source`: the text; None: that of `base`, a file to compare with, else to write. `n_chunks`: of it; 0: all."""
 
     run: RunOptions
     source: Path | None
@@ -79,9 +78,9 @@ def _prepare(options: RunOptions, hosts: Sequence[Host], work: PerplexityOptions
     new_base = base if source else None
     if base:
         file = _unfinished(new_base) if new_base else base.absolute()
-        bases = [chunk_text(file, index, bool(source)) for index in range(len(requests))]
-        samplings = [replace(requests[0].sampling, base_chunk=base_chunk) for base_chunk in bases]
-        requests = [replace(each, sampling=of_chunk) for each, of_chunk in zip(requests, samplings, strict=True)]
+        for index, each in enumerate(requests):
+            sampling = replace(each.sampling, base_chunk=chunk_text(file, index, bool(source)))
+            requests[index] = replace(each, sampling=sampling)
     output = options.output
     return plan, PerplexityRun(plan, requests, tokenizer, output.json, output.verbose, new_base, chunks)
 

@@ -45,8 +45,7 @@ PATIENCE_S = 2.0  # seconds of checking before a line says how far it is
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchOptions:
-    """`run`: options of the job, and defaults of requests. `as_chat`: plain prompts are a user's messages. `strict`:
-    requests with fields that are not served are refused."""
+    """`run`: of the job, and defaults of requests. `as_chat`: plain prompts are messages. `strict`: see `Defaults`."""
 
     run: RunOptions
     source: Path

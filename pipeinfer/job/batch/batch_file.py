@@ -2,11 +2,9 @@
 its results, appended when each is complete. Tokenises nothing."""
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
-import stat
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -27,6 +25,7 @@ from pipeinfer.job.requests.answers import (
 )
 from pipeinfer.job.requests.body import Body, Defaults, read_body
 from pipeinfer.job.requests.fields import CHAT, COMPLETION, PassedOver, read_json, refuse, shown, without_null
+from pipeinfer.job.requests.journal import open_alone
 from pipeinfer.job.session.session import OpenRequest
 from pipeinfer.observe.figures import timings
 from pipeinfer.outputs import write_error
@@ -162,19 +161,9 @@ class BatchOutput:
         self._was_there = path.exists()
         self._n_whole, self._n_torn = 0, 0  # bytes of whole lines, and of a line that an interruption has torn
         self._lacks_newline = False
-        try:
-            if self._was_there and not stat.S_ISREG(path.stat().st_mode):
-                raise UserError(f"{WHAT} {path} is no file; results are added to a file, so that a job can be resumed")
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise write_error(path, WHAT, error) from None
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._fd)
-            raise UserError(f"{WHAT} {path}: another job is writing it; wait for that, or name another file") from None
-        except OSError:
-            pass  # some network file systems have no locks
+        if self._was_there and not path.is_file():
+            raise UserError(f"{WHAT} {path} is no file; results are added to a file, so that a job can be resumed")
+        self._fd = open_alone(path, WHAT)
 
     def ids(self) -> Iterator[tuple[int, str]]:
         """(line, id) of each result, without a last one that an interruption has torn; one that lacks its newline alone

@@ -188,19 +188,8 @@ ILLEGAL = Fault(
 )
 CRASHES = Fault("llama.cpp cannot be loaded: {why}", "on {host}: make install")
 OTHER_BUILD = Fault("{ours}, and {first} has {theirs}: texts may differ", REPLACE, WARNING)
-FLAGS = {
-    "AVX": "avx",
-    "AVX2": "avx2",
-    "F16C": "f16c",
-    "FMA": "fma",
-    "BMI2": "bmi2",
-    "AVX_VNNI": "avx_vnni",
-    "AVX512": "avx512f",
-    "AVX512_VBMI": "avx512vbmi",
-    "AVX512_VNNI": "avx512_vnni",
-    "AVX512_BF16": "avx512_bf16",
-    "AMX_INT8": "amx_int8",
-}
+SAME_NAMES = ("AVX", "AVX2", "F16C", "FMA", "BMI2", "AVX_VNNI", "AVX512_VNNI", "AVX512_BF16", "AMX_INT8")
+FLAGS = {name: name.lower() for name in SAME_NAMES} | {"AVX512": "avx512f", "AVX512_VBMI": "avx512vbmi"}
 """llama.cpp's name of a feature -> the system's."""
 
 

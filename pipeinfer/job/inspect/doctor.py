@@ -138,7 +138,8 @@ class _Report:
         plan, command = None, ""
         if self.level < Severity.ERROR:
             try:
-                plan = _plan(cluster)
+                nodes = [_node(rank, node, cluster) for rank, node in enumerate(cluster.hosts.nodes)]
+                plan = plan_report(cluster.options, nodes, _link(cluster))  # as `plan --hosts` tells it
                 self._print("\n" + printed(plan_lines(plan)))
                 if not plan["fits"]:
                     raise UserError(plan["shortage"])
@@ -163,12 +164,6 @@ class _Report:
 
 def _line(finding: Finding) -> str:
     return f"{LEVELS[finding.level]:<8}{finding.host or 'all':<12} {finding}"
-
-
-def _plan(cluster: Cluster) -> dict[str, Any]:
-    """What `run` would do on these hosts, as `plan --hosts` tells it. Raises UserError."""
-    nodes = [_node(rank, node, cluster) for rank, node in enumerate(cluster.hosts.nodes)]
-    return plan_report(cluster.options, nodes, _link(cluster))
 
 
 def _node(rank: int, node: Node, cluster: Cluster) -> Node:

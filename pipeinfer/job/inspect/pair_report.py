@@ -130,8 +130,7 @@ def acceptance(
     n_threads: int = 1,
     translation: Translation | None = None,
 ) -> float:
-    """The share of the target's greedy tokens that equal the draft's first guess. `translation`: if the draft's token
-    ids differ. Raises UserError as loading does."""
+    """The share of greedy tokens that equal the draft's first guess. `translation`: if ids differ. Raises UserError."""
     n_cells = max(map(len, prompts)) + n_predict
     model = _load(target, n_cells, n_threads)
     texts = [greedy(model, prompt, n_predict) for prompt in prompts]

@@ -73,10 +73,9 @@ def run_stage(context: Context, plan: JobPlan) -> int:
     progress = progress_between(context.link.comm, plan.hosts)
     flow = Flow() if plan.pace else context.flow  # paced messages are held back, and no way is cut
     StageLoop(context.link.comm, pipe, worker, report, ready_s, flow, progress).run()
-    context.close_store()
+    context.close()
     for model in models:
         model.close()
-    context.close_vocabulary()
     return 0 if worker else 2
 
 

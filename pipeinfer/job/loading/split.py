@@ -46,7 +46,11 @@ def write_slices(
     except OSError as error:
         raise UserError(f"--output {output} cannot be a directory: {error.strerror}; name another one") from None
     for stage in stages.values():
-        yield _write(info, stage.first, stage.last, output)
+        path = slice_path(info, stage.first, stage.last, output)
+        before = path.stat().st_ino if path.exists() else None
+        part = open_slice(info, stage.first, stage.last, output)
+        part.close()
+        yield Written(path, stage.layers, part.n_bytes, path.stat().st_ino != before)
     if 0 in stages:
         was_there = cached_table(info, output).is_good
         table = write_table(info, output)
@@ -74,11 +78,3 @@ def _check_room(missing: Mapping[int, int], output: Path) -> None:
         f"--output {output} lacks {size_text(needed - free)}: {size_text(needed)} are to be written, "
         f"{size_text(free)} are left; {ways}"
     )
-
-
-def _write(info: ModelInfo, first: int, last: int, output: Path) -> Written:
-    path = slice_path(info, first, last, output)
-    before = path.stat().st_ino if path.exists() else None
-    part = open_slice(info, first, last, output)
-    part.close()
-    return Written(path, f"layers {first}-{last - 1}", part.n_bytes, path.stat().st_ino != before)

@@ -67,8 +67,7 @@ class JobPlacement(sections.PlacementOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation(sections.Ablations, sections.Guesses):
-    """The policy and its guesses. `by_ranks`: the number of ranks decides on it. `also`: further policies that are
-    measured with the same loaded models."""
+    """The policy and its guesses. `by_ranks`: the number of ranks decides on it. `also`: others on the same models."""
 
     policy: Policy = field(default_factory=Iterative)
     by_ranks: bool = False

@@ -27,22 +27,15 @@ TENSOR_PLACE = Parsed("pattern=device", TensorPlace.parse)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watching:
-    """How ranks are watched."""
-
-    heading = "Ranks"
-    rank_timeout_s: float | None = setting(None, "--rank-timeout", type=Number(LEAST_S, MOST_S), help=TIMEOUT_HELP)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Servers(Watching):
-    """Devices that are not in ranks' hosts.
+class Servers:
+    """How ranks are watched, and their devices that are not in their hosts.
 
     rpc: llama.cpp's RPC servers, whose devices are devices of a rank, RPC0 and so on: HOST:PORT, or several,
         HOST:PORT+HOST:PORT; none. One value, or one a rank: a server serves one rank at a time.
     """
 
     heading = "Ranks"
+    rank_timeout_s: float | None = setting(None, "--rank-timeout", type=Number(LEAST_S, MOST_S), help=TIMEOUT_HELP)
     rpc: tuple[tuple[str, ...], ...] = setting(((),), "--rpc", type=Listed(SERVERS), written="none", column=True)
 
     def servers_of(self, rank: int, n_ranks: int) -> tuple[str, ...]:

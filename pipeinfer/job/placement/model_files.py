@@ -33,8 +33,7 @@ def read_adapters(models: JobModels, target: ModelInfo) -> tuple[ScaledAdapter, 
 
 
 def fetch_models(models: JobModels) -> JobModels:
-    """With files in the place of names, and with the target's own head as the draft where that is wanted. Raises
-    UserError for a file that cannot be had."""
+    """With files for names, and the target's own head as the draft where that is wanted. Raises UserError."""
     target, *drafts = fetch_files([models.target, *models.drafts], models.offline, models.hf_token)
     if models.finds_head and has_mtp_head(read_model_info(target)):
         drafts = [OWN_HEAD]

@@ -195,8 +195,7 @@ def pace_profile(pace: Pace, n_ranks: int, n_drafts: int, draft_split: Sequence[
 
 
 def schedule_of(options: RunOptions, hosts: Sequence[Host]) -> Schedule | None:
-    """The ranks whose layers are timed before there is a plan: where they are not alike and the split is free. None
-    also where options are wrong, which planning reports."""
+    """The ranks to time before there is a plan: not alike, and a free split. None also where options are wrong."""
     if options.placement.layer_split or options.experiments.pace:
         return None
     try:
@@ -227,8 +226,7 @@ def _assign(inputs: PlanInputs, needs: MemoryNeeds) -> Assignment:
 def choose_draft_rank(
     hosts: Sequence[Host], target: Sizes, draft: Sizes, assign_with: Callable[[int], Assignment]
 ) -> int:
-    """The rank whose loss slows the pipeline least; 0 where no gain is clear, or ranks were not timed. `assign_with`:
-    the assignment if a rank drafts."""
+    """The rank whose loss slows the pipeline least; 0: no clear gain, or not timed. `assign_with`: if a rank drafts."""
     speeds = distinct_speeds([host.speed for host in hosts])
     if not speeds:
         return 0

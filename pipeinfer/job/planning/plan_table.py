@@ -30,7 +30,7 @@ CELLS: Mapping[str, Callable[[Row], str]] = {
     "device": lambda row: or_dash(row["device"]),
     "speed": lambda row: _speed(row),
     "speed from": lambda row: or_dash(row["speed_source"]),
-    "a layer": lambda row: _layer(row),
+    "a layer": lambda row: "-" if row["layer_s"] is None else f"{1e3 * row['layer_s']:.3g} ms, {row['layer_source']}",
     "role": lambda row: row["role"],
     "layers": lambda row: or_dash(row["layers"]),
     "weights": lambda row: _size(row["weight_bytes"]),
@@ -136,7 +136,3 @@ def _speed(row: Row) -> str:
     if row["read_bytes_per_s"] is None:
         return "-"
     return f"{row['read_bytes_per_s'] / 1e9:.3g} GB/s, {row['flop_per_s'] / 1e9:.4g} GFLOP/s"
-
-
-def _layer(row: Row) -> str:
-    return "-" if row["layer_s"] is None else f"{1e3 * row['layer_s']:.3g} ms, {row['layer_source']}"

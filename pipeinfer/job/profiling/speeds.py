@@ -251,19 +251,16 @@ class _RankTimer:
         """Raises UserError where the layers cannot be loaded, or fill the host."""
         device = self.device
         info = read_model_info(headers)
-        self._check_room(slice_bytes(info, *span))
+        n_bytes, memory = slice_bytes(info, *span), self.hosts[self.rank].memory
+        # all ranks of this host load as much
+        room = min(memory.process, memory.host // len(ranks_there(self.hosts, self.rank)))
+        if n_bytes > room:
+            raise UserError(f"{n_bytes / 1e6:.0f} MB of layers are more than the {room / 1e6:.0f} MB that it has")
         target = [self.schedule.devices[rank].target for rank in self.schedule.target_ranks]
         numerics = unnamed_numerics(self.options, self.hosts, info, target)  # a row is timed, and no group of rows
         threads = self.schedule.threads[self.rank]
         params = timing_params(numerics, device, n_cells=N_CELLS, n_batch=1, n_outputs_max=1, n_threads=threads)
         return load_layers(lambda: open_blank(info, *span), params, device)
-
-    def _check_room(self, n_bytes: int) -> None:
-        """Raises UserError where the ranks of this host, all of which load as much, would leave it no memory."""
-        memory = self.hosts[self.rank].memory
-        room = min(memory.process, memory.host // len(ranks_there(self.hosts, self.rank)))
-        if n_bytes > room:
-            raise UserError(f"{n_bytes / 1e6:.0f} MB of layers are more than the {room / 1e6:.0f} MB that it has")
 
 
 def timing_params(numerics: NumericsPlan, device: DevicePlan, **sizes: Any) -> LlamaParams:

@@ -71,8 +71,7 @@ class Printer:
 
 
 class Entry(NamedTuple):
-    """A token of a text. `logprob`: None of the first one of a prompt. `offset`: characters of the text before it, or
-    before the character that it is a part of."""
+    """A token of a text. `logprob`: None of a prompt's first one. `offset`: characters of the text before it."""
 
     token: int
     logprob: float | None

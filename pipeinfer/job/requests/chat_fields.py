@@ -154,8 +154,7 @@ def _function(name: str, value: Any) -> Mapping[str, Any]:
 
 
 def continues(fields: Mapping[str, Any], messages: Sequence[ChatMessage]) -> bool:
-    """Whether the answer continues the last message, an assistant's: by default, as in llama-server, or by vLLM's
-    `continue_final_message` and `add_generation_prompt`."""
+    """Whether the answer continues an assistant's last message: by default, as in llama-server, or by vLLM's fields."""
     is_answer = bool(messages) and messages[-1].role == "assistant" and not messages[-1].more.get("tool_calls")
     value = flag(fields, "continue_final_message", is_answer and "add_generation_prompt" not in fields)
     if value and not is_answer:

@@ -69,8 +69,7 @@ class ChatFormat:
         return text
 
     def render_all(self, chats: Sequence[Chat]) -> Sequence[Rendered | UserError]:
-        """The text or the error of each chat. Where a template refuses an order of roles, above all the system in mid
-        conversation, other orders are tried."""
+        """The text or the error of each chat. Where a template refuses an order of roles, other orders are tried."""
         messages = [self._with_system(each) for each, *_ in chats]
         if not self.knows_tools:
             messages = [plain_conversation(each, tools) for each, (_, tools, _) in zip(messages, chats, strict=True)]

@@ -134,16 +134,8 @@ BUDGETS, BUDGET_MESSAGE = ("reasoning_budget_tokens", "thinking_budget_tokens"),
 TEMPLATE_FIELDS = ("chat_template_kwargs", "add_generation_prompt", "continue_final_message")
 FORMS = ("grammar", "json_schema", "response_format")  # constraints of the text: a request has one of them
 
-WITHOUT_EFFECT: tuple[str, ...] = (
-    "model",
-    "user",
-    "metadata",
-    "store",
-    "service_tier",
-    "safety_identifier",
-    "prompt_cache_key",
-)
-WITHOUT_EFFECT += ("cache_prompt", "stream_options", "prompt_cache_retention", "verbosity")
+WITHOUT_EFFECT: tuple[str, ...] = ("model", "user", "metadata", "store", "service_tier", "safety_identifier")
+WITHOUT_EFFECT += ("prompt_cache_key", "cache_prompt", "stream_options", "prompt_cache_retention", "verbosity")
 # of samplers that are off
 WITHOUT_EFFECT += ("mirostat_tau", "mirostat_eta")
 OFF_AT_1 = ("tfs_z", "tfs")

@@ -95,8 +95,7 @@ class Journal:
             yield note_of(key, tokens)
 
     def begin(self, key: str, request: GenerationRequest) -> GenerationRequest:
-        """The request with its noted seed and output, without the last token, so that one remains to be generated. A
-        text with log-probabilities, which are not noted, starts anew."""
+        """The request with its noted seed and output, but the last token. With log-probabilities it starts anew."""
         seed, tokens = self.texts.get(key, (request.sampling.seed, []))
         begun = tuple(tokens[:-1]) if request.sampling.n_logprobs < 0 else ()
         self._note(key, seed)
@@ -130,6 +129,22 @@ def note_of(*parts: Part) -> bytes:
     return json.dumps(parts, separators=(",", ":")).encode()
 
 
+def open_alone(path: Path, what: str) -> int:
+    """The descriptor of a file to which this job alone appends. `what`: the option that names it. Raises UserError."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
+    except OSError as error:
+        raise write_error(path, what, error) from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise UserError(f"{what} {path}: another job is writing it; wait for that, or name another file") from None
+    except OSError:
+        pass  # some network file systems have no locks
+    return descriptor
+
+
 class JournalFile(Journal):
     """A file of notes to which this job alone appends. It is removed when all its texts are complete."""
 
@@ -137,15 +152,9 @@ class JournalFile(Journal):
         """`numerics`: this job's. Raises UserError for a file that has other content or cannot be written alone."""
         super().__init__()
         self.path, self._job_numerics, self._is_full = path, numerics, False
-        try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            with open(os.dup(self._fd), "rb") as file:
-                notes = file.read(MAX_LENGTH + 1)
-        except BlockingIOError:
-            raise UserError(f"{WHAT} {path}: another job is writing it; wait for that, or name another file") from None
-        except OSError as error:
-            raise write_error(path, WHAT, error) from None
+        self._fd = open_alone(path, WHAT)
+        with open(os.dup(self._fd), "rb") as file:
+            notes = file.read(MAX_LENGTH + 1)
         if len(notes) > MAX_LENGTH:
             raise UserError(f"{WHAT} {path} is longer than {MAX_LENGTH >> 20} MiB; name another file")
         *lines, torn = notes.split(b"\n")

@@ -25,8 +25,7 @@ START_S = 30.0  # how long the HTTP process may take to start
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Generate a text. `id`: the front's, never used twice. `client`: texts of different clients start in turns. The
-    request's policy is rank 0's and is not sent."""
+    """Generate a text. `id`: never used twice. `client`: texts of several start in turns. The policy is not sent."""
 
     id: int
     client: str

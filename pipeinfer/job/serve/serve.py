@@ -95,8 +95,7 @@ GRACE_S = 0.3  # how long clients have to receive their last output when the ser
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeOptions:
-    """`run`: options of the job, and defaults of requests. `front`: a dataclass, the front's settings. `drain_s`: how
-    long open requests may take when the service ends."""
+    """`run`: of the job, and defaults of requests. `front`: its settings. `drain_s`: for open requests at the end."""
 
     run: RunOptions
     front: Any
@@ -141,8 +140,7 @@ def _check_template(format: ChatFormat | None) -> None:
 
 
 def run_serve(service: ServeOptions, open_front: OpenFront) -> int:
-    """`pipeinfer serve`, on every rank; returns the exit code. `open_front`: makes the front on rank 0 of its settings
-    and the job's; raises UserError for wrong ones."""
+    """On every rank; returns the exit code. `open_front`: makes rank 0's front of both settings; raises UserError."""
     prepare = partial(_prepare, service=service, open_front=open_front)
     return start_prepared(service, service.run, prepare)
 
@@ -257,8 +255,7 @@ class Service:
             opened.origin, metrics.submitted_s = ask, arrival_s
 
     def _first(self) -> int:
-        """The index of the waiting request that begins next: of those of the lowest priority number, of the client with
-        the fewest open requests, the first that arrived."""
+        """The next waiting request: of the lowest priority number, of the client with the fewest open, the first."""
         n_open = Counter(opened.origin.client for opened in self._open.values())
         asks = [ask for ask, _ in self._waiting]
         lowest = takewhile(lambda ask: ask.request.priority == asks[0].request.priority, asks)

@@ -245,11 +245,10 @@ class LoadedRanks:
         """End the stages' loops and free this rank's models."""
         for pipeline in self._pipelines:
             pipeline.shutdown()
-        self.context.close_store()
+        self.context.close()
         for model in (self._stage, *self._drafts.values()):
             if model:
                 model.close()
-        self.context.close_vocabulary()
 
     def _reports(self) -> dict[int, dict[str, Any]]:
         reports: dict[int, dict[str, Any]] = {}

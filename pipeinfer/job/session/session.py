@@ -131,8 +131,7 @@ class Session:
         return len(self._open)
 
     def has_room(self, request: GenerationRequest) -> bool:
-        """Whether the engine can take one more request. Requests of higher priority are passed on even when it is full,
-        so that preempted ones do not take the next free cells."""
+        """Whether the engine can take one more. One of higher priority it takes when full, to preempt others."""
         admission, capacity = self.engine.admission, self.plan.capacity
         n_bytes = sum(text_bytes(each.request.sampling) for each in self._open.values())
         n_soon = min(request.n_ctx, len(request.prompt) + len(request.begun) + admission.ahead)
