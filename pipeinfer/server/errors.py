@@ -37,9 +37,16 @@ NO_HEADERS: Headers = MappingProxyType({})
 ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
+SEPARATORS = {separator: f"\\u{ord(separator):04x}" for separator in "\x85\u2028\u2029"}
+"""Separators of lines in Unicode, at which some clients cut an event of a stream, and how JSON writes them."""
+
+
 def json_bytes(data: Any) -> bytes:
     """JSON in UTF-8; lone surrogates become question marks."""
-    return ENCODER.encode(data).encode("utf-8", "replace")
+    text = ENCODER.encode(data)
+    for separator, escaped in SEPARATORS.items():
+        text = text.replace(separator, escaped)
+    return text.encode("utf-8", "replace")
 
 
 class JsonResponse(Response):

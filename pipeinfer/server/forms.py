@@ -14,6 +14,7 @@ from pipeinfer.job.requests.answers import (
     call_of,
     chat_logprobs,
     completion_logprobs,
+    count_reasoning,
     echo_of,
     finish_of,
     message_of,
@@ -65,6 +66,10 @@ class ChoiceOutput:
         if self.check:
             self.check.push(parts)
         return [part for part in parts if part.text]
+
+    def count_reasoning(self, spell: Spell) -> int:
+        """Its tokens of reasoning, so far."""
+        return count_reasoning(self._reader, self.choice.tokens, spell) if self._reader else 0
 
     def progress(self) -> dict[str, Any] | None:
         """llama-server's figures of the prompt, where they are requested and have changed."""
@@ -131,7 +136,11 @@ class OpenAIForm:
         n_cached = sum(choice.timings.get("cache_n", 0) for choice in choices[:: self.parsed.n])
         n_completion = sum(choice.n_tokens for choice in choices)
         counts = {"prompt_tokens": n_prompt, "completion_tokens": n_completion, "total_tokens": n_prompt + n_completion}
-        return {**counts, "prompt_tokens_details": {"cached_tokens": n_cached}}
+        counts_more = {"prompt_tokens_details": {"cached_tokens": n_cached}}
+        if self.parsed.is_chat:
+            n_reasoning = sum(output.count_reasoning(self.spell) for output in self.outputs)
+            counts_more["completion_tokens_details"] = {"reasoning_tokens": n_reasoning}
+        return {**counts, **counts_more}
 
     @property
     def timings(self) -> dict[str, Any]:

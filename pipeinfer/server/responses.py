@@ -115,7 +115,7 @@ class ResponseForm(BlockForm):
         response |= {"text": {"format": {"type": "text"}}, "truncation": "disabled"}
         counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
         counts |= {"input_tokens_details": usage["prompt_tokens_details"], "total_tokens": usage["total_tokens"]}
-        return response | {"usage": counts | {"output_tokens_details": {"reasoning_tokens": 0}}}
+        return response | {"usage": counts | {"output_tokens_details": usage["completion_tokens_details"]}}
 
     @property
     def _status(self) -> str:

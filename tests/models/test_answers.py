@@ -246,6 +246,32 @@ def test_pairs_that_were_cut_are_arguments_without_their_end() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("schema", "values"),
+    [
+        ({"type": "string"}, {"007": "007", "12": "12", "null": "null", "true": "true"}),
+        ({"type": ["string", "null"]}, {"12": "12", "null": None, "NULL": None}),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, {"12": "12", "[1]": "[1]", "null": None}),
+        ({"enum": ["1", "2"]}, {"1": "1"}),
+        ({"$ref": "#/$defs/code"}, {"12": "12"}),
+        ({"$ref": "#/$defs/loop"}, {"12": 12}),
+        ({"type": "boolean"}, {"True": True, " false\n": False, "yes": "yes"}),
+        ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, {"5": 5, "null": None, "x": "x"}),
+        ({"type": ["string", "integer"]}, {"5": 5, "x": "x"}),
+        ({"type": 5, "enum": 5, "anyOf": 5}, {"5": 5}),
+        (True, {"5": 5}),
+    ],
+)
+def test_arguments_without_quotes_have_the_types_of_their_schema(schema: Any, values: dict[str, Any]) -> None:
+    loop = {"anyOf": [{"$ref": "#/$defs/loop"}, {"$ref": "#/nothing/here"}]}
+    tool = {"properties": {"x": schema}, "$defs": {"code": {"type": "string"}, "loop": loop}}
+    for text, value in values.items():
+        reader = AnswerReader({"f": tool})
+        call = f"<tool_call>\n<function=f>\n<parameter=x>\n{text}\n</parameter>\n</function>\n</tool_call>"
+        (_, arguments) = [*reader.push(call), *reader.finish()]
+        assert json.loads(arguments.text) == {"x": value}, text
+
+
 def test_the_beginning_of_an_answer_may_leave_its_reasoning_open() -> None:
     assert unclosed_thought("<think>\nHm") == "</think>"
     assert unclosed_thought("<think>Hm</think> Yes") == unclosed_thought("Yes") == ""

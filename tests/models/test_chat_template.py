@@ -13,7 +13,6 @@ import pytest
 
 from pipeinfer.child import LimitedProcess, ProcessLimits
 from pipeinfer.errors import UserError
-from pipeinfer.models.text.answers import StopStrings
 from pipeinfer.models.text.chat_template import (
     PLAIN_TEMPLATE,
     ChatMessage,
@@ -23,6 +22,7 @@ from pipeinfer.models.text.chat_template import (
     encode_continuation,
     encode_rendered,
 )
+from pipeinfer.models.text.stops import StopStrings
 from pipeinfer.models.text.tokenizer import TextStream, Tokenizer
 from tests.support.gguf_factory import CHAT_TEMPLATE, MARKERS, Shape, write_model
 from tests.support.jobs import COMMAND, environment, finish, run_json
@@ -256,6 +256,28 @@ def test_stop_strings_are_cut_out_wherever_they_are_cut(pieces: list[str], stops
             assert text.startswith(out)
         assert out + found.flush() == text
         assert found.hit == (text != "".join(pieces))
+
+
+@pytest.mark.parametrize(
+    ("text", "thought", "kept"),
+    [
+        ("Is it b?\n\nNo.</think>\n\na b\n\nc", "</think>", "Is it b?\n\nNo.</think>\n\na "),
+        ("<think>b</think>\n\na\n\nc", "", "<think>b</think>\n\na"),
+        ("\n <think>b</think><think>b</think>a b", "", "\n <think>b</think><think>b</think>a "),
+        ("<|channel|>analysis<|message|>b<|end|><|start|>assistant<|channel|>final<|message|>ab", "", None),
+        ("<thinb", "", "<thin"),
+        ("<think>b</think>", "", "<think>b</think>"),
+        ("b</thin", "</think>", "b</thin"),
+        ("\n\na", "", ""),
+        ("<think>b", None, "<think>"),
+    ],
+)
+def test_stop_strings_in_reasoning_end_nothing(text: str, thought: str | None, kept: str | None) -> None:
+    for parts in (list(text), [text], [text[:7], text[7:]]):
+        stops, out = StopStrings(["b", "\n\n"], thought), ""
+        for part in parts:
+            out += stops.push(part)
+        assert out + stops.flush() == (text[:-1] if kept is None else kept), parts
 
 
 def test_run_chat_asks_with_the_models_template(model: Path, tokenizer: Tokenizer) -> None:

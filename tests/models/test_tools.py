@@ -7,7 +7,8 @@ import pytest
 
 from pipeinfer.models.text.answers import AnswerReader
 from pipeinfer.models.text.chat_template import ChatMessage
-from pipeinfer.models.text.grammar_text import answer, matcher, open_tokens
+from pipeinfer.models.text.grammar_text import answer, lark_of, matcher, open_tokens
+from pipeinfer.models.text.thought_grammar import behind_reasoning
 from pipeinfer.models.text.tokenizer import ATTR_CONTROL
 from pipeinfer.models.text.tools import (
     CALLS,
@@ -104,6 +105,26 @@ def test_a_model_may_think_before_it_calls() -> None:
     gpt_oss = next(style for style in STYLES if style.single)
     for text in (written(gpt_oss, GIVEN[:1]), ANALYSIS + written(gpt_oss, GIVEN[:1])):
         assert takes(grammar_of(gpt_oss), text)
+
+
+@pytest.mark.parametrize("grammar", ['root ::= "\\n"? ("yes" | "no") end\nend ::= "."', '{"enum": ["yes.", "no."]}'])
+def test_a_grammar_holds_the_answer_behind_the_reasoning(grammar: str) -> None:
+    tokenizer: Any = Bytes()
+
+    def lark(source: str, thought: str = "") -> str:
+        return lark_of(behind_reasoning(grammar, source, thought, tokenizer), int)
+
+    yes = '"yes."' if grammar.startswith("{") else "yes."
+    assert behind_reasoning(grammar, "no marks", "", tokenizer) == grammar and takes(lark("no marks"), yes)
+    begun = lark("<think>", "</think>")
+    assert takes(begun, f"Is {yes} it?\n</think>\n\n{yes}") and not takes(begun, yes)
+    assert not takes(begun, f"Hm.</think>{yes}!") and not takes(begun, "Hm.</think>")
+    may = lark("<think>")
+    assert takes(may, f"<think>Hm.</think>{yes}") and takes(may, yes) and not takes(may, f"Hm.</think>{yes}")
+    harmony = lark("<|channel|>")
+    assert takes(harmony, f"{ANALYSIS}<|channel|>final<|message|>{yes}") and not takes(harmony, f"{ANALYSIS}{yes}")
+    text = behind_reasoning(grammar, "<think>", "</think>", tokenizer)
+    assert answer({"text": text, "n_vocab": 300}) == {"wrong": "", "tokens": []}
 
 
 def test_tools_become_text_for_a_template_without_tools() -> None:

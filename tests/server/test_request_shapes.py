@@ -395,6 +395,29 @@ def test_messages_that_others_sent() -> None:
     assert {*query.passed_over} == {"messages.provider_data", "messages.image_url"}
 
 
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('{"a": 1}', {"a": 1}),
+        ('{"a": ', {"arguments": '{"a": '}),
+        ('"x"', {"arguments": '"x"'}),
+        ("null", {}),
+        ("", {}),
+        (None, {}),
+    ],
+)
+def test_arguments_that_a_model_wrote_wrongly_block_no_later_turn(text: Any, arguments: Any) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": text}}
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    parsed = parsed_of(CHAT, messages=messages)
+    (read,) = parsed.bodies[0].messages[1].more["tool_calls"]
+    assert read["function"]["arguments"] == arguments
+    assert ("messages.tool_calls.arguments" in parsed.passed_over) is ("arguments" in arguments)
+    if "arguments" in arguments:
+        with pytest.raises(UserError, match=r"messages\[1\].tool_calls\[0\].function.arguments is"):
+            parsed_of(CHAT, strict=True, messages=messages)
+
+
 def test_hosted_tools_and_what_they_left_are_passed_over() -> None:
     passed = PassedOver()
     values = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.server import respond
 from pipeinfer.server.choices import Answer
+from pipeinfer.server.forms import event
 from pipeinfer.server.respond import AnswerResponse
 
 
@@ -38,6 +40,12 @@ def test_an_answer_that_fails_is_over() -> None:
     with pytest.raises(KeyError):
         asyncio.run(response({"http_version": "1.0", "method": "POST"}, receive, send))
     assert over == ["cancelled", "ended"] and sent == ["http.response.start"]
+
+
+def test_no_event_has_a_character_at_which_clients_split_lines() -> None:
+    data = {"text": "a\x85b\u2028c\u2029d\ve\x1cf\rg ü"}
+    written = event(data).decode()
+    assert len(written.splitlines()) == 2 and json.loads(written.removeprefix("data: ")) == data and "ü" in written
 
 
 def test_a_stream_without_output_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:

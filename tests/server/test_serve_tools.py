@@ -141,6 +141,26 @@ def test_the_template_is_steered_and_reasoning_split_off(served: Served) -> None
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == thought["reasoning_content"]
 
 
+def test_grammars_and_stop_strings_are_for_what_follows_the_reasoning(served: Served) -> None:
+    def ask(**more: Any) -> Any:
+        query = {"messages": [USER], "max_tokens": 48, "seed": 3, "reasoning_budget_tokens": 12} | more
+        return served.http.post("/v1/chat/completions", json=query | {"reasoning_effort": "high"}).json()
+
+    reply = ask()
+    free = reply["choices"][0]["message"]["reasoning_content"]
+    n_reasoning = reply["usage"]["completion_tokens_details"]["reasoning_tokens"]
+    assert 12 < n_reasoning < reply["usage"]["completion_tokens"], "the end's tokens are counted"
+    for more in ({"json_schema": LIST}, {"grammar": 'root ::= "yes" | "no"'}, {"guided_choice": ["yes", "no"]}):
+        for guesses in (True, False):
+            message = ask(guesses=guesses, **more)["choices"][0]["message"]
+            assert message["reasoning_content"] == free
+            assert message["content"] in ("yes", "no") or json.loads(message["content"]).keys() == {"hidden"}
+    stopped, all_of_it = (ask(stop=[free[3:6]], reasoning_format=each) for each in ("auto", "none"))
+    assert stopped["choices"][0]["message"]["reasoning_content"] == free
+    assert all_of_it["choices"][0]["message"]["content"] == free[:3]
+    assert all_of_it["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
 @pytest.mark.parametrize(
     ("fields", "why"),
     [
@@ -164,10 +184,6 @@ def test_the_template_is_steered_and_reasoning_split_off(served: Served) -> None
         ({"chat_template_kwargs": {"tools": []}}, "without add_generation_prompt, messages, tools"),
         ({"reasoning_effort": "enough"}, "it is one of none, minimal"),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls is 1; give true or false"),
-        (
-            {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
-            "messages[1].tool_calls[0].function.arguments is",
-        ),
         ({"messages": [USER, {"role": "user", "content": "x", "tool_calls": [1]}]}, "an assistant's message may have"),
         ({"prompt": "a", "tools": TOOLS}, "tools are for chats"),
     ],

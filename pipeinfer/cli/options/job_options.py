@@ -22,7 +22,7 @@ from pipeinfer.job.options.text_sections import AnswerOptions, ChatOptions, Gram
 from pipeinfer.job.options.values import Listed
 from pipeinfer.models.demo import default_models
 from pipeinfer.models.hub import parse_name
-from pipeinfer.models.text.answers import check_stops
+from pipeinfer.models.text.stops import check_stops
 from pipeinfer.models.text.tokenizer import BREAKERS_OPTION, breakers_json
 from pipeinfer.policies import Auto, Iterative
 

@@ -19,6 +19,7 @@ from pipeinfer.job.requests.answers import (
     Spell,
     chat_logprobs,
     completion_logprobs,
+    count_reasoning,
     finish_of,
     message_of,
     reader_of,
@@ -242,11 +243,13 @@ def result_line(
         counts = {"tokens_evaluated": n_prompt, "tokens_cached": n_cached, "tokens_predicted": n_predicted}
         plain = _plain(id, line) | {"text": text, "finish": finish} | counts | {"seed": seed} | times
         return plain | ({"logprobs": logprobs} if logprobs else {})
-    answer: dict[str, Any] = {"text": text}
+    answer, details = dict[str, Any](text=text), dict[str, Any]()
     if line.url == CHAT:
         reader = reader_of(line.body, opened.request.thought)
         parts = [*reader.push(text), *reader.finish(finish == "length" or opened.printer.was_cut)]
         answer, finish = {"message": message_of(parts)}, finish_of(finish, reader)
+        n_reasoning = count_reasoning(reader, request.tokens[n_prompt : n_prompt + n_predicted], spell)
+        details = {"completion_tokens_details": {"reasoning_tokens": n_reasoning}}
     body = {
         "id": id,
         "object": OBJECTS.get(line.url, "text_completion"),
@@ -258,6 +261,7 @@ def result_line(
             "completion_tokens": n_predicted,
             "total_tokens": n_prompt + n_predicted,
             "prompt_tokens_details": {"cached_tokens": n_cached},
+            **details,
         },
         "seed": seed,
     }

@@ -14,8 +14,9 @@ from pipeinfer.job.process.streams import exit_code, lost
 from pipeinfer.job.process.supervised import own_attempt
 from pipeinfer.job.requests.body import Body
 from pipeinfer.job.requests.request import GenerationRequest
-from pipeinfer.models.text.answers import AnswerPart, AnswerReader, StopStrings
+from pipeinfer.models.text.answers import AnswerPart, AnswerReader
 from pipeinfer.models.text.json_schema import as_schema, mismatch, relaxations
+from pipeinfer.models.text.stops import StopStrings
 from pipeinfer.models.text.tokenizer import TextStream, Tokenizer
 
 Spell = Callable[[int], bytes]  # a token's bytes, control tokens spelled too
@@ -32,7 +33,8 @@ class Printer:
         self.text = ""
         self.n_decoded = 0  # characters, including those held back or cut off
         self._ends = request.end_tokens
-        self._stream, self._stops = TextStream(tokenizer, request.markers), StopStrings(request.stops)
+        self._stream = TextStream(tokenizer, request.markers)
+        self._stops = StopStrings(request.stops, request.thought)
 
     @property
     def was_cut(self) -> bool:
@@ -179,11 +181,9 @@ def _text(data: bytes) -> str:
 # -- messages
 
 
-def reader_of(body: Body, thought: str) -> AnswerReader:
-    """`thought`: the text that ends the reasoning that the prompt begins."""
-    return AnswerReader(
-        body.tools.schemas if body.tools else None, thought if body.splits else None, bool(body.forced_schemas)
-    )
+def reader_of(body: Body, thought: str | None) -> AnswerReader:
+    """`thought`: see GenerationRequest."""
+    return AnswerReader(body.tools.schemas if body.tools else None, thought, bool(body.forced_schemas))
 
 
 def message_of(parts: Iterable[AnswerPart]) -> dict[str, Any]:
@@ -200,6 +200,12 @@ def message_of(parts: Iterable[AnswerPart]) -> dict[str, Any]:
     if texts["reasoning"]:
         message["reasoning_content"] = texts["reasoning"]
     return message | ({"tool_calls": calls} if calls else {})
+
+
+def count_reasoning(reader: AnswerReader, tokens: Sequence[int], spell: Spell) -> int:
+    """How many tokens of an answer that was read are of its reasoning, with its marks."""
+    n = reader.n_reasoning
+    return sum(offset < n for offset in echo_of((), tokens, spell)[1]) if n else 0
 
 
 def call_of(name: str) -> dict[str, Any]:

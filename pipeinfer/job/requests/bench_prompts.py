@@ -136,7 +136,7 @@ def read_prompts(source: str, n_questions: int, n_turns: int = 0) -> list[BenchP
         return [BenchPrompt(path.stem, text)]
     questions = [
         _question(path, number, line, n_turns)
-        for number, line in enumerate(text.splitlines(), start=1)
+        for number, line in enumerate(text.split("\n"), start=1)
         if line.strip() and not (n_questions and number > n_questions)
     ]
     if not questions:

@@ -16,7 +16,7 @@ from pipeinfer.job.requests.body import Body
 from pipeinfer.job.requests.chat_format import ChatFormat, open_format
 from pipeinfer.job.requests.request import GenerationRequest, check_constraints, end_tokens, settled
 from pipeinfer.models.gguf.model_info import ModelInfo
-from pipeinfer.models.text.answers import as_json, opened_thought
+from pipeinfer.models.text.answers import as_json, closes_thought, opened_thought
 from pipeinfer.models.text.chat_template import MIXED, ChatMessage, Rendered, encode_rendered
 from pipeinfer.models.text.tokenizer import Tokenizer
 
@@ -90,9 +90,11 @@ class BodyPrompts:
 
     def _ask(self, body: Body, rendered: Sequence[Rendered | UserError]) -> GenerationRequest:
         """`rendered`: the texts of a chat's earlier turns and of the chat; empty for a plain prompt."""
-        prompt, thought = self._chat(body, rendered[-1]) if rendered else (self._tokens(body), "")
+        prompt, thought, has_begun = self._chat(body, rendered[-1]) if rendered else (self._tokens(body), "", True)
         sampling = self._sampling(body)
         check_constraints(sampling, body.ignore_eos, self.tokenizer, "ignore_eos")
+        if body.splits and not has_begun:
+            sampling = self.format.behind_reasoning(sampling, thought)
         if rendered:
             sampling = self.format.limited(sampling, prompt, thought, *body.reasoning)
         if rendered and (calls := self.format.constraint(body.tools, thought)):
@@ -122,10 +124,11 @@ class BodyPrompts:
             tuple(prompt), n_predict, n_ctx, settled(sampling, self.tokenizer), ends, stops, bool(body.messages)
         )
         request = replace(request, adapters=body.adapters, guesses=body.guesses)
-        return replace(request, spans=spans, priority=body.priority, thought=thought)
+        thought_mark = thought if rendered and body.splits else None
+        return replace(request, spans=spans, priority=body.priority, thought=thought_mark)
 
-    def _chat(self, body: Body, rendered: Rendered | UserError) -> tuple[list[int], str]:
-        """(the tokens of a chat, the text that ends the reasoning that they begin)."""
+    def _chat(self, body: Body, rendered: Rendered | UserError) -> tuple[list[int], str, bool]:
+        """(the tokens of a chat, the text that ends the reasoning that they begin, whether they begin the content)."""
         if isinstance(rendered, UserError):
             raise rendered
         thought = opened_thought(rendered.text)
@@ -135,7 +138,8 @@ class BodyPrompts:
         if rendered.is_mixed and not self._has_warned:
             self._has_warned = True
             self.warn(MIXED)
-        return encode_rendered(self.tokenizer, rendered), thought
+        has_begun = not thought and (body.continues or closes_thought(rendered.text))
+        return encode_rendered(self.tokenizer, rendered), thought, has_begun
 
     def _sampling(self, body: Body) -> SamplingParams:
         """With the biases of texts as those of their tokens."""

@@ -53,7 +53,7 @@ def _message(name: str, value: Any, passed: PassedOver) -> ChatMessage:
     if calls:
         if role != "assistant" or not isinstance(calls, list):
             refuse(f"{name}.tool_calls is {shown(calls)}; an assistant's message may have a list of them")
-        more["tool_calls"] = [_call(f"{name}.tool_calls[{at}]", each) for at, each in enumerate(calls)]
+        more["tool_calls"] = [_call(f"{name}.tool_calls[{at}]", each, passed) for at, each in enumerate(calls)]
         if content is None:
             content, more["content"] = "", None
     for field in ("tool_call_id", "name") if ROLES[role] == "tool" else ():
@@ -87,19 +87,22 @@ def _text(name: str, value: Any) -> str:
     return value if isinstance(value, str) else refuse(f"{name} is {shown(value)}; give a text")
 
 
-def _call(name: str, value: Any) -> dict[str, Any]:
-    """A call of an assistant, with its arguments as an object, which each template writes in its own way."""
+def _call(name: str, value: Any, passed: PassedOver) -> dict[str, Any]:
+    """A call of an assistant, with its arguments as an object, which each template writes in its own way. Arguments
+    that are none, as a model wrote them, become one, as a refusal would block all later turns."""
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         answered = "an id, type function, and a function with name and arguments"
         refuse(f"{name} is {shown(value)}; give what the server answered: {answered}")
     text = function.get("arguments") or "{}"
     try:
-        arguments = json.loads(text) if isinstance(text, str) else text
+        arguments = (json.loads(text) or {}) if isinstance(text, str) else text
     except (ValueError, RecursionError):
-        arguments = None
+        arguments = text
     if not isinstance(arguments, dict):
-        refuse(f"{name}.function.arguments is {shown(text)}; give a JSON object, as a text")
+        reason = f"{name}.function.arguments is {shown(text)}; give a JSON object, as a text"
+        passed.add("messages.tool_calls.arguments", reason)
+        arguments = {"arguments": text}
     return {**value, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 

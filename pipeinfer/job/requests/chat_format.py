@@ -29,7 +29,9 @@ from pipeinfer.models.text.chat_template import (
     orders,
     template_of,
 )
+from pipeinfer.models.text.grammar_text import ANSWER
 from pipeinfer.models.text.reasoning import budget_text, thought_marks
+from pipeinfer.models.text.thought_grammar import behind_reasoning
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.models.text.tools import AUTO, Tools, calls_grammar, knows_tools, plain_conversation
 
@@ -111,6 +113,13 @@ class ChatFormat:
         is_forced = tools is not None and tools.choice != AUTO
         return calls_grammar(tools, self.template.source, self.tokenizer, thought) if tools and is_forced else ""
 
+    def behind_reasoning(self, sampling: SamplingParams, thought: str) -> SamplingParams:
+        """With its grammar, if it has one, behind the answer's reasoning. `thought`: as of `continued`."""
+        if not sampling.grammar:
+            return sampling
+        grammar = behind_reasoning(sampling.grammar, self.template.source, thought, self.tokenizer)
+        return replace(sampling, grammar=grammar)
+
     def _with_system(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
         """With the system's message first, unless there is one."""
         if self.system is None or any(each.role == "system" for each in messages):
@@ -120,10 +129,10 @@ class ChatFormat:
     def limited(
         self, sampling: SamplingParams, prompt: Sequence[int], thought: str, budget: int = -1, message: str = ""
     ) -> SamplingParams:
-        """With the budget of an answer's reasoning, if there is one; a grammar lets none come. `thought`: as of
-        `continued`. `budget`, `message`: of the request, if it has its own."""
+        """With the budget of an answer's reasoning, if there is one; a grammar of all of the text lets none come.
+        `thought`: as of `continued`. `budget`, `message`: of the request, if it has its own."""
         n_tokens, message = budget if budget >= 0 else self.budget, message or self.budget_message
-        if n_tokens < 0 or sampling.grammar:
+        if n_tokens < 0 or (sampling.grammar and not sampling.grammar.startswith(ANSWER)):
             return sampling
         reasoning = budget_text(n_tokens, message, self.template.source, self.tokenizer, prompt, thought)
         return replace(sampling, reasoning=reasoning)

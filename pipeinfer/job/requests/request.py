@@ -42,7 +42,7 @@ class GenerationRequest:
     keep: bool = False  # its cells stay for a request that begins with the same tokens
     priority: int = 0  # lower ones start first
     begun: tuple[int, ...] = ()  # tokens from which an interrupted text resumes
-    thought: str = ""  # the text that ends the reasoning that the prompt begins
+    thought: str | None = None  # the text that ends the reasoning that the prompt begins; None: reasoning is content
     adapters: AdapterScales | None = None  # None: as the job says
     policy: Policy = field(default_factory=Iterative, repr=False)
     guesses: bool = field(default=True, repr=False)  # whether there may be some

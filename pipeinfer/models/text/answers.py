@@ -1,5 +1,5 @@
-"""Read a model's answer: reasoning, content and tool calls, in any form that models write, up to a stop string. Knows
-no tokens and no HTTP. All forms are read at once: a model that is prompted in one often answers in another, and their
+"""Read a model's answer: reasoning, content and tool calls, in any form that models write. Knows no
+tokens and no HTTP. All forms are read at once: a model that is prompted in one often answers in another, and their
 marks do not collide."""
 
 import contextlib
@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-from pipeinfer.errors import UserError
 from pipeinfer.models.text.answer_forms import (
     BARE,
     BARE_BEGINNINGS,
@@ -21,6 +20,7 @@ from pipeinfer.models.text.answer_forms import (
     TURN_MARKS,
     CallForm,
 )
+from pipeinfer.models.text.stops import n_partial
 
 Kind = Literal["content", "reasoning", "call", "arguments"]
 
@@ -38,6 +38,11 @@ Step = list[AnswerPart] | None  # the parts of a step, maybe none; None if it ne
 def opened_thought(prompt: str) -> str:
     """The mark that ends the reasoning which a prompt begins; empty if it begins none."""
     return next((end for begin, end in THOUGHTS.items() if prompt.rstrip().endswith(begin)), "")
+
+
+def closes_thought(prompt: str) -> bool:
+    """Whether a prompt ends with the end of reasoning, behind which the content begins."""
+    return prompt.rstrip().endswith(tuple(THOUGHTS.values()))
 
 
 def unclosed_thought(answer: str) -> str:
@@ -62,6 +67,7 @@ class AnswerReader:
         self._thought = thought or ""
         self._state: Callable[[], Step] = self._thinking if thought else self._starting
         self._rest, self._is_blank, self._ends, self._is_cut = "", bool(thought), False, False
+        self._n_pushed = self._n_reasoning = 0
         self._depth, self._is_quoted, self._is_escaped = 0, False, False  # within arguments
 
     @property
@@ -69,8 +75,14 @@ class AnswerReader:
         """Whether the arguments of the last call are incomplete."""
         return self._is_partial or self._state == self._arguing
 
+    @property
+    def n_reasoning(self) -> int:
+        """Characters of the answer up to the end of its reasoning."""
+        return self._n_pushed if self._state == self._thinking else self._n_reasoning
+
     def push(self, text: str) -> list[AnswerPart]:
         self._rest += text
+        self._n_pushed += len(text)
         parts = list[AnswerPart]()
         while self._rest and (step := self._state()) is not None:
             parts += [part for part in step if part.text]
@@ -114,6 +126,7 @@ class AnswerReader:
         if at >= 0:
             text = self._take(at).rstrip()
             self._take(len(self._thought))
+            self._n_reasoning = self._n_pushed - len(self._rest)
             self._state, self._is_blank = self._starting, True
             return [AnswerPart("reasoning", text)]
         return self._certain("reasoning", [self._thought])
@@ -265,71 +278,52 @@ class AnswerReader:
         return []
 
     def _paired(self, pairs: re.Pattern[str], name: str, text: str) -> str:
-        """Arguments as JSON: values whose schema is no text are JSON already."""
+        """Arguments as JSON."""
         tool = (self.tools or {}).get(name)
         properties = tool.get("properties") if isinstance(tool, dict) else None
         arguments: dict[str, Any] = {}
         for match in pairs.finditer(text):
             key, value = match["key"].strip(), match["value"]
             schema = properties.get(key) if isinstance(properties, dict) else None
-            arguments[key] = value
-            if not (isinstance(schema, dict) and schema.get("type") == "string"):
-                with contextlib.suppress(ValueError, RecursionError):
-                    arguments[key] = json.loads(value)
+            arguments[key] = value_of(value, kinds_of(schema, tool))
         return as_json(arguments)
+
+
+def kinds_of(schema: Any, root: Any) -> set[str]:
+    """The types of JSON that a schema names, by itself or by its alternatives; none where it names none. `root`: the
+    schema that references are within."""
+    kinds, seen, schemas = set[str](), set[int](), [schema]
+    while schemas:
+        each = schemas.pop()
+        if not isinstance(each, dict) or id(each) in seen:
+            continue
+        seen.add(id(each))
+        named, values = each.get("type"), each.get("enum")
+        kinds |= {kind for kind in (named if isinstance(named, list) else [named]) if isinstance(kind, str)}
+        if named is None and isinstance(values, list) and all(isinstance(value, str) for value in values):
+            kinds.add("string")
+        for name in ("anyOf", "oneOf", "allOf"):
+            schemas += parts if isinstance(parts := each.get(name), list) else []
+        if isinstance(reference := each.get("$ref"), str):
+            place = root
+            for part in reference.removeprefix("#/").split("/"):
+                place = place.get(part) if isinstance(place, dict) else None
+            schemas.append(place)
+    return kinds
+
+
+def value_of(text: str, kinds: set[str]) -> Any:
+    """The value that a model wrote without quotes. `kinds`: the types that its schema names: a text stays one if no
+    other type but null may be meant; true and false also come as Python writes them."""
+    word = text.strip().lower()
+    if "string" in kinds and not kinds - {"string", "null"}:
+        return None if "null" in kinds and word == "null" else text
+    if "boolean" in kinds and word in ("true", "false"):
+        return word == "true"
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(text)
+    return text
 
 
 def as_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-MAX_STOPS, MAX_CHARACTERS = 32, 256  # of a request's stop strings: every piece of a text is compared with all
-
-
-def check_stops(name: str, stops: Sequence[str]) -> None:
-    """`name`: the option or field. Raises UserError for too many, too long and empty ones."""
-    if len(stops) > MAX_STOPS:
-        raise UserError(f"{name} has {len(stops)} texts, and at most {MAX_STOPS} are possible; give fewer")
-    for stop in stops:
-        if not stop:
-            raise UserError(f"{name} has an empty text, which would end every text where it begins; give some text")
-        if len(stop) > MAX_CHARACTERS:
-            long = f"a text of {len(stop)} characters, and at most {MAX_CHARACTERS} are possible"
-            raise UserError(f"{name} has {long}; give the first {MAX_CHARACTERS}")
-
-
-class StopStrings:
-    """Filters a text piece by piece; holds back an end that may begin a stop string. `hit`: a stop string, `stop`, has
-    occurred. It and all after it are dropped."""
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        assert all(stops), "an empty stop string ends every text"
-        self.stops = tuple(stops)
-        self.hit, self.stop = False, ""
-        self._held = ""
-
-    def push(self, text: str) -> str:
-        if self.hit or not self.stops:
-            return "" if self.hit else text
-        self._held += text
-        hits = [(at, stop) for stop in self.stops if (at := self._held.find(stop)) >= 0]
-        self.hit = bool(hits)
-        if hits:
-            at, self.stop = min(hits, key=lambda each: each[0])
-            return self._release(at)
-        return self._release(len(self._held) - n_partial(self._held, self.stops))
-
-    def flush(self) -> str:
-        """The text held back, at the end of the text."""
-        return "" if self.hit else self._release(len(self._held))
-
-    def _release(self, n: int) -> str:
-        text, self._held = self._held[:n], self._held[n:]
-        return text
-
-
-def n_partial(text: str, marks: Sequence[str]) -> int:
-    """The number of characters at a text's end that may begin one of the marks."""
-    longest = min(len(text), max(map(len, marks)) - 1)
-    ends = (text[-n:] for n in range(longest, 0, -1))
-    return next((len(end) for end in ends if any(mark.startswith(end) for mark in marks)), 0)

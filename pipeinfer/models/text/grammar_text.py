@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 ANY_TOKENS = '%llguidance {"no_forcing": true}\n'
 """Forced text may consist of any tokens, as in llama.cpp. A text that begins so is in Lark already; no client's is."""
 
+ANSWER = f"{ANY_TOKENS}# answer "
+"""Before the grammar of an answer behind reasoning: the rules of both in Lark, as JSON in a line, come between."""
+
 MAX_SYMBOLS = 50_000  # symbols of all rules of a grammar
 MAX_ITEMS = 700  # parses of the text so far, behind one token. Time grows with their square.
 ITEMS_A_STEP = 50_000, 3  # limit of Earley items in one step: a constant, and for each token of the vocabulary
@@ -33,12 +36,18 @@ STACK_BYTES = 1 << 20  # less than ranks' threads have: a too deep grammar crash
 def lark_of(text: str, token_id: Callable[[str], int]) -> str:
     """The grammar in Lark. `token_id`: the id of a token that the grammar names as `<name>`. Raises UserError for an
     invalid grammar."""
-    if text.startswith(ANY_TOKENS):
-        return text
+    if text.startswith(ANSWER):
+        rules, _, answer = text.removeprefix(ANSWER).partition("\n")
+        return f"{ANY_TOKENS}{json.loads(rules)}\n{_rules(answer, token_id, 'answer')}"
+    return text if text.startswith(ANY_TOKENS) else ANY_TOKENS + _rules(text, token_id, "start")
+
+
+def _rules(text: str, token_id: Callable[[str], int], root: str) -> str:
+    """`root`: the name of the rule for a whole text."""
     if text.startswith("{"):
-        return f"{ANY_TOKENS}start: {json_rule(json.loads(text))}"
+        return f"{root}: {json_rule(json.loads(text))}"
     reader = GbnfReader(text)
-    return ANY_TOKENS + reader.lark({name: token_id(name) for name in reader.token_names})
+    return reader.lark({name: token_id(name) for name in reader.token_names}, root)
 
 
 def matcher(tokenizer: "LLTokenizer", lark: str) -> "LLMatcher":
@@ -162,9 +171,9 @@ class GbnfReader:
         for key in [*self._rules]:
             self._iterate(key)
 
-    def lark(self, token_ids: dict[str, int]) -> str:
-        """The grammar in Lark. `token_ids`: the id of each of `token_names`."""
-        names = {key: f"r{at}" for at, key in enumerate(self._rules)} | {ROOT: "start"}
+    def lark(self, token_ids: dict[str, int], root: str) -> str:
+        """The grammar in Lark. `token_ids`: the id of each of `token_names`; `root`: the name of the first rule."""
+        names = {key: f"r{at}" for at, key in enumerate(self._rules)} | {ROOT: root}
         names |= {name: f"<[{id}]>" for name, id in token_ids.items()}
 
         def sequence(items: list[Item]) -> str:

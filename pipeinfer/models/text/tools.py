@@ -5,12 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeinfer.models.text.answer_forms import DEEPSEEK, MARK, THOUGHTS
+from pipeinfer.models.text.answer_forms import DEEPSEEK
 from pipeinfer.models.text.answers import as_json
 from pipeinfer.models.text.chat_template import ChatMessage
 from pipeinfer.models.text.grammar_text import ANY_TOKENS
 from pipeinfer.models.text.json_schema import json_rule
-from pipeinfer.models.text.tokenizer import ATTR_CONTROL, Tokenizer
+from pipeinfer.models.text.thought_grammar import literal, thoughts
+from pipeinfer.models.text.tokenizer import Tokenizer
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"
 MAX_CALLS = 16  # the most required calls of an answer: a model may never end them
@@ -57,7 +58,6 @@ STYLES = (
     Style(("<|python_tag|>",), '{"name": "%s", "parameters": ', "}", "", "; "),
     Style((), '<tool_call>\n{"name": "%s", "arguments": ', "}\n</tool_call>", "", "\n"),  # Hermes, Qwen and all others
 )
-HARMONY_THOUGHT = "<|channel|>analysis<|message|>"
 HERMES = STYLES[-1]
 
 DESCRIPTION = """# Tools
@@ -108,8 +108,7 @@ def calls_grammar(tools: Tools, source: str, tokenizer: Tokenizer, thought: str)
     more = tools.parallel and tools.choice == REQUIRED and not style.single
 
     def mark(text: str) -> str:
-        """In Lark, with control tokens by their ids."""
-        return " ".join(_control(part, tokenizer) or as_json(part) for part in MARK.split(text) if part)
+        return literal(text, tokenizer)
 
     lines = [f"calls: {' | '.join(f'call{at}' for at in range(len(schemas)))}"]
     for at, (name, schema) in enumerate(schemas.items()):
@@ -118,26 +117,6 @@ def calls_grammar(tools: Tools, source: str, tokenizer: Tokenizer, thought: str)
             f"arguments{at}: {json_rule(schema)}",
         ]
     rest = f"({mark(style.between)} calls){{0,{MAX_CALLS - 1}}}" if more else ""
-    before, rules = _thoughts(source, thought, mark)
+    before, rules = thoughts(source, thought, tokenizer)
     start = f"start: {before} {mark(style.begin)} calls {rest} {mark(style.end)}"
     return ANY_TOKENS + "\n".join([start, *lines, *rules])
-
-
-def _thoughts(source: str, thought: str, mark: Any) -> tuple[str, list[str]]:
-    """The symbols before the calls, and their rules: reasoning that the prompt begins, or that may come."""
-    begin = HARMONY_THOUGHT if "<|channel|>" in source else next((each for each in THOUGHTS if each in source), "")
-    if not thought and not begin:
-        return "", []
-    end, space = mark(thought or THOUGHTS[begin]), "/[ \\n]*/"
-    if begin == HARMONY_THOUGHT:
-        space = mark("<|start|>assistant")
-    free = ["free: /(.|\\n)*/", f"thought: free {end} {space}"]
-    if end.startswith('"'):  # no token that text cannot have
-        free = [f"free[suffix={end}]: /(.|\\n)*/", f"thought: free {space}"]
-    return ("thought" if thought else f"({mark(begin)} thought)?"), free
-
-
-def _control(text: str, tokenizer: Tokenizer) -> str:
-    tokens = tokenizer.encode(text, add_special=False, parse_special=True) if MARK.fullmatch(text) else []
-    is_control = len(tokens) == 1 and tokenizer.attributes_of(tokens[0]) & ATTR_CONTROL
-    return f"<[{tokens[0]}]>" if is_control else ""

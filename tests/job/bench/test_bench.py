@@ -512,10 +512,10 @@ def test_the_default_prompts_are_texts(tmp_path: Path) -> None:
 
 def test_prompts(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "b.jsonl").write_text('{"turns": ["one", "two"]}\n\n{"turns": ["three"]}\n')
+    (tmp_path / "b.jsonl").write_text('{"turns": ["one", "two"]}\n\n{"turns": ["three\u2028\x85"]}\n')
     assert read_prompts("512", 0) == [BenchPrompt("pp512", n_tokens=512)]
     assert read_prompts(str(tmp_path / "a.txt"), 0) == [BenchPrompt("a", "text")]
-    questions = [BenchPrompt("b/1", "one", later=("two",)), BenchPrompt("b/3", "three")]
+    questions = [BenchPrompt("b/1", "one", later=("two",)), BenchPrompt("b/3", "three\u2028\x85")]
     assert read_prompts(str(tmp_path / "b.jsonl"), 0) == questions
     assert read_prompts(str(tmp_path / "b.jsonl"), 1) == questions[:1]
     assert read_prompts(str(tmp_path / "b.jsonl"), 0, n_turns=1) == [
