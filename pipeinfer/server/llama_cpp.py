@@ -167,6 +167,8 @@ def props(setup: Setup, model: str, template: str, tokenizer: Tokenizer) -> dict
 
 NAME = re.compile(r"[\w-][\w.-]{0,200}", re.ASCII)
 ACTIONS = ("save", "restore", "erase")
+FILE_BYTES_MAX = 64 << 20  # of a saved text, some 7 million tokens
+SAVE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe is an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,13 +223,16 @@ class SavedSlots:
         data = json.dumps({"model": self._model, "tokens": text.tokens, "adapters": text.adapters}).encode()
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         unfinished = self._folder / f".{name}.new"
-        with open(os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
+        with open(os.open(unfinished, SAVE_FLAGS, 0o600), "wb") as file:
             file.write(data)
         os.replace(unfinished, self._folder / name)
         return {"n_saved": len(text.tokens), "n_written": len(data)}
 
     async def _restore(self, slot: int, name: str, client: str) -> dict[str, int]:
-        data = (self._folder / name).read_bytes()
+        path = self._folder / name
+        if path.stat().st_size > FILE_BYTES_MAX or not path.is_file():  # a pipe or a device would stop the server
+            refuse(f"{name} is no saved slot; save one with action=save")
+        data = path.read_bytes()
         text = self._read(name, data)
         request = GenerationRequest(
             text.tokens, 0, len(text.tokens) + 1, SamplingParams(0, 0.0), frozenset(), keep=True, adapters=text.adapters

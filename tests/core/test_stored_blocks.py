@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pipeinfer.cluster.stages.cell_store import BlockFiles, CellStore
+from pipeinfer.cluster.stages.cell_store import BlockFiles, CellBlock, CellStore
 from pipeinfer.core.blocks import Span
 from pipeinfer.core.engine import Engine
 from pipeinfer.core.requests import Request
+from pipeinfer.core.runs import BlockKey
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.stored_blocks import TextBlocks
@@ -268,3 +269,24 @@ def test_a_key_has_all_tokens_and_how_they_are_cut() -> None:
     ]
     assert len(set(keys)) == 5
     assert key(tokens) == key(tokens[:195])
+
+
+def test_a_folder_in_a_blocks_place_ends_no_job(tmp_path: Path) -> None:
+    """The block is not kept; others are."""
+    lines: list[str] = []
+    files = BlockFiles(tmp_path / "0", "slice", 1 << 20, lines.append)
+    blocks = {BlockKey(n, n): CellBlock(np.arange(n, dtype=np.int32), np.zeros(100, np.uint8)) for n in (1, 2)}
+    for key, block in blocks.items():
+        files.write(key, block)
+    files.close()
+    for path in files._folder.iterdir():
+        path.unlink()
+    path = files._path(BlockKey(1, 1))
+    path.mkdir()
+    files = BlockFiles(tmp_path / "0", "slice", 1 << 20, lines.append)
+    assert not lines and not files.keys
+    for key, block in blocks.items():
+        files.write(key, block)
+    files.close()
+    assert files.keys == [BlockKey(2, 2)] and path.is_dir()
+    assert len(lines) == 1 and "Is a directory" in lines[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,15 @@ def test_a_slot_is_restored_after_a_restart(tmp_path: Path) -> None:
             assert answer.status_code == 400 and words_ in answer.json()["error"]["message"], answer.text
         (tmp_path / "slots" / "torn.bin").write_text("{")
         assert "no saved slot" in act(served, 2, "restore", "torn.bin").json()["error"]["message"]
+        os.mkfifo(tmp_path / "slots" / "pipe.bin")
+        (tmp_path / "slots" / "device.bin").symlink_to("/dev/zero")
+        (tmp_path / "slots" / "huge.bin").touch()
+        os.truncate(tmp_path / "slots" / "huge.bin", 1 << 40)
+        for name in ("pipe.bin", "device.bin", "huge.bin"):
+            assert "no saved slot" in act(served, 2, "restore", name).json()["error"]["message"]
+        os.mkfifo(tmp_path / "slots" / ".other.bin.new")
+        ask(served, prompt="another", id_slot=3)
+        assert act(served, 3, "save", "other.bin").status_code == 400
         content = json.loads((tmp_path / "slots" / "talk.bin").read_text())
         for adapters, refusal in (([[0, 1.0]], "there is no adapter"), ([7], "no saved slot")):
             (tmp_path / "slots" / "other.bin").write_text(json.dumps({**content, "adapters": adapters}))

@@ -72,7 +72,7 @@ class BlockFiles:
             self._take_lock()
             self._look()
         except OSError as error:
-            where = f"--kv-dir: {folder}: {error.strerror or error}"
+            where = f"--kv-dir: {error.filename or folder}: {error.strerror or error}"
             raise UserError(f"{where}; name a folder of yours with room, or leave --kv-disk out") from None
         if not read_only:
             self._make_room(0)
@@ -177,7 +177,8 @@ class BlockFiles:
                 if NAME.fullmatch(path.name) and path.is_file() and not path.is_symlink():
                     ages.append((status.st_mtime, path, status.st_size))
                 elif path.suffix in (SUFFIX, UNFINISHED) and not self._read_only:
-                    path.unlink(missing_ok=True)
+                    with contextlib.suppress(OSError):  # a folder
+                        path.unlink(missing_ok=True)
         self._sizes.update((path, n_bytes) for _, path, n_bytes in sorted(ages))
         self.n_bytes = sum(self._sizes.values())
 
