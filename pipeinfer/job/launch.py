@@ -25,7 +25,7 @@ from pipeinfer.cluster.hosts.resources import EnergyMeter, count_open_files, pea
 from pipeinfer.cluster.hosts.roster import check_alike, own_info
 from pipeinfer.cluster.idle import sleep_on_time
 from pipeinfer.cluster.link_times import clock_offset_s
-from pipeinfer.cluster.stages.cell_store import CellStore
+from pipeinfer.cluster.stages.cell_store import BlockFiles, CellStore
 from pipeinfer.cluster.stages.pace import JobClock, PacedStage
 from pipeinfer.cluster.stages.stage import StageStats, StageWorker
 from pipeinfer.cluster.transport import Link, Outbox, abort
@@ -53,7 +53,8 @@ CLOCK: Callable[[], float] = time.monotonic
 class Context:
     """`link`: to the other ranks. `flow`: progress of this rank's stage, for the watch. `clock`: of the job's times.
     `clock_offset_s`: to rank 0's clock. `paced`: this rank's models in a paced job. `vocabulary`: the target's, on the
-    ranks of its last layers and of the smallest draft. `store`: of the cells of this rank's stage on disk."""
+    ranks of its last layers and of the smallest draft. `blocks`, `store`: the files of the cells of this rank's stage
+    on disk, and what keeps cells in them."""
 
     link: Link
     flag: StopFlag
@@ -64,6 +65,7 @@ class Context:
     meter: EnergyMeter = field(default_factory=EnergyMeter)
     paced: list[PacedStage] = field(default_factory=list)
     vocabulary: VocabularyFile | None = None
+    blocks: BlockFiles | None = None
     store: CellStore | None = None
 
     @property

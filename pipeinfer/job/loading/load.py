@@ -83,6 +83,8 @@ def load_own(context: Context, plan: JobPlan) -> tuple[LoadedModel | None, dict[
     """This rank's stage of the target, if it has one, and its drafts by number, each with a KV cache for as many tokens
     as the target's. Collective. Raises UserError."""
     received, adapters = fetch_layers(context, plan), fetch_adapters(context, plan)
+    if plan.kv_disk and TARGET in plan.parts(context.rank):
+        context.blocks = open_blocks(context, plan)  # what is wrong with the folder is said before minutes of loading
     models = {
         number: load_part(context, plan, number, part, received.get(number), adapters)
         for number, part in plan.parts(context.rank).items()
@@ -155,21 +157,21 @@ def _read(file: ModelFile, target: ModelFile) -> ModelInfo:
 def stage_report(context: Context, plan: JobPlan, stage: LoadedModel) -> dict[str, Any]:
     """The report of a loaded stage: `costs` of its runs, a `RunCosts`, its `gpu`, as in `gpu_of`, and the keys of its
     `blocks` on disk, if it stores any. Raises UserError."""
-    context.store = open_store(context, plan, stage) if plan.kv_disk else None
+    if context.blocks:
+        model = stage.model if isinstance(stage, PacedStage) else stage
+        assert isinstance(model, CellStage), "the plan has no such stages"
+        context.store = CellStore(context.blocks, model)
     report = {"costs": time_stage(context, plan, stage), "gpu": gpu_of(plan.ranks[context.rank].target)}
     return report | ({"blocks": context.store.files.keys} if context.store else {})
 
 
-def open_store(context: Context, plan: JobPlan, stage: LoadedModel) -> CellStore:
-    """The blocks of a loaded stage's cells on this host's disk, apart from those of other ranks. Raises UserError."""
-    (part, device), model = (plan.parts(context.rank)[TARGET], plan.ranks[context.rank].target), stage
-    if isinstance(model, PacedStage):
-        model = model.model
-    assert isinstance(model, CellStage), "the plan has no such stages"
+def open_blocks(context: Context, plan: JobPlan) -> BlockFiles:
+    """The blocks of this rank's stage on this host's disk, apart from those of other ranks. Raises UserError."""
+    part, device = plan.parts(context.rank)[TARGET], plan.ranks[context.rank].target
     slice = f"{plan.model.fingerprint} {part.layers} {plan.numerics} {device.decisions} {describe_build()}"
     folder = (plan.kv_dir or cache_folder() / "kv") / f"rank-{context.rank}"
     notice = lambda line: complain(f"{context.name}: {line}")  # noqa: E731
-    return CellStore(BlockFiles(folder, slice, plan.kv_disk, notice, plan.kv_read_only), model)
+    return BlockFiles(folder, slice, plan.kv_disk, notice, plan.kv_read_only)
 
 
 def make_worker(context: Context, plan: JobPlan, model: LoadedModel) -> StageWorker:

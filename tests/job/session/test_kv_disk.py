@@ -119,6 +119,12 @@ def test_a_folder_is_one_jobs(tmp_path: Path) -> None:
     assert done.returncode == 2 and "another job has" in done.stderr
 
 
+def test_a_folder_that_cannot_be_had_is_refused_before_anything_loads(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = finish(1, ["run", *ALONE, "-v", *disk(tmp_path / "file")])
+    assert done.returncode == 2 and "name a folder of yours" in done.stderr and " loaded in " not in done.stderr
+
+
 def test_models_whose_cells_are_not_kept_say_so(tmp_path: Path) -> None:
     for arguments, line in (
         (["--kv-read-only"], "--kv-read-only is without effect: neither --kv-disk nor --kv-dir is given"),
