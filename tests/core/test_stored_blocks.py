@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
 import shutil
+import signal
 import time
 from itertools import pairwise
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import numpy as np
@@ -164,8 +167,21 @@ class WideStage(BlockStage):
         return np.concatenate([super().save_cells(seq, first, end), np.zeros(1 << 21, np.uint8)])
 
 
+def stop_while_writing(process: BaseProcess, folder: Path) -> None:
+    """Let it stand still where a file is unfinished, if it does not end before."""
+    began_s = time.monotonic()
+    while process.is_alive() and time.monotonic() < began_s + 60:
+        if list(folder.rglob("*.new")):
+            os.kill(process.pid or 0, signal.SIGSTOP)
+            if list(folder.rglob("*.new")):
+                return
+            os.kill(process.pid or 0, signal.SIGCONT)
+        time.sleep(1e-4)
+
+
 def run_killed(seed: int, folder: Path) -> int:
-    """A job is killed at a random moment, another one goes on; the files that the first left unfinished."""
+    """A job is killed at a random moment, of every second one while a file is unfinished, and another one goes on; the
+    number of files that the first left unfinished."""
     rng = random.Random(seed)
     cuts, kind, limit = random_cuts(rng), random_kind(rng), rng.choice([1 << 30, 20 << 20])
 
@@ -177,10 +193,10 @@ def run_killed(seed: int, folder: Path) -> int:
 
     process = multiprocessing.get_context("fork").Process(target=talk_once)
     process.start()
-    began_s = time.monotonic()
-    while not list(folder.rglob("*.new")) and process.is_alive() and time.monotonic() < began_s + 60:
-        time.sleep(1e-3)
-    process.join(rng.uniform(0.0, 0.2))
+    stop_while_writing(process, folder)
+    if seed % 2 and process.is_alive():  # at any moment after
+        os.kill(process.pid or 0, signal.SIGCONT)
+        process.join(rng.uniform(0.0, 0.2))
     process.kill()
     process.join()
     n_unfinished = len(list(folder.rglob("*.new")))
