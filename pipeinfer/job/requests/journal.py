@@ -153,8 +153,11 @@ class JournalFile(Journal):
         super().__init__()
         self.path, self._job_numerics, self._is_full = path, numerics, False
         self._fd = open_alone(path, WHAT)
-        with open(os.dup(self._fd), "rb") as file:
-            notes = file.read(MAX_LENGTH + 1)
+        try:
+            with open(os.dup(self._fd), "rb") as file:
+                notes = file.read(MAX_LENGTH + 1)
+        except OSError as error:
+            raise write_error(path, WHAT, error) from None
         if len(notes) > MAX_LENGTH:
             raise UserError(f"{WHAT} {path} is longer than {MAX_LENGTH >> 20} MiB; name another file")
         *lines, torn = notes.split(b"\n")
