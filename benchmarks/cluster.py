@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from harness import answers, batch_words, job
+from harness import answers, batch_words, job, late_ranks
 from matplotlib import pyplot as plt
 
 from experiments.record import Prompt, read_prompts, record_pair
@@ -40,7 +40,6 @@ SETS = ("humaneval", "gsm8k", "mt_bench", "qa", "alpaca", "sum")
 CODE = "humaneval"
 N_CUT = 500  # characters of a question: what is measured is decoding
 MAX_DILATION = 128
-LATE = "slower than --pace says"
 COLUMNS = ("hosts", "policy", "tokens/s", "of iterative", "on code", "simulated", "K", "late")
 
 
@@ -102,9 +101,10 @@ N_PICTURED = 24  # tokens of the timeline's job
 
 @dataclass(frozen=True)
 class Measured:
-    """Tokens a second of a setting in each text: the medians over rounds, and those that `simulate` gives. `same`:
-    its texts are those of one rank."""
+    """Tokens a second of a setting in each text: the medians over rounds, and those that `simulate` gives. `subject`:
+    see `Bench.subject`. `same`: its texts are those of one rank."""
 
+    subject: str
     n_hosts: int
     title: str
     speeds: Sequence[float]
@@ -125,13 +125,20 @@ class Bench:
     prompts: Sequence[tuple[str, str]]
     choices: Sequence[RecordedChoices]
     n_tokens: int
+    n_rounds: int
     folder: Path
 
+    @property
+    def subject(self) -> str:
+        """What figures have in common that may stand on one page."""
+        texts = f"{len(self.prompts)} texts of {self.n_tokens} tokens, {self.n_rounds} rounds"
+        return f"{self.target.stem}, {self.draft.stem}, {self.profile}:{self.pair}, {texts}"
+
     def job(self, on: Hosts, setting: Setting, dilation: float) -> tuple[list[dict[str, Any]], str]:
-        """The answers in the prompts' order, and the line about late ranks. Raises ClickException when it fails."""
+        """The answers in the prompts' order, and late ranks. Raises ClickException when it fails."""
         words, output = batch_words(self.folder, self._requests, self.n_tokens)
         errors = self._run(on, setting, dilation, [*words, "--parallel", "1"])
-        return answers(output), next((line for line in errors.splitlines() if LATE in line), "")
+        return answers(output), late_ranks(errors)
 
     def trace(self, on: Hosts, setting: Setting, dilation: float) -> Path:
         """Of a job that answers the last question."""
@@ -206,18 +213,19 @@ def main(
         folder = Path(scratch)
         prompts = list(asked(questions, of_each_set, target, folder))
         known = recorded(choices or folder / "choices.jsonl", target, draft, prompts, tokens)
-        bench = Bench(target, draft, profile, pair, [(name, text) for name, text, _ in prompts], known, tokens, folder)
+        named_texts = [(name, text) for name, text, _ in prompts]
+        bench = Bench(target, draft, profile, pair, named_texts, known, tokens, rounds, folder)
         kept = keep or folder / "measured.jsonl"
         texts, found = bench.of_one_rank(), list[Measured]()
         for n_hosts in map(int, counts.split(",")):
             with hosts(n_hosts, folder) as on:
                 of_these = [
-                    kept_one(kept, n_hosts, setting) or measured(bench, on, setting, dilation, rounds, texts, kept)
+                    kept_one(bench, kept, n_hosts, setting) or measured(bench, on, setting, dilation, texts, kept)
                     for setting in settings
                 ]
                 found += of_these
                 traces = [bench.trace(on, settings[at], of_these[at].dilation) for at in (0, -1)]
-            output.write_text(page(bench, rounds, found, output.stem))
+            output.write_text(page(bench, found, output.stem))
             draw_timelines(traces, None, None).savefig(output.with_name(f"{output.stem}-timeline.png"), dpi=150)
             picture(found).savefig(output.with_suffix(".png"), dpi=150)
     sys.exit(not all(each.same for each in found))
@@ -241,38 +249,36 @@ def recorded(
     return read_choices(path)
 
 
-def measured(
-    bench: Bench, on: Hosts, setting: Setting, dilation: float, rounds: int, texts: Sequence[str], kept: Path
-) -> Measured:
+def measured(bench: Bench, on: Hosts, setting: Setting, dilation: float, texts: Sequence[str], kept: Path) -> Measured:
     """A setting's speeds, also appended to `kept`. The dilation is doubled until no rank is late; it begins with
     `dilation` for each host that is at work at once. `texts`: what is to be written."""
     factor, late, same, speeds = dilation * (len(on.names) if setting.pipelined else 1), "", True, list[list[float]]()
-    for turn in range(rounds):
-        answers, line = bench.job(on, setting, factor)
-        while line and not turn and factor < MAX_DILATION:
+    for turn in range(bench.n_rounds):
+        answers, slow = bench.job(on, setting, factor)
+        while slow and not turn and factor < MAX_DILATION:
             factor *= 2
-            answers, line = bench.job(on, setting, factor)
-        late = line or late
+            answers, slow = bench.job(on, setting, factor)
+        late = slow or late
         same = same and [str(answer["text"]) for answer in answers] == list(texts)
         speeds.append([1 / answer["tpot_s"] for answer in answers])
         print(
-            f"  {len(on.names)} hosts, round {turn + 1} of {rounds}: {setting.title}, K {factor:g}, "
-            f"{' '.join(f'{speed:.1f}' for speed in speeds[-1])} tokens/s {line}",
+            f"  {len(on.names)} hosts, round {turn + 1} of {bench.n_rounds}: {setting.title}, K {factor:g}, "
+            f"{' '.join(f'{speed:.1f}' for speed in speeds[-1])} tokens/s{slow and f', late: {slow}'}",
             file=sys.stderr,
             flush=True,
         )
     medians = [statistics.median(each) for each in zip(*speeds, strict=True)]
     foretold = bench.foretold(setting, len(on.names)) if setting.simulated else []
-    result = Measured(len(on.names), setting.title, medians, foretold, factor, late, same)
+    result = Measured(bench.subject, len(on.names), setting.title, medians, foretold, factor, late, same)
     with kept.open("a") as file:
         file.write(json.dumps(asdict(result)) + "\n")
     return result
 
 
-def kept_one(kept: Path, n_hosts: int, setting: Setting) -> Measured | None:
+def kept_one(bench: Bench, kept: Path, n_hosts: int, setting: Setting) -> Measured | None:
     lines = kept.read_text().splitlines() if kept.exists() else []
-    found = (Measured(**json.loads(line)) for line in lines)
-    return next((each for each in found if (each.n_hosts, each.title) == (n_hosts, setting.title)), None)
+    found, key = (Measured(**json.loads(line)) for line in lines), (bench.subject, n_hosts, setting.title)
+    return next((each for each in found if (each.subject, each.n_hosts, each.title) == key), None)
 
 
 def row(bench: Bench, found: Measured, base: Sequence[float]) -> tuple[str, ...]:
@@ -287,11 +293,11 @@ def row(bench: Bench, found: Measured, base: Sequence[float]) -> tuple[str, ...]
         f"{statistics.fmean(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f})",
         *(f"{statistics.geometric_mean(each):.2f}" if each else "-" for each in (over, on_code, shares)),
         f"{found.dilation:g}",
-        found.late.partition("says: ")[2].partition(";")[0] or "-",
+        found.late or "-",
     )
 
 
-def page(bench: Bench, rounds: int, found: Sequence[Measured], stem: str) -> str:
+def page(bench: Bench, found: Sequence[Measured], stem: str) -> str:
     base = {each.n_hosts: each.speeds for each in found if each.title == "iterative"}
     rows = [row(bench, each, base.get(each.n_hosts, ())) for each in found]
     return PAGE.format(
@@ -304,7 +310,7 @@ def page(bench: Bench, rounds: int, found: Sequence[Measured], stem: str) -> str
         n_tokens=bench.n_tokens,
         n_sets=len({name for name, _ in bench.prompts}),
         n_texts=len(bench.prompts),
-        rounds="one round" if rounds == 1 else f"medians of {rounds} rounds",
+        rounds="one round" if bench.n_rounds == 1 else f"medians of {bench.n_rounds} rounds",
         same=(
             "All texts are those of one rank, character by character."
             if all(each.same for each in found)

@@ -70,6 +70,12 @@ def batch_words(folder: Path, requests: Sequence[Mapping[str, Any]], n_predict: 
     return ["batch", str(asked), "-o", str(output), "--temp", "0"], output
 
 
+def late_ranks(errors: str) -> str:
+    """What a job's standard error says of ranks that were slower than --pace; empty if none was."""
+    lines = (line.partition("slower than --pace says: ")[2] for line in errors.splitlines())
+    return next((line.partition(";")[0] for line in lines if line), "")
+
+
 def answers(output: Path) -> list[dict[str, Any]]:
     """The lines of a batch's answers, in the order of its requests."""
     return sorted(map(json.loads, output.read_text().splitlines()), key=lambda line: int(line["index"]))

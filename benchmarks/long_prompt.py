@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-import harness  # noqa: F401  # puts the project's folder in front
+from harness import late_ranks
 
 from pipeinfer.cluster.hosts.host import processor_name
 from pipeinfer.models.text.tokenizer import Tokenizer
@@ -115,7 +115,7 @@ def main(
         with tempfile.TemporaryDirectory() as folder, hosts(n_hosts, Path(folder)) as on:
             with server(on, [*words, "-t", "1", "--pace", pace], Path(folder)) as log:
                 answers = list(chat(on, Path(folder), reports, tokens))
-            late = next((line for line in log.read_text().splitlines() if "slower than --pace says" in line), "")
+            late = late_ranks(log.read_text())
         turns += [
             Turn(n_hosts, number, each["timings"], text_of(each), dilation * n_hosts, late)
             for number, each in enumerate(answers, 1)
@@ -223,7 +223,7 @@ def rows(turns: Sequence[Turn]) -> Iterator[tuple[str, ...]]:
             f"{over:.2f}" if over else "-",
             f"{over / turn.n_hosts:.2f}" if over else "-",
             f"{turn.dilation:g}",
-            turn.late.partition("says: ")[2].partition(";")[0] or "-",
+            turn.late or "-",
         )
 
 

@@ -117,7 +117,9 @@ class Hosts:
     def _neighbour(self, here: str, what: str, there: str, *words: str) -> None:
         _ip("-n", self.prefix + here, "neigh", what, self.address(there), "dev", "eth0", *words)
 
-    def start(self, arguments: Sequence[str], supervised: bool = False, **options: Any) -> subprocess.Popen[str]:
+    def start(
+        self, arguments: Sequence[str], supervised: bool = False, stderr: Any = subprocess.PIPE, **options: Any
+    ) -> subprocess.Popen[str]:
         """A job with a rank on each, launched from the first one, where a supervisor may be above it."""
         hydra = [
             str(MPIRUN),
@@ -137,7 +139,7 @@ class Hosts:
             [str(self.folder / "launcher"), self.names[0], shlex.join([*(COMMAND if supervised else []), *words])],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             text=True,
             env=environment() | {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"},
             **options,
