@@ -31,15 +31,13 @@ from pipeinfer.job.requests.fields import (
 )
 from pipeinfer.job.serve.channel import Setup
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.server import anthropic, responses
+from pipeinfer.server import anthropic, llama_cpp, responses
 from pipeinfer.server.access import PAGE_FILES, Access
 from pipeinfer.server.anthropic import COUNT_TOKENS, MESSAGES, MessageForm
-from pipeinfer.server.choices import Choice
 from pipeinfer.server.errors import NOT_SAVED, JsonResponse, Refusal, error_response
 from pipeinfer.server.forms import BlockForm, OpenAIForm, event
 from pipeinfer.server.front import HttpOptions
 from pipeinfer.server.head_client import HeadClient, HeadState
-from pipeinfer.server.llama_cpp import ACTIONS, INFILL, CompletionForm, SavedSlots, infill_of, props, with_suffix
 from pipeinfer.server.metrics import CONTENT_TYPE, Metrics
 from pipeinfer.server.prompting import ParsedRequest, Prompting, parse_request
 from pipeinfer.server.request_log import RequestLog
@@ -70,12 +68,12 @@ class Dialect:
 
 
 DIALECTS = {
-    COMPLETION: Dialect(COMPLETION, OpenAIForm, with_suffix),
+    COMPLETION: Dialect(COMPLETION, OpenAIForm, llama_cpp.with_suffix),
     CHAT: Dialect(CHAT, OpenAIForm),
     MESSAGES: Dialect(CHAT, MessageForm, lambda body, tokenizer, passed: anthropic.chat_of(body, passed)),
     RESPONSES: Dialect(CHAT, ResponseForm, lambda body, tokenizer, passed: responses.chat_of(body, passed)),
-    "/completion": Dialect(COMPLETION, CompletionForm),
-    INFILL: Dialect(COMPLETION, CompletionForm, infill_of),
+    "/completion": Dialect(COMPLETION, llama_cpp.CompletionForm),
+    llama_cpp.INFILL: Dialect(COMPLETION, llama_cpp.CompletionForm, llama_cpp.infill_of),
 }
 """By path."""
 
@@ -92,10 +90,10 @@ class Api:
         self.spell = speller(self.tokenizer)
         prompting.prompts.warn = self.log.warn
         self.defaults = replace(setup.defaults, strict=http.strict)
-        self.saved: SavedSlots | None = None
+        self.saved: llama_cpp.SavedSlots | None = None
         if http.slot_folder and setup.context.kv_disk:  # else texts cannot be saved
             n_vocab, adapters = self.tokenizer.n_vocab, self.defaults.adapters
-            self.saved = SavedSlots(http.slot_folder, setup, n_vocab, head, adapters)
+            self.saved = llama_cpp.SavedSlots(http.slot_folder, setup, n_vocab, head, adapters)
 
     def app(self, address: str) -> Access:
         """`address`: where it listens."""
@@ -156,19 +154,19 @@ class Api:
 
     def _properties(self) -> dict[str, Any]:
         template = self.prompting.prompts.format.template
-        return props(self.setup, self.model, template.source, self.tokenizer)
+        return llama_cpp.props(self.setup, self.model, template.source, self.tokenizer)
 
     async def slots(self, request: Request) -> Response:
         """The open texts."""
-        return JsonResponse([_slot(choice) for choice in self.head.choices.values()])
+        return JsonResponse([llama_cpp.open_slot(choice) for choice in self.head.choices.values()])
 
     async def act_on_slot(self, request: Request) -> Response:
         """llama-server's: save, restore or erase a slot's last text."""
         if not self.saved:
             raise Refusal(501, NOT_SAVED)
         slot, action = request.path_params["id"], request.query_params.get("action", "")
-        if action not in ACTIONS:
-            refuse(f"action is {shown(action)}; it is one of {', '.join(ACTIONS)}")
+        if action not in llama_cpp.ACTIONS:
+            refuse(f"action is {shown(action)}; it is one of {', '.join(llama_cpp.ACTIONS)}")
         self.head.check_ready()
         fields = {} if action == "erase" else await self._body(request, dict)
         return JsonResponse(await self.saved.act(action, slot, fields, _client(request)))
@@ -281,7 +279,7 @@ class Api:
 
         def work() -> Response:
             tokens: list[Any] = self.tokenizer.encode(text, add, parse)
-            tokens = [_piece(self.tokenizer, token) for token in tokens] if with_pieces else tokens
+            tokens = [llama_cpp.piece_of(self.tokenizer, token) for token in tokens] if with_pieces else tokens
             return JsonResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self.setup.limit})
 
         return await self.prompting.tokenise(_client(request), work)
@@ -341,19 +339,3 @@ async def _read(request: Request, n_most: int) -> bytes:
         if len(data) > n_most:
             raise Refusal(413, message)
     return bytes(data)
-
-
-def _slot(choice: Choice) -> dict[str, Any]:
-    request = choice.request
-    slot = {"id": choice.id, "is_processing": choice.is_running, "n_ctx": request.n_ctx, "n_decoded": choice.n_tokens}
-    slot |= {"n_prompt_tokens": choice.n_prompt, "n_prompt_tokens_processed": choice.n_evaluated}
-    slot |= {"n_predict": request.n_predict, "seed": request.sampling.seed}
-    return slot | {"seconds": round(time.monotonic() - choice.submitted_s, 3)}
-
-
-def _piece(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
-    data = tokenizer.decode_piece(token, special=True)
-    try:
-        return {"id": token, "piece": data.decode()}
-    except UnicodeDecodeError:
-        return {"id": token, "piece": list(data)}

@@ -162,6 +162,24 @@ def props(setup: Setup, model: str, template: str, tokenizer: Tokenizer) -> dict
     return properties | tokens | {"build_info": setup.version, "endpoints": [CHAT, COMPLETION, "/completion", INFILL]}
 
 
+def piece_of(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
+    """A token of `/tokenize`; bytes where they are no text."""
+    data = tokenizer.decode_piece(token, special=True)
+    try:
+        return {"id": token, "piece": data.decode()}
+    except UnicodeDecodeError:
+        return {"id": token, "piece": list(data)}
+
+
+def open_slot(choice: Choice) -> dict[str, Any]:
+    """An open text, as `/slots` lists it."""
+    request = choice.request
+    slot = {"id": choice.id, "is_processing": choice.is_running, "n_ctx": request.n_ctx, "n_decoded": choice.n_tokens}
+    slot |= {"n_prompt_tokens": choice.n_prompt, "n_prompt_tokens_processed": choice.n_evaluated}
+    slot |= {"n_predict": request.n_predict, "seed": request.sampling.seed}
+    return slot | {"seconds": round(time.monotonic() - choice.submitted_s, 3)}
+
+
 # -- slots, as far as clients save and restore them: the last text of each, and files with its tokens. The keys and
 # values are in the ranks' stores; a request that generates nothing reads them back.
 

@@ -22,7 +22,7 @@ from pipeinfer.cluster.wire import WireType
 from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import ALL_LAYERS
-from pipeinfer.job.options.options import unescape, without_effect
+from pipeinfer.job.options.options import unescape
 from pipeinfer.job.options.values import TYPES, Backend, File, Joined, Listed, Number, TextType, Whole
 from pipeinfer.job.placement.checks import inexact_line
 from pipeinfer.job.placement.job_plan import JobPlan
@@ -279,16 +279,16 @@ def test_wrong_values_end_in_one_line(arguments: list[str], words: str) -> None:
 
 def test_what_is_about_guesses_is_without_effect_where_there_are_none() -> None:
     asked = options_of(model=Path("m"), lookup=True, cancel=False, n_gpu_layers_draft=0)
-    assert without_effect(asked, 1) == (
+    assert asked.without_effect(1) == (
         "-ngld, --lookup, --no-cancel are without effect: policy iterative makes no guesses",
     )
-    assert not without_effect(asked.changed(policy=PipeInfer()), 1)
+    assert not asked.changed(policy=PipeInfer()).without_effect(1)
 
 
 def test_a_wire_type_is_without_effect_where_nothing_is_sent() -> None:
     options = options_of(model=Path("m"), numerics="fast", wire_type=WireType.BF16)
-    assert "--wire-type bf16 is without effect" in without_effect(options, 1)[0]
-    assert not without_effect(options, 2) and not without_effect(options_of(model=Path("m")), 1)
+    assert "--wire-type bf16 is without effect" in options.without_effect(1)[0]
+    assert not options.without_effect(2) and not options_of(model=Path("m")).without_effect(1)
     done = finish(1, ["run", "-p", "x", "-n", "2", "--numerics", "fast", "--wire-type", "bf16"])
     assert done.returncode == 0 and "--wire-type bf16 is without effect" in done.stderr
 

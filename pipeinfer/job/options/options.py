@@ -173,6 +173,44 @@ class RunOptions:
         by_role = by_role or ranks.n_gpu_layers_draft != AUTO_LAYERS  # its speed there is not timed
         return ranks.draft_rank is None and len(self.drafts_in_use) == 1 and not by_role
 
+    def check_draft_rank(self, n_ranks: int) -> None:
+        """Raises UserError for a rank that does not exist, or if only rank 0 can draft."""
+        rank, n_drafts = self.placement.draft_rank, len(self.models.drafts)
+        if not rank:
+            return
+        if rank >= n_ranks:
+            raise UserError(
+                f"--draft-rank {rank}: the highest rank is {n_ranks - 1}; give one up to that, or start more"
+            )
+        reasons = {
+            f"{n_drafts} drafts": n_drafts > 1,
+            "--lookup": self.speculation.lookup,
+            "--pace": self.experiments.pace is not None,
+        }
+        if reason := next((reason for reason, applies in reasons.items() if applies), ""):
+            requirement = f"--draft-rank {rank} is for one draft without lookup or pace"
+            raise UserError(f"{requirement}, and here is {reason}; leave one of them out")
+
+    def without_effect(self, n_stages: int) -> tuple[str, ...]:
+        """A line for each option that has no effect in this job. `n_stages`: of its longest pipeline."""
+        lines, policy, wire_type = [], self.speculation.policy, self.numerics.wire_type
+        if not policy.drafts:
+            flags = [
+                setting.given_as(value)
+                for _, value, default, setting in self.settings()
+                if setting.for_guesses and value != default
+            ]
+            if flags:
+                are = "is" if len(flags) == 1 else "are"
+                lines.append(f"{', '.join(flags)} {are} without effect: policy {policy.name} makes no guesses")
+        if not self.experiments.prepare_ahead and not any(each.is_torch for each in self.placement.backend):
+            lines.append(
+                "--no-prepare-ahead is without effect: only stages of torch prepare a run while one is evaluated"
+            )
+        if wire_type is not WireType.F32 and n_stages == 1:
+            lines.append(f"--wire-type {wire_type} is without effect: one rank has all layers, no activations travel")
+        return tuple(lines)
+
 
 def unescape(text: str, option: str = "--prompt") -> str:
     """A text with llama.cpp's escapes replaced. Raises UserError with the option's name."""
@@ -207,23 +245,6 @@ def with_plan(options: RunOptions, n_ranks: int) -> RunOptions:
     return options.changed(planned=planned, finds_head=finds_head, **decided)
 
 
-def check_draft_rank(options: RunOptions, n_ranks: int) -> None:
-    """Raises UserError for a rank that does not exist, or if only rank 0 can draft."""
-    rank, n_drafts = options.placement.draft_rank, len(options.models.drafts)
-    if not rank:
-        return
-    if rank >= n_ranks:
-        raise UserError(f"--draft-rank {rank}: the highest rank is {n_ranks - 1}; give one up to that, or start more")
-    reasons = {
-        f"{n_drafts} drafts": n_drafts > 1,
-        "--lookup": options.speculation.lookup,
-        "--pace": options.experiments.pace is not None,
-    }
-    if reason := next((reason for reason, applies in reasons.items() if applies), ""):
-        requirement = f"--draft-rank {rank} is for one draft without lookup or pace"
-        raise UserError(f"{requirement}, and here is {reason}; leave one of them out")
-
-
 def check_wire_type(numerics: sections.Numerics) -> None:
     """Raises UserError for exact numerics with activations that are rounded between stages."""
     if numerics.numerics == "exact" and numerics.wire_type is not WireType.F32:
@@ -231,25 +252,6 @@ def check_wire_type(numerics: sections.Numerics) -> None:
             f"--wire-type {numerics.wire_type} rounds activations between stages, so that the text depends on where "
             "the model is cut, and --numerics exact says that it does not; give --numerics fast, or --wire-type f32"
         )
-
-
-def without_effect(options: RunOptions, n_stages: int) -> tuple[str, ...]:
-    """A line for each option that has no effect in this job. `n_stages`: of its longest pipeline."""
-    lines, policy, wire_type = [], options.speculation.policy, options.numerics.wire_type
-    if not policy.drafts:
-        flags = [
-            setting.given_as(value)
-            for _, value, default, setting in options.settings()
-            if setting.for_guesses and value != default
-        ]
-        if flags:
-            are = "is" if len(flags) == 1 else "are"
-            lines.append(f"{', '.join(flags)} {are} without effect: policy {policy.name} makes no guesses")
-    if not options.experiments.prepare_ahead and not any(each.is_torch for each in options.placement.backend):
-        lines.append("--no-prepare-ahead is without effect: only stages of torch prepare a run while one is evaluated")
-    if wire_type is not WireType.F32 and n_stages == 1:
-        lines.append(f"--wire-type {wire_type} is without effect: one rank has all layers, no activations travel")
-    return tuple(lines)
 
 
 def choose_drafts(drafts: tuple[Path, ...], default: tuple[Path, ...]) -> tuple[Path, ...]:

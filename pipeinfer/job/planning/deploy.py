@@ -10,7 +10,7 @@ from pipeinfer.cluster.hosts.host import Host, distinct_speeds, spare_cores, thr
 from pipeinfer.core.blocks import rows_in_blocks
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import ON
-from pipeinfer.job.options.options import RunOptions, check_draft_rank, check_wire_type, without_effect
+from pipeinfer.job.options.options import RunOptions, check_wire_type
 from pipeinfer.job.options.sections import PlacementOptions
 from pipeinfer.job.options.values import Pace
 from pipeinfer.job.placement.capacity import capacity_of, engine_settings, planned_capacity
@@ -199,7 +199,7 @@ def schedule_of(options: RunOptions, hosts: Sequence[Host]) -> Schedule | None:
     if options.placement.layer_split or options.experiments.pace:
         return None
     try:
-        check_draft_rank(options, len(hosts))
+        options.check_draft_rank(len(hosts))
         target_ranks = options.target_ranks(len(hosts))
         return make_schedule(options.placement, hosts, target_ranks, options.may_choose_draft_rank and len(hosts) > 1)
     except UserError:
@@ -254,7 +254,7 @@ def _check(inputs: PlanInputs, devices: Sequence[RankDevices]) -> None:
     draft_widths(len(options.models.drafts), ranks.draft_split)  # also under a policy that needs no draft
     check_wire_type(options.numerics)
     check_cache_types(options.numerics, devices, inputs.info, inputs.drafts)
-    check_draft_rank(options, len(inputs.hosts))
+    options.check_draft_rank(len(inputs.hosts))
     check_head(ranks.draft_rank, inputs.drafts)
 
 
@@ -283,7 +283,7 @@ def _check_computable(
 def _unused(inputs: PlanInputs, plan: JobPlan) -> Iterator[str]:
     """Options without effect, a line each."""
     options, assignment = inputs.options, plan.assignment
-    yield from without_effect(options, max(map(len, (assignment.stages, *assignment.drafts))))
+    yield from options.without_effect(max(map(len, (assignment.stages, *assignment.drafts))))
     ranks, uses_gpus = options.placement, any(rank.target.uses_gpus for rank in plan.ranks)
     moves = {"-cmoe": ranks.cpu_moe, "-ncmoe": any(ranks.n_cpu_moe), "-ot": bool(ranks.override_tensor)}
     for flag in (flag for flag, is_given in moves.items() if is_given):
