@@ -45,6 +45,7 @@ demo: .venv/stamp
 WITH_TORCH := tests/models/torch tests/test_eagle3.py tests/test_gpu_benchmark.py tests/cluster/test_gpu_aware.py
 
 test: install lint .venv/stamp-lm-eval
+	$(BIN)/python -m compileall -q pipeinfer tests
 	$(BIN)/python -m pytest -m "not ranks and not long" -n 2 --dist loadfile $(WITH_TORCH:%=--ignore=%)
 	@# in processes of their own: torch and libggml both use a thread's AMX tiles
 	$(BIN)/python -m pytest -m "not ranks and not long" -n 2 --dist loadfile $(WITH_TORCH)

@@ -10,7 +10,7 @@
 #   CUT        tokens of a prompt at most. [128]
 #   LAYERS     of the grown target. [48]
 #   POLICIES   what to measure. [iterative,speculative,pipeinfer]
-#   ABLATE     what to leave out of those that have it [cancel,partitions,continuous,asynchronous]
+#   ABLATE     what to leave out [cancel,partitions,continuous,asynchronous, or nothing with POLICIES]
 #   RESULTS    the table. [results.csv]      FIGURES  folder for the pictures; empty: none [figures]
 set -euo pipefail
 case ${1-} in # a word that is not understood must not start hours of measurements
@@ -29,6 +29,27 @@ here=$(dirname "$0")
 [ -d "$here/pipeinfer" ] || here=${SLURM_SUBMIT_DIR:-$here}
 cd "$here"
 PATH="$PWD/.venv/bin:$PATH"
+
+for setting in RANKS TOKENS REPEATS SEED N_QUESTIONS CUT LAYERS; do # mpirun starts one rank for a number that is none
+    case $setting in
+    RANKS) number='^ *[1-9][0-9]*( +[1-9][0-9]*)* *$' words="numbers of MPI ranks, separated by spaces" ;;
+    SEED | CUT | N_QUESTIONS) number='^[0-9]+$' words="a whole number from 0 on" ;;
+    *) number='^[1-9][0-9]*$' words="a whole number from 1 on" ;;
+    esac
+    if [ -n "${!setting:-}" ] && ! [[ ${!setting} =~ $number ]]; then
+        echo "experiments.sh: $setting=${!setting}: give $words" >&2
+        exit 2
+    fi
+done
+for pair in ${PAIRS:-}; do
+    case $pair in
+    ?*:?*) ;;
+    *)
+        echo "experiments.sh: PAIRS has $pair: give TARGET:DRAFT" >&2
+        exit 2
+        ;;
+    esac
+done
 
 results=${RESULTS:-results.csv}
 questions=${QUESTIONS-../shared/prompts}
@@ -76,7 +97,7 @@ for file in "$questions"/*.jsonl; do
 done
 
 policies=${POLICIES:-iterative,speculative,pipeinfer}
-ablate=${ABLATE-cancel,partitions,continuous,asynchronous}
+ablate=${ABLATE-$([ -n "${POLICIES-}" ] || echo cancel,partitions,continuous,asynchronous)}
 
 for pair in $PAIRS; do
     for ranks in ${RANKS:-${SLURM_NTASKS:-${SLURM_JOB_NUM_NODES:-3 4}}}; do

@@ -12,6 +12,7 @@ original PipeInfer works too: no header, four columns, rows in threes (sequentia
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -45,6 +46,8 @@ def main() -> None:
         sources, folder = options.results, options.output or options.results[0].parent
         if all(source.suffix == ".json" for source in sources):
             write_timelines(sources, folder, options.from_ms, options.for_ms)
+        elif options.from_ms is not None or options.for_ms is not None:
+            raise UserError("--from and --for are of traces, which end in .json; leave them out")
         elif len(sources) > 1:
             raise UserError(f"{', '.join(map(str, sources))}: give one table, or traces, which end in .json")
         else:
@@ -82,7 +85,7 @@ def write_timelines(traces: Sequence[Path], folder: Path, from_ms: float | None,
     """The same of traces, in files of their names."""
     from plots.timeline import draw_timelines
 
-    if (from_ms is not None and from_ms < 0) or (for_ms is not None and for_ms <= 0):
+    if not (0 <= (from_ms or 0) < math.inf and 0 < (1 if for_ms is None else for_ms) < math.inf):
         raise UserError("--from is 0 or more, and --for above 0, both in milliseconds")
     write_figure("-".join(trace.stem for trace in traces), draw_timelines(traces, from_ms, for_ms), folder)
 

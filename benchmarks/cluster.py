@@ -17,7 +17,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +79,13 @@ cancellations are real, times are the profile's. Texts of
 {same}
 
 * `tokens/s`: the mean over texts, and the least and the most of them; `of iterative`: the geometric mean over texts.
-* `on code`: the same on HumanEval. `simulated`: what `simulate` gives for the same tokens and guesses, as a share of
-  the measured speed in the geometric mean; it looks nothing up and has no presets of papers there.
+* `on code`: the same on HumanEval. `simulated`: what `simulate` gives for the same tokens and guesses, with prompts in
+  blocks as exact numerics have them, as a share of the measured speed in the geometric mean; it looks nothing up and
+  has no presets of papers there.
 * Lookup copies from the question: where an answer begins by repeating it, as code does, texts of {n_tokens} tokens
   flatter it.
-* `K`: real seconds that count as one, the least of doubled ones at which no rank needs more time than the profile gives
-  it for over 2% of the time; `late`: ranks that do nevertheless.
+* `K`: real seconds that count as one, doubled until no rank needs more time than the profile gives it for over 2% of
+  the time; `late`: ranks that do nevertheless.
 
 {table}
 
@@ -101,14 +102,13 @@ N_PICTURED = 24  # tokens of the timeline's job
 
 @dataclass(frozen=True)
 class Measured:
-    """Tokens a second of a setting in each text: the medians over rounds, and those that `simulate` gives. `subject`:
-    see `Bench.subject`. `same`: its texts are those of one rank."""
+    """Tokens a second of a setting in each text, the medians over rounds. `subject`: see `Bench.subject`. `same`: its
+    texts are those of one rank."""
 
     subject: str
     n_hosts: int
     title: str
     speeds: Sequence[float]
-    foretold: Sequence[float]
     dilation: float
     late: str
     same: bool
@@ -166,9 +166,13 @@ class Bench:
         job(1, [*words, "-m", str(self.target), "-md", "none", "--parallel", "1"])
         return [str(answer["text"]) for answer in answers(output)]
 
-    def foretold(self, setting: Setting, n_hosts: int) -> list[float]:
-        """Tokens a second of each text in `simulate`."""
+    def foretold(self, measured: Measured) -> list[float]:
+        """Tokens a second of each text in `simulate`; none of settings that it lacks."""
+        n_hosts, setting = measured.n_hosts, next(each for each in SETTINGS if each.title == measured.title)
+        if not setting.simulated:
+            return []
         profile = load_profile(self.profile).lay_out(n_hosts, self.pair, setting.drafts)
+        profile = replace(profile, blocks=True, parked=True)  # as exact numerics have it
         found = (
             simulate(profile, each, make_policy(setting.simulated).begin(), self.n_tokens) for each in self.choices
         )
@@ -225,9 +229,10 @@ def main(
                 ]
                 found += of_these
                 traces = [bench.trace(on, settings[at], of_these[at].dilation) for at in (0, -1)]
-            output.write_text(page(bench, found, output.stem))
+            foretold = [bench.foretold(each) for each in found]
+            output.write_text(page(bench, found, foretold, output.stem))
             draw_timelines(traces, None, None).savefig(output.with_name(f"{output.stem}-timeline.png"), dpi=150)
-            picture(found).savefig(output.with_suffix(".png"), dpi=150)
+            picture(found, foretold).savefig(output.with_suffix(".png"), dpi=150)
     sys.exit(not all(each.same for each in found))
 
 
@@ -268,8 +273,7 @@ def measured(bench: Bench, on: Hosts, setting: Setting, dilation: float, texts: 
             flush=True,
         )
     medians = [statistics.median(each) for each in zip(*speeds, strict=True)]
-    foretold = bench.foretold(setting, len(on.names)) if setting.simulated else []
-    result = Measured(bench.subject, len(on.names), setting.title, medians, foretold, factor, late, same)
+    result = Measured(bench.subject, len(on.names), setting.title, medians, factor, late, same)
     with kept.open("a") as file:
         file.write(json.dumps(asdict(result)) + "\n")
     return result
@@ -281,12 +285,12 @@ def kept_one(bench: Bench, kept: Path, n_hosts: int, setting: Setting) -> Measur
     return next((each for each in found if (each.subject, each.n_hosts, each.title) == key), None)
 
 
-def row(bench: Bench, found: Measured, base: Sequence[float]) -> tuple[str, ...]:
-    """`base`: the speeds of iterative on the same hosts."""
+def row(bench: Bench, found: Measured, foretold: Sequence[float], base: Sequence[float]) -> tuple[str, ...]:
+    """`foretold`: see `Bench.foretold`; `base`: the speeds of iterative on the same hosts."""
     speeds = found.speeds
     over = [one / other for one, other in zip(speeds, base, strict=False)]
     on_code = [ratio for ratio, (name, _) in zip(over, bench.prompts, strict=False) if name == CODE]
-    shares = [told / one for told, one in zip(found.foretold, speeds, strict=False)]
+    shares = [told / one for told, one in zip(foretold, speeds, strict=False)]
     return (
         str(found.n_hosts),
         found.title,
@@ -297,9 +301,9 @@ def row(bench: Bench, found: Measured, base: Sequence[float]) -> tuple[str, ...]
     )
 
 
-def page(bench: Bench, found: Sequence[Measured], stem: str) -> str:
+def page(bench: Bench, found: Sequence[Measured], foretold: Sequence[Sequence[float]], stem: str) -> str:
     base = {each.n_hosts: each.speeds for each in found if each.title == "iterative"}
-    rows = [row(bench, each, base.get(each.n_hosts, ())) for each in found]
+    rows = [row(bench, each, told, base.get(each.n_hosts, ())) for each, told in zip(found, foretold, strict=True)]
     return PAGE.format(
         target=bench.target.stem,
         draft=bench.draft.stem,
@@ -322,19 +326,20 @@ def page(bench: Bench, found: Sequence[Measured], stem: str) -> str:
     )
 
 
-def picture(found: Sequence[Measured]) -> Any:
+def picture(found: Sequence[Measured], foretold: Sequence[Sequence[float]]) -> Any:
     """The figure of the speeds, a panel for each number of hosts."""
     counts = sorted({each.n_hosts for each in found})
     figure, panels = plt.subplots(1, len(counts), figsize=(11, 3.6), sharey=True, layout="constrained", squeeze=False)
     for axes, n_hosts in zip(panels[0], counts, strict=True):
-        shown = [each for each in found if each.n_hosts == n_hosts][::-1]
+        pairs = [pair for pair in zip(found, foretold, strict=True) if pair[0].n_hosts == n_hosts][::-1]
+        shown = [each for each, _ in pairs]
         means = [statistics.fmean(each.speeds) for each in shown]
         spread = [
             [mean - min(each.speeds) for mean, each in zip(means, shown, strict=True)],
             [max(each.speeds) - mean for mean, each in zip(means, shown, strict=True)],
         ]
         axes.barh([each.title for each in shown], means, color="#0072B2", xerr=spread, error_kw={"elinewidth": 0.8})
-        told = [(at, statistics.fmean(each.foretold)) for at, each in enumerate(shown) if each.foretold]
+        told = [(at, statistics.fmean(speeds)) for at, (_, speeds) in enumerate(pairs) if speeds]
         axes.plot([speed for _, speed in told], [at for at, _ in told], "d", color="white", markeredgecolor="black")
         axes.set_xlabel(f"tokens/s, {n_hosts} hosts")
         axes.spines[["top", "right"]].set_visible(False)

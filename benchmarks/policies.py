@@ -1,6 +1,6 @@
 """Every policy, at the best of a few settings, beside `auto` on the shipped clusters and from poor drafts to good ones.
 
-`python benchmarks/policies.py [-o docs/results/policies.md]` simulates it all in virtual time, some 20 minutes of one
+`python benchmarks/policies.py [-o docs/results/policies.md]` simulates it all in virtual time, some three hours of one
 core, and writes the page "Which policy when"; each policy's best setting is chosen for each cell after the fact, the
 papers' presets among them. Speeds are kept in --folder, and of a new policy only its own are simulated. Beside them the
 bound: `auto` if it knew every probability, which synthetic drafts say exactly.
@@ -115,6 +115,9 @@ several tokens can pass it.
   one.
 * Where every row costs, as on CPUs, `pipeinfer` with narrow runs of the likeliest guesses wins, and `pipedec` and
   `flowspec` are fast only with their widths cut down.
+* `ssd` reaches {ssd_gpu:.2f} of `speculative` on the clusters of GPUs and {ssd_cpu:.2f} on those of CPUs in the
+  geometric mean: what it prepares costs rows. One request and one chain at a time leave most stages of a long pipeline
+  without work.
 * With a draft that is right one time in twenty CPUs gain {poor_least:.0f} to {poor_most:.0f} percent, the longer the
   pipeline the more.
 * The drafts here are synthetic. [On what real models chose](recorded.md), where acceptance changes from line to line
@@ -218,7 +221,14 @@ def page(cells: Sequence[Cell], again: Sequence[tuple[Cell, str, float]], seeds:
         for cell in cells
         if cell.acceptance == ACCEPTANCES[0] and cell.kind == "cpu"
     ]
+    ssd = {
+        f"ssd_{kind}": statistics.geometric_mean(
+            cell.speeds["ssd"] / cell.speeds["speculative"] for cell in cells if cell.kind == kind
+        )
+        for kind in on
+    }
     yield PAGE.format(
+        **ssd,
         n_seeds=seeds,
         n_tokens=n_tokens,
         settings=settings,

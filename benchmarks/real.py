@@ -1,10 +1,10 @@
 """Real models on this machine: `python benchmarks/real.py -m TARGET -md DRAFT -m TARGET … --prompts FOLDER`.
 
-Of each target, with its draft or without one, runs every policy on each question set of a folder (.jsonl with `turns`),
-on 1, 2 and 3 ranks, with exact and fast numerics, beside libllama alone: one token at a time, the whole model in one
-process, repacked weights. With other numerics than the first ones only `auto` and no guesses. With --programs also
-beside llama.cpp's own programs of the same version, and with 16 texts and streams at a time. Rounds take turns. Prints
-a page (docs/results/real.md with -o).
+Of each target, with its draft or without one, runs policies on each question set of a folder (.jsonl with `turns`), on
+1 and 2 ranks, with exact and fast numerics, beside libllama alone: one token at a time, the whole model in one process,
+repacked weights. With other numerics than the first ones only `auto` and no guesses. With --programs also beside
+llama.cpp's own programs of the same version, and with 16 texts and streams at a time. Rounds take turns. Prints a page
+(docs/results/real.md with -o). Hosts of their own are measured by `benchmarks/cluster.py`.
 """
 
 import csv
@@ -30,20 +30,18 @@ from harness import in_turns, job
 from streams import throughput
 
 from pipeinfer.cluster.hosts.host import this_host
-from pipeinfer.text import markdown_table
+from pipeinfer.text import count_text, markdown_table
 from tests.support.plain_llama import SILENT
 from tests.support.serving import Served
 
 COLUMNS = ("ranks", "numerics", "policy", "n", "tokens/s", "of libllama", "of iterative", "acceptance")
 
-PACED = ("nodes", "policy", "n", "tokens/s", "of iterative", "on code", "acceptance")
-CODE = "humaneval"
-"""The question set of `on code`."""
-
 OTHERS = ("llama.cpp's programs of the same version", "n", "tokens/s")
 Trials = dict[str, Callable[[], float]]
 
-PACED_POLICIES = "iterative,speculative,pipeinfer,auto"
+RPC = "llama-completion over RPC, 2 servers"
+DRAFT_AND_LOOKUP, LOOKUP = "auto, draft and lookup", "auto, lookup"
+
 N_TEXTS = 16
 """At a time, where llama.cpp's programs are compared."""
 
@@ -57,26 +55,23 @@ N_PROMPT = 32
 
 PAGE = """# Real models
 
+What a job on one machine gives beside llama.cpp: one rank, and two ranks that share its cores, each on half of them. A
+rank of two waits while the other computes, so that more ranks make nothing faster here: see [the hosts of a
+cluster](cluster.md).
+
 Measured by `python benchmarks/real.py` on {machine}, {n_threads} threads: {rounds} rounds in turns,
-{n_questions} questions of each set ({sets}), {n_predict} tokens each, greedy. Speeds are of
-decoding, without the prompt; all ranks share the machine's cores.
+{n_questions} of each set ({sets}), {n_predict} tokens each, greedy. Speeds are of
+decoding, without the prompt: medians, and the least and the most.
 
 * `of libllama`: beside libllama alone (llama-cpp-python {version}, {n_threads} threads).
 * `of iterative`: beside no guesses on the same ranks, with the same numerics; the mean of the sets, and the worst.
-
-All ranks share one machine, so that more ranks make nothing faster here: a rank of two waits while the other computes.
-What a pipeline brings is in the tables of paced ranks. Of K-quants exact numerics compute at most three rows at once:
-llama.cpp's kernel for four has other bits. With many texts at a time that is what they cost."""
+* `auto, lookup`: without the draft."""
 
 SECTION = """
 ## {name}
 
+{shown}
 libllama alone: {plain} tokens/s.
-"""
-
-PACED_SECTION = """
-Paced as the profile {profile}, `{name}` computes on as many ranks of this machine, and sleeps until the profile's
-nodes would be done:
 """
 
 
@@ -117,14 +112,14 @@ def apart(path: Path, n_threads: int, n_predict: int) -> float:
         return pool.submit(plain, path, n_threads, n_predict).result()
 
 
-def bench(found: Found, n_ranks: int, sets: Sequence[Path], words: Sequence[str]) -> None:
-    """One round on so many ranks."""
+def bench(found: Found, n_ranks: int, sets: Sequence[Path], words: Sequence[str], auto: str) -> None:
+    """One round on so many ranks. `auto`: what that policy is called, by what it guesses with."""
     with tempfile.TemporaryDirectory() as folder:
         results = Path(folder) / "results.csv"
         prompts = [word for path in sets for word in ("-p", str(path))]
         job(n_ranks, ["bench", "-r", "1", "--results", str(results), *prompts, *words])
         for row in csv.DictReader(results.open()):
-            kind = "lookup" if "lookup" in row["settings"] else row["policy"]
+            kind = auto if row["policy"] == "auto" else row["policy"]
             found.speeds[kind, row["prompt"].split("/")[0]].append(float(row["predicted_per_second"]))
             if row["acceptance_rate"]:
                 found.acceptance[kind].append(float(row["acceptance_rate"]))
@@ -186,7 +181,7 @@ def programs(folder: Path, target: Path, draft: Path | None, n_predict: int, n_t
     """What llama.cpp's programs are asked, and the same of pipeinfer where no other table has it."""
     run = partial(llama_programs.completion, folder, target, n_predict)
     trials: Trials = {f"llama-completion, {n} threads": partial(run, n) for n in sorted({1, n_threads})}
-    trials["llama-completion over RPC, 2 servers"] = partial(llama_programs.remote, folder, target, n_predict, 2)
+    trials[RPC] = partial(llama_programs.remote, folder, target, n_predict, 2)
     if draft:
         own = partial(llama_programs.speculative, folder, target, draft, n_predict, n_threads)
         trials[f"llama-speculative-simple, {n_threads} threads"] = own
@@ -220,8 +215,8 @@ def figures(own: Found) -> Iterator[tuple[str, list[float], str, str]]:
         )
 
 
-def spread(speeds: list[float], n_digits: int = 1) -> str:
-    return f"{median(speeds):.{n_digits}f} ({min(speeds):.{n_digits}f} to {max(speeds):.{n_digits}f})"
+def spread(speeds: list[float]) -> str:
+    return f"{median(speeds):.1f} ({min(speeds):.1f} to {max(speeds):.1f})"
 
 
 def rows(found: dict[tuple[int, str], Found], plain_speed: float) -> Iterator[list[str]]:
@@ -231,11 +226,20 @@ def rows(found: dict[tuple[int, str], Found], plain_speed: float) -> Iterator[li
             yield [str(n_ranks), numerics, policy, str(len(speeds)), spread(speeds), of_plain, ratios, acceptance]
 
 
-def paced_rows(found: dict[int, Found]) -> Iterator[list[str]]:
-    for n_ranks, own in found.items():
-        for policy, speeds, ratios, acceptance in figures(own):
-            code = median(own.speeds[policy, CODE]) / median(own.speeds["iterative", CODE])
-            yield [str(n_ranks), policy, str(len(speeds)), spread(speeds, 2), ratios, f"{code:.2f}", acceptance]
+def shown(found: dict[tuple[int, str], Found], plain_speed: float, rpc: Sequence[float]) -> str:
+    """What a target's tables show, in a sentence for each number of ranks, with the first numerics."""
+    lines, (_, first) = list[str](), next(iter(found))
+    for (n_ranks, numerics), own in found.items():
+        if numerics != first:
+            continue
+        policies = {policy: (speeds, ratios) for policy, speeds, ratios, _ in figures(own)}
+        base = median(policies["iterative"][0])
+        beside = f"{base / plain_speed:.2f} of libllama"
+        if n_ranks == 2 and rpc:
+            beside = f"{base / median(rpc):.2f} of llama.cpp's RPC with two servers"
+        guessing = [f"`{name}` {ratios}" for name, (_, ratios) in policies.items() if name.startswith("auto")]
+        lines.append(f"{n_ranks} rank{'s' * (n_ranks > 1)}, {numerics}: {beside}; of iterative {'; '.join(guessing)}.")
+    return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -249,8 +253,6 @@ class Asked:
     n_predict: int
     n_threads: int
     programs: Path | None
-    pace: str | None
-    paced: Sequence[int]
 
     def section(self, target: Path, draft: Path | None) -> Iterator[str]:
         """The lines of one target's tables."""
@@ -266,38 +268,31 @@ class Asked:
             "--cut",
             str(N_CUT),
         ]
-        lookup = ["--lookup", "--policy", "iterative,auto" if not draft else "auto"]
         found = {key: Found() for key in product(self.ranks, self.numerics)}
 
         def trial(n_ranks: int, kind: str) -> float:
-            policies = self.policies if kind == self.numerics[0] else "iterative,auto"
-            ways = [["-md", str(draft), "--policy", policies]] if draft else []
-            for way in (*ways, lookup):
-                bench(found[n_ranks, kind], n_ranks, self.sets, [*common, "--numerics", kind, *way])
-            return 0.0
+            def of(auto: str, policies: str, *words: str) -> None:
+                words = *common, "--numerics", kind, "--policy", policies, *words
+                bench(found[n_ranks, kind], n_ranks, self.sets, words, auto)
 
-        paced = {n_ranks: Found() for n_ranks in self.paced if self.pace and draft}
-
-        def paced_trial(n_ranks: int) -> float:
-            words = ["-md", str(draft), "--policy", PACED_POLICIES, "--pace", str(self.pace)]
-            bench(paced[n_ranks], n_ranks, self.sets, [*common, *words])
+            if draft:
+                policies = self.policies if kind == self.numerics[0] else "iterative,auto"
+                of(DRAFT_AND_LOOKUP, policies, "-md", str(draft))
+            of(LOOKUP, "auto" if draft else "iterative,auto", "-md", "none", "--lookup")
             return 0.0
 
         others = programs(self.programs, target, draft, self.n_predict, self.n_threads) if self.programs else {}
         own = {f"{n_ranks} ranks, {kind}": partial(trial, n_ranks, kind) for n_ranks, kind in found}
         plain: Trials = {"libllama": partial(apart, target, self.n_threads, self.n_predict)}
-        slow = {f"{n_ranks} ranks, paced": partial(paced_trial, n_ranks) for n_ranks in paced}
-        timed = in_turns(plain | others | own | slow, self.rounds)
+        timed = in_turns(plain | others | own, self.rounds)
         speeds = timed["libllama"]
         name = target.stem + (f", with the draft {draft.stem}" if draft else "")
-        yield SECTION.format(name=name, plain=spread(speeds))
+        told = shown(found, median(speeds), timed.get(RPC, ()))
+        yield SECTION.format(name=name, shown=told, plain=spread(speeds))
         yield from markdown_table(COLUMNS, rows(found, median(speeds)), COLUMNS[3:])
         if others:
             yield ""
             yield from markdown_table(OTHERS, program_rows({name: timed[name] for name in others}), OTHERS[1:])
-        if paced:
-            yield PACED_SECTION.format(profile=self.pace, name=target.stem)
-            yield from markdown_table(PACED, paced_rows(paced), PACED[2:])
 
 
 @click.command(help=__doc__)
@@ -313,16 +308,14 @@ class Asked:
 @click.option(
     "--prompts", type=click.Path(exists=True, path_type=Path), required=True, help="A folder of question sets."
 )
-@click.option("--ranks", default="1,2,3", show_default=True)
+@click.option("--ranks", default="1,2", show_default=True)
 @click.option("--numerics", default="exact,fast", show_default=True)
-@click.option("--policies", default="iterative,speculative,pipeinfer,pipedec,flowspec,auto", show_default=True)
+@click.option("--policies", default="iterative,speculative,pipeinfer,auto", show_default=True)
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--questions", default=1, show_default=True, help="Of each set.")
 @click.option("-n", "--predict", "n_predict", default=64, show_default=True)
 @click.option("-t", "--threads", "n_threads", default=2, show_default=True, help="Of libllama and of one rank.")
 @click.option("--programs", "folder", type=click.Path(exists=True, path_type=Path), help="llama.cpp's, built.")
-@click.option("--pace", help="A profile: also paced as its nodes, with a draft.")
-@click.option("--paced-ranks", default="4,8", show_default=True)
 @click.option("-o", "--output", type=click.File("w"), default="-")
 def main(
     targets: Sequence[Path],
@@ -336,8 +329,6 @@ def main(
     n_predict: int,
     n_threads: int,
     folder: Path | None,
-    pace: str | None,
-    paced_ranks: str,
     output: TextIO,
 ) -> None:
     asked = Asked(
@@ -350,13 +341,11 @@ def main(
         n_predict,
         n_threads,
         folder,
-        pace,
-        [*map(int, paced_ranks.split(","))],
     )
     page = PAGE.format(
         machine=this_host("").processor,
         rounds=rounds,
-        n_questions=questions,
+        n_questions=count_text(questions, "question"),
         n_predict=n_predict,
         sets=", ".join(path.stem for path in asked.sets),
         n_threads=n_threads,

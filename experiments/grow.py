@@ -24,8 +24,8 @@ import numpy.typing as npt
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_CTX
 from pipeinfer.job.options.values import THREADS, File, Number, Whole
+from pipeinfer.job.placement.checks import fetch_files
 from pipeinfer.job.placement.memory import check_alone
-from pipeinfer.job.placement.model_files import fetch_files
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.header import BLOCKS, Tensor, read_header
 from pipeinfer.models.gguf.model_info import MAX_LAYERS, ModelInfo, layer_of, read_model_info

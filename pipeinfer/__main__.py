@@ -5,6 +5,6 @@ import sys
 if not getattr(sys.flags, "safe_path", False):
     del sys.path[0]  # -m puts the current folder first: its json.py must not replace the standard library's
 
-from pipeinfer.cli.main import main
+from pipeinfer.cli import main
 
 main()

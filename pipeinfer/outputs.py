@@ -74,6 +74,14 @@ def check_separate(outputs: Mapping[str, Path | None], inputs: Mapping[str, Iter
             users[identity] = (option, "writes")
 
 
+def working_folder() -> Path:
+    """Raises UserError where it was removed."""
+    try:
+        return Path.cwd()
+    except OSError as error:
+        raise UserError(f"the working directory: {error.strerror}; go to one that is there") from None
+
+
 def write_error(path: Path, what: str, error: OSError) -> UserError:
     """The message for a file that could not be written."""
     folder = path.parent

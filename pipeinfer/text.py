@@ -2,6 +2,7 @@
 
 import json
 import math
+import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import combinations, groupby
 from typing import Any
@@ -84,7 +85,8 @@ def printed(lines: Iterable[str]) -> str:
 
 def narrowed(lines: Iterable[str], width: int) -> Iterator[str]:
     """Lines with each Markdown table that is wider as several, one below the other. All begin with the columns that
-    tell rows apart; what does not fit beside them stands alone with them, and is wider."""
+    tell rows apart; what does not fit beside them stands alone with them, its cells on several lines where they have
+    spaces."""
     for is_table, group in groupby(lines, lambda line: line.startswith("|")):
         block = list(group)
         if not is_table or len(block[0]) <= width:
@@ -101,7 +103,25 @@ def narrowed(lines: Iterable[str], width: int) -> Iterator[str]:
             parts[-1] = [*parts[-1], column]
         for index, part in enumerate(parts):
             yield from [""] * bool(index)
-            yield from (f"|{'|'.join(cells)}|" for cells in zip(*part, strict=True))
+            rows: Iterable[tuple[str, ...]] = zip(*part, strict=True)
+            room = width - 1 - sum(1 + len(each[0]) for each in part[:-1])
+            rows = _wrapped(rows, room - 3) if 1 + len(part[-1][0]) > room else rows
+            yield from (f"|{'|'.join(cells)}|" for cells in rows)
+
+
+def _wrapped(rows: Iterable[tuple[str, ...]], width: int) -> Iterator[tuple[str, ...]]:
+    """A table's rows, the last cell of each on as many lines of `width` as it takes, where the others are empty."""
+    head, ruler, *others = rows
+    wrap = textwrap.TextWrapper(max(1, width), break_long_words=False, break_on_hyphens=False).wrap
+    texts = [wrap(row[-1].strip()) or [""] for row in (head, *others)]
+    n_wide = max(len(line) for lines in texts for line in lines)
+    is_right = ruler[-1].endswith(":")
+    for row, lines in zip((head, *others), texts, strict=True):
+        blank = tuple(" " * len(cell) for cell in row[:-1])
+        for index, line in enumerate(lines):
+            yield (*(blank if index else row[:-1]), f" {line.rjust(n_wide) if is_right else line.ljust(n_wide)} ")
+        if row is head:
+            yield (*ruler[:-1], ruler[-1][: n_wide + 1] + ":" if is_right else ruler[-1][: n_wide + 2])
 
 
 def _names(columns: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:

@@ -197,9 +197,9 @@ def _bar(axes: Any, event: Event, at: float, lasts: float, window: float, has_nu
         lw=0.4,
         hatch="//////" if kind == "cancelled" else "",
     )
-    middle = at + lasts / 2
-    if has_number and kind != "waiting" and number and lasts > window / 40 and 0 < middle < window:
-        axes.text(middle, track, number, ha="center", va="center", fontsize=7, color="white")
+    first, last = max(0.0, at), min(at + lasts, window)
+    if has_number and kind != "waiting" and number and last - first > window / 40:
+        axes.text((first + last) / 2, track, number, ha="center", va="center", fontsize=7, color="white")
     return bar
 
 

@@ -143,7 +143,7 @@ def test_a_rank_imports_only_what_it_needs() -> None:
     """Every rank of a job pays for its imports."""
     code = """
 import sys
-import pipeinfer.cli.main, pipeinfer.cli.run, pipeinfer.cli.serve, pipeinfer.server.front
+import pipeinfer.cli, pipeinfer.cli.run, pipeinfer.cli.serve, pipeinfer.server.front
 import pipeinfer.job.launch, pipeinfer.job.loading.load
 from pipeinfer.models.llama.ggml import load_library
 load_library()

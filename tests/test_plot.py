@@ -58,7 +58,7 @@ def table(name: str = "big.gguf") -> list[Record]:
 
 def plot(*arguments: Any) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, str(ROOT / "plot.py"), *map(str, arguments)], capture_output=True, text=True, timeout=60
+        [sys.executable, str(ROOT / "plot.py"), *map(str, arguments)], capture_output=True, text=True, timeout=300
     )
 
 
@@ -438,6 +438,15 @@ def test_a_bad_table_is_one_line(tmp_path: Path) -> None:
     for done, words in ((plot(path), "line 3"), (plot(tmp_path / "none.csv"), "none.csv")):
         assert done.returncode == 2 and words in done.stderr
         assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("option", ["--from", "--for"])
+def test_times_are_numbers_and_of_traces(tmp_path: Path, option: str) -> None:
+    RESULTS.append(tmp_path / "results.csv", make_row())
+    bad = [plot(tmp_path / "trace.json", f"{option}={value}") for value in ("nan", "inf", "-1")]
+    for done in [*bad, plot(tmp_path / "results.csv", f"{option}=1")]:
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+        assert "--from is 0 or more" in done.stderr or "are of traces" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("missing", ["matplotlib", "pandas"])

@@ -45,6 +45,16 @@ def test_a_table_that_fits_stays_and_a_wide_cell_is_not_cut() -> None:
     assert list(narrowed(alone, 80)) == alone
 
 
+@pytest.mark.parametrize("side", [(), ("settings",)])
+def test_a_wide_cell_with_spaces_is_on_several_lines(side: tuple[str, ...]) -> None:
+    rows = [["auto", ""], ["flowspec", "depth 5, tree_size 80, width 10"]]
+    lines = list(narrowed(markdown_table(("policy", "settings"), rows, side), 32))
+    assert {len(line) for line in lines} == {len(lines[0])} and len(lines[0]) <= 32
+    shown = [cells(line) for line in lines]
+    assert shown[0] == ["policy", "settings"] and set(shown[1][1]) <= {"-", ":"}
+    assert shown[2:] == [rows[0], ["flowspec", "depth 5,"], ["", "tree_size 80,"], ["", "width 10"]]
+
+
 def test_parts_begin_with_the_names_that_tell_rows_apart_not_with_figures() -> None:
     columns = ("model", "size", "policy", "test", "tokens/s", "TTFT ms")
     policies, tests = ("iterative", "auto"), ("program", "tale")

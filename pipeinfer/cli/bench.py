@@ -18,7 +18,7 @@ from pipeinfer.job.options import sections as jobs
 from pipeinfer.job.options.limits import INT32_MAX
 from pipeinfer.job.options.options import JobModels, RunOptions, choose_drafts, choose_policy
 from pipeinfer.job.options.plan_file import SPLIT
-from pipeinfer.job.options.text_sections import ContextOptions, Loads, SamplerTexts, Traffic, check_once
+from pipeinfer.job.options.text_sections import ContextOptions, Loads, OutputOptions, SamplerTexts, Traffic, check_once
 from pipeinfer.job.options.values import File, Listed, Number, TextType, Whole
 from pipeinfer.job.requests.bench_prompts import TEXTS, BenchPrompt, read_prompts
 from pipeinfer.models.demo import DRAFT, TARGET, default_models
@@ -37,8 +37,8 @@ class BenchOptions:
 
     models: Target; repeatable. [default: shipped]
     drafts: Draft; repeatable. SMALL,LARGE is one team of drafts, of which the larger refines what the smaller guesses.
-    sources: A text file, a number of tokens of text, or a .jsonl whose objects have `turns` or a `prompt`; may be given
-        again. [default: three texts: a program, a tale, an excerpt]
+    sources: A text file, numbers of tokens of text (128,512), or a .jsonl whose objects have `turns` or a `prompt`;
+        may be given again. [default: three texts: a program, a tale, an excerpt]
     predicts: Tokens to generate: 64,128.
     splits: As for run; used where it has one part a stage.
     repetitions: Of everything. [default: 5, of loads 1]
@@ -80,7 +80,8 @@ _JOB = (*_CONTEXT, Traffic, jobs.PlacementOptions, jobs.Numerics)
 _SECTIONS = (BenchOptions, Loads, *_JOB, SamplingParams, SamplerTexts, jobs.Guesses, Policy, jobs.Experiments)
 _WITHOUT: tuple[str, ...] = ("layer_split", "continuous", "asynchronous", "predict", "ignore_eos")
 # times would depend on what an earlier job, or the warm-up, left in a folder, which no column can say
-_WITHOUT += ("kv_disk", "kv_dir", "kv_read_only")
+_WITHOUT += ("kv_disk", "kv_dir", "kv_read_only", "cache_ram")
+_WITHOUT += ("fit", "fit_target", "fit_ctx")  # what is measured is what columns say was asked for
 
 
 @command("bench", *_SECTIONS, defaults=DEFAULTS, without=_WITHOUT)
@@ -111,10 +112,11 @@ def bench(**others: Any) -> int:
     check_once("-n", options.predicts)
     check_once("--layer-split", options.splits)
     check_once("--ablate", options.ablate)
-    others |= {"predict": 0, "ignore_eos": True, "results": options.results, "verbose": options.verbose}
+    others |= {"predict": 0, "fit": False, "ignore_eos": True, "results": options.results, "verbose": options.verbose}
     sampling = take_sampling(others)
     base = RunOptions(models=JobModels(target=models[0])).changed(policy=policies[0], sampling=sampling, **others)
-    prompts = _prompts(options.sources or tuple(map(str, TEXTS)), options.questions, 1 if loads else options.turns)
+    sources, turns = options.sources or tuple(map(str, TEXTS)), 1 if loads else options.turns
+    prompts = _prompts(sources, options.questions, turns, options.cut)
     from pipeinfer.job.bench.bench import run_bench  # initialises MPI
     from pipeinfer.job.bench.sweep import Sweep
 
@@ -148,9 +150,9 @@ def _loads(others: dict[str, Any]) -> Loads | None:
     return None
 
 
-def _prompts(sources: tuple[str, ...], questions: int, turns: int) -> tuple[BenchPrompt, ...]:
+def _prompts(sources: tuple[str, ...], questions: int, turns: int, cut: int) -> tuple[BenchPrompt, ...]:
     """Raises UserError if two have one name, as their rows would look alike."""
-    prompts = tuple(prompt for source in sources for prompt in read_prompts(source, questions, turns))
+    prompts = tuple(prompt for source in sources for prompt in read_prompts(source, questions, turns, cut))
     names = [prompt.name for prompt in prompts]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice:
@@ -165,8 +167,8 @@ MEASURE_HELP = {
     "tolerance": "By what share the profile may foretell another speed, without guesses, than a job of these ranks "
     "has.",
 }
-_MEASURED = (jobs.Models, jobs.Loading, jobs.PlacementOptions, jobs.Numerics, jobs.OutputOptions)
-_UNMEASURED = ("samplers", "draft_rank", "draft_split", "gpu_aware", "json")
+_MEASURED = (jobs.Models, jobs.Loading, jobs.PlacementOptions, jobs.Numerics, OutputOptions)
+_UNMEASURED = ("samplers", "draft_rank", "draft_split", "gpu_aware", "json", "allow_other_numerics")
 
 
 @command("measure", *_MEASURED, helps=MEASURE_HELP, without=_UNMEASURED)
@@ -185,21 +187,24 @@ def measure_command(output: Path, tolerance: float, **values: Any) -> int:
     if not drafts:
         raise UserError("measure needs a draft model too; name one with -md")
     values |= {"policy": PipeInfer(), "sampling": SamplingParams(**DEFAULTS), "prompt": "measure", "ignore_eos": True}
-    options = RunOptions(models=JobModels(target=model, drafts=drafts)).changed(predict=MEASURED_TOKENS, **values)
+    options = RunOptions(models=JobModels(target=model, drafts=drafts)).changed(
+        predict=MEASURED_TOKENS, fit=False, **values
+    )
     from pipeinfer.job.bench.measure import measure  # initialises MPI
 
     return measure(options, output, tolerance)
 
 
-_SCORED = (jobs.Models, *_CONTEXT, jobs.PlacementOptions, jobs.Numerics, jobs.OutputOptions)
+_SCORED = (jobs.Models, *_CONTEXT, jobs.PlacementOptions, jobs.Numerics, OutputOptions)
 _UNSCORED: tuple[str, ...] = ("drafts", "hf_drafts", "predict", "ignore_eos", "samplers", "draft_rank", "draft_split")
 _UNSCORED += ("n_gpu_layers_draft", "cache_type_k_draft", "cache_type_v_draft", "allow_other_numerics")
-_UNSCORED += ("kv_disk", "kv_dir", "kv_read_only")  # each token's probabilities are worked out anew
+# each token's probabilities are worked out anew
+_UNSCORED += ("kv_disk", "kv_dir", "kv_read_only", "cache_ram", "fit_ctx")
 CHUNK_TOKENS = 512
 PERPLEXITY_HELP = {
-    "chunks": "Of the text, the first; 0: all.",
+    "chunks": "Of the text, the first; 0 or -1: all.",
     "json": "Print one JSON object instead of the estimate.",
-    "ctx_size": "Tokens of a chunk.",
+    "ctx_size": f"Tokens of a chunk; 0: what the model was trained for. [default: {CHUNK_TOKENS}]",
     "base": "Write the log-probabilities of all tokens to this file; with --kl-divergence read it.",
     "kl_divergence": "Compare the model with that of --kl-divergence-base, whose file has the text.",
 }
@@ -207,7 +212,7 @@ PERPLEXITY_HELP = {
 
 @command("perplexity", *_SCORED, helps=PERPLEXITY_HELP, without=_UNSCORED, defaults={"ctx_size": CHUNK_TOKENS})
 @click.option("-f", "--file", "source", type=File(stdin=True), help="The text; - is standard input.")
-@click.option("--chunks", type=Whole(0, INT32_MAX), default=0, show_default=True, help=PERPLEXITY_HELP["chunks"])
+@click.option("--chunks", type=Whole(-1, INT32_MAX), default=0, show_default=True, help=PERPLEXITY_HELP["chunks"])
 @click.option("--save-all-logits", "--kl-divergence-base", "base", type=File(), help=PERPLEXITY_HELP["base"])
 @click.option("--kl-divergence", is_flag=True, help=PERPLEXITY_HELP["kl_divergence"])
 def perplexity_command(source: Path | None, chunks: int, base: Path | None, kl_divergence: bool, **values: Any) -> int:
@@ -228,4 +233,4 @@ def perplexity_command(source: Path | None, chunks: int, base: Path | None, kl_d
     options = RunOptions(models=JobModels(target=target)).changed(sampling=sampling, **values)
     from pipeinfer.job.perplexity import PerplexityOptions, run_perplexity  # initialises MPI
 
-    return run_perplexity(PerplexityOptions(run=options, source=source, n_chunks=chunks, base=base))
+    return run_perplexity(PerplexityOptions(run=options, source=source, n_chunks=max(0, chunks), base=base))

@@ -14,7 +14,7 @@ from pipeinfer.child import package_version
 from pipeinfer.cli.options.llama_cpp import CommandGroup
 from pipeinfer.cluster.hosts.launch import exit_together, fail_together, rank_from_environment
 from pipeinfer.errors import UserError
-from pipeinfer.job.process.streams import settle
+from pipeinfer.job.process.streams import final_code
 
 COMMANDS = {
     "run": "run:run",
@@ -90,4 +90,4 @@ def run_command(arguments: Sequence[str] | None, has_output: bool) -> NoReturn:
         fail_together(2, error.format_message())
     except UserError as error:
         fail_together(2, str(error))
-    exit_together(settle(code if isinstance(code, int) else 0))
+    exit_together(final_code(code if isinstance(code, int) else 0))

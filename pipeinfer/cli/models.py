@@ -14,8 +14,7 @@ from pipeinfer.cluster.assignment import parse_split
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_CTX, MAX_LAYERS
 from pipeinfer.job.options.plan_file import SPLIT, read_plan
-from pipeinfer.job.options.rank_sections import Servers
-from pipeinfer.job.options.sections import Numerics
+from pipeinfer.job.options.sections import Numerics, Servers
 from pipeinfer.job.options.text_sections import PromptOptions
 from pipeinfer.job.options.values import THREADS, File, Folder, Listed, TextType, Whole
 
@@ -26,7 +25,7 @@ NUMERICS_HELP = "As in `run`: fast lays weights out anew, exact has a cache for 
 PREDICT_HELP = "Tokens that the target writes after each text; 0: compare the vocabularies alone."
 ONLY_HELP = "Slices of these stages alone, counted from 0 as in the plan: for a host with some of the ranks."
 
-as_json = click.option("--json", is_flag=True, help="Print one JSON object.")
+json_option = click.option("--json", is_flag=True, help="Print one JSON object.")
 
 
 @command("info", Servers)
@@ -51,7 +50,7 @@ def models() -> None:
 @click.argument("file", type=File())
 @click.option("-c", "--ctx-size", type=Whole(0, MAX_CTX), default=0, help=CTX_SIZE_HELP)
 @click.option("--numerics", type=NUMERICS, default=Numerics.numerics, show_default=True, help=NUMERICS_HELP)
-@as_json
+@json_option
 def models_info_command(file: Path, ctx_size: int, numerics: str, json: bool) -> int:
     """Tell what a model file is: layers and bytes, vocabulary and template, whether it can be cut, what stages weigh.
 
@@ -61,7 +60,7 @@ def models_info_command(file: Path, ctx_size: int, numerics: str, json: bool) ->
         adapter_lines,
         describe_adapter,
         describe_file,
-        info_lines,
+        file_lines,
         is_adapter,
     )
 
@@ -71,7 +70,7 @@ def models_info_command(file: Path, ctx_size: int, numerics: str, json: bool) ->
         _print(report, adapter_lines(report), json)
         return 0
     report = describe_file(path, ctx_size, numerics)
-    _print(report, info_lines(report), json)
+    _print(report, file_lines(report), json)
     return 0
 
 
@@ -86,7 +85,7 @@ def models_info_command(file: Path, ctx_size: int, numerics: str, json: bool) ->
 @click.option(
     "-t", "--threads", type=THREADS, default=max(1, (os.cpu_count() or 1) // 2), help="[default: half the cores]"
 )
-@as_json
+@json_option
 def check_command(
     target: Path, draft: Path, prompt: str | None, file: Path | None, predict: int, threads: int, json: bool
 ) -> int:
@@ -108,7 +107,7 @@ def check_command(
 
 
 @models.command("list", cls=Command)
-@as_json
+@json_option
 def list_command(json: bool) -> None:
     """List the models in the hub's cache: what -hf takes without a network."""
     from dataclasses import asdict
@@ -122,7 +121,7 @@ def list_command(json: bool) -> None:
 @models.command("verify", cls=Command)
 @click.argument("files", type=File(), nargs=-1, required=True)
 @click.option("--hosts", type=TextType(), help="A hosts file, or names: node1,node2. [default: this machine]")
-@as_json
+@json_option
 def verify_command(files: tuple[Path, ...], hosts: str | None, json: bool) -> int:
     """Hash whole files (SHA-256, as model hubs show it), on all hosts at once, and tell whether they are the same.
 
@@ -178,7 +177,7 @@ def _list_lines(cached: Sequence[Mapping[str, Any]]) -> Sequence[str]:
 
 
 def _fetch(path: Path) -> Path:
-    from pipeinfer.job.placement.model_files import fetch_files
+    from pipeinfer.job.placement.checks import fetch_files
 
     return fetch_files([path])[0]
 

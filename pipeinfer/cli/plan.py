@@ -12,12 +12,12 @@ from pipeinfer.job.inspect.doctor import DoctorRequest, doctor
 from pipeinfer.job.inspect.plan import PlanQuestion, plan
 from pipeinfer.job.options import sections as jobs
 from pipeinfer.job.options.limits import MAX_SEQUENCES
-from pipeinfer.job.options.text_sections import ContextOptions
+from pipeinfer.job.options.text_sections import ContextOptions, OutputOptions
 from pipeinfer.job.options.values import Whole
 
 _MODELS = (jobs.Models, jobs.Adapters, jobs.Loading, ContextOptions)
 _SPECULATION = (jobs.PolicyName, jobs.Guesses, SpecTypes, Policy, jobs.Ablations)
-SECTIONS = (PlanQuestion, *_MODELS, jobs.PlacementOptions, jobs.Numerics, *_SPECULATION, jobs.OutputOptions)
+SECTIONS = (PlanQuestion, *_MODELS, jobs.PlacementOptions, jobs.Numerics, *_SPECULATION, OutputOptions)
 WITHOUT = ("plan", "ignore_eos", "samplers", "send_layers", "gpu_aware", "couple", "cancel", "verbose")
 PARALLEL_HELP = "Requests that are open at a time, as `serve`, `batch` and `bench` have them."
 
@@ -34,7 +34,8 @@ def plan_command(**values: Any) -> int:
 
     --hosts: a host a line, as MPI has it (node1:2, or node1 slots=2), and of what is known of it: cores=36;
     memory=370G, what models may take of it; gb_per_s and gflop_per_s, what inference reaches of its memory's bandwidth
-    and of its arithmetic, all its ranks together; gpu=NAME. No memory: without end; no speed: none is predicted.
+    and of its arithmetic, all its ranks together; gpu=NAME, gpu_memory, gpu_gb_per_s, gpu_gflop_per_s, the same of its
+    GPUs. No memory: without end; no speed: none is predicted.
     """
     question = take(PlanQuestion, values)
     if question.hosts and question.profile:

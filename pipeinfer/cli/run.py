@@ -14,11 +14,11 @@ _MODELS = (jobs.Models, jobs.Adapters, jobs.Loading)
 _TEXTS = (texts.ChatOptions, texts.AnswerOptions, texts.Texts)
 _SAMPLING = (SamplingParams, texts.SamplerTexts, texts.Biases, texts.GrammarOptions)
 _SPECULATION = (jobs.PolicyName, jobs.Guesses, SpecTypes, Policy, jobs.Experiments)
-SHARED = (*_MODELS, *_TEXTS, jobs.PlacementOptions, jobs.Numerics, *_SAMPLING, *_SPECULATION, jobs.OutputOptions)
+SHARED = (*_MODELS, *_TEXTS, jobs.PlacementOptions, jobs.Numerics, *_SAMPLING, *_SPECULATION, texts.OutputOptions)
 """The sections of all commands that write texts for users."""
 
-_OF_ONE_USER = (*SHARED, jobs.Ablations, jobs.Records)
-_RUN = (jobs.Models, texts.PromptOptions, texts.Asking, texts.ContextOptions, *_OF_ONE_USER, texts.Machines)
+_OF_ONE_USER = (*SHARED, jobs.Ablations, texts.Records)
+_RUN = (jobs.Models, texts.PromptOptions, texts.ChatModes, texts.ContextOptions, *_OF_ONE_USER, texts.Machines)
 _CHAT = (jobs.Models, texts.PromptOptions, texts.ContextOptions, *_OF_ONE_USER)
 CHAT_HELP = {
     "json": "Print a JSON object for each answer instead of its text.",

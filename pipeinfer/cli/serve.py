@@ -14,8 +14,8 @@ from pipeinfer.cli.options.setting_options import command, policy_ablations, tak
 from pipeinfer.cli.run import SHARED
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import INT32_MAX, MAX_SEQUENCES
-from pipeinfer.job.options.sections import Models, Records
-from pipeinfer.job.options.text_sections import ESCAPES, ContextOptions, Traffic
+from pipeinfer.job.options.sections import Models
+from pipeinfer.job.options.text_sections import ESCAPES, ContextOptions, Records, Traffic
 from pipeinfer.job.options.values import File, Number, TextType, Whole
 from pipeinfer.server.front import HttpOptions
 
@@ -23,8 +23,8 @@ HELP = {"seed": "Of requests without one; -1: a random one for each.", "escape":
 BATCH_HELP = HELP | {
     "parallel": "Requests that are open at a time, as far as the context has room for them.",
     "predict": "Tokens to generate where a request does not say.",
-    "ctx_size": "Context in tokens, of all open requests together; 0: what --parallel of the longest take, or as much "
-    "as fits into the memory.",
+    "ctx_size": "Context in tokens, of all open requests together; 0: what the model was trained for. [default: what "
+    "--parallel of the longest take, or as much as fits into the memory]",
     "resume": "Note in this file what comes of texts that are not complete; the same command goes on from it.",
     "json": "Print the summary as a JSON object, too.",
     "strict": "Refuse requests with unknown fields; else these are passed over, with a line.",
@@ -78,8 +78,8 @@ SERVE_HELP = HELP | {
     "predict": "Tokens to generate where a request does not say; -1: until the model ends, -c / --parallel tokens at "
     "most.",
     "drain_s": "Seconds that open requests have when the server is stopped (Ctrl-C, SIGTERM).",
-    "ctx_size": "Context in tokens, of all open requests together; 0: 4096 for each of --parallel, or as much as fits "
-    "into the memory.",
+    "ctx_size": "Context in tokens, of all open requests together; 0: what the model was trained for. [default: 4096 "
+    "for each of --parallel, or as much as fits into the memory]",
 }
 _SERVE = (Models, ContextOptions, HttpOptions, *SHARED, Traffic)
 
@@ -103,7 +103,7 @@ def serve_command(**values: Any) -> int:
     drain_s, sequences, parallel = values.pop("drain_s"), values["sequences"], values["parallel"]
     check_sequences(sequences, parallel)
     n_least = LEAST_TOKENS * parallel
-    if 0 < values["ctx_size"] < n_least:
+    if 0 < (values["ctx_size"] or 0) < n_least:
         raise UserError(
             f"-c {values['ctx_size']} is all that --parallel {parallel} requests have together, and each takes "
             f"{LEAST_TOKENS} tokens at least; give -c {n_least} or more, or lower --parallel"

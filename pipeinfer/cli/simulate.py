@@ -13,8 +13,8 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_GBIT, MAX_SEQUENCES, MAX_TOKENS
-from pipeinfer.job.options.sections import Ablations, Experiments, Numerics, OutputOptions, Records
-from pipeinfer.job.options.text_sections import PARALLEL, Loads, Traffic
+from pipeinfer.job.options.sections import Ablations, Experiments, Numerics
+from pipeinfer.job.options.text_sections import PARALLEL, Loads, OutputOptions, Records, Traffic
 from pipeinfer.job.options.values import PROBABILITY, File, Listed, Number, TextType
 from pipeinfer.observe.summary import print_simulated_loads, print_summary
 from pipeinfer.observe.table import LOADS, RESULTS
@@ -89,7 +89,8 @@ class SimulateOptions:
 
 
 TYPES_OF_CACHES = tuple(f"cache_type_{part}" for part in ("k", "v", "k_draft", "v_draft"))
-WITHOUT = ("pace", "resume", "verbose", "numerics", "gpu_aware", *TYPES_OF_CACHES)
+NUMERICS = ("numerics", "allow_other_numerics", "repack", "gpu_aware", *TYPES_OF_CACHES)
+WITHOUT = ("pace", "resume", "verbose", *NUMERICS)
 _OUTPUT = (Records, OutputOptions, Numerics)
 _SECTIONS = (SimulateOptions, Loads, Traffic, Policy, Ablations, Experiments, *_OUTPUT)
 
@@ -120,6 +121,8 @@ def simulate_command(**values: Any) -> int:
         check_writable(records.trace, "--trace")
     if bool(options.acceptances) + bool(options.ranks) + bool(options.choices) > 1:
         raise UserError("give one of --acceptance, --ranks and --choices")
+    if values["json"] and options.output != "md":
+        raise UserError(f"--json and -o {options.output} are two forms of what is printed; give one of them")
     if options.choices and options.ageing:
         raise UserError("--ageing is of synthetic drafts; leave it out, or --choices")
     texts = read_choices(options.choices) if options.choices else []
@@ -164,7 +167,8 @@ def _study(options: SimulateOptions, values: dict[str, Any], texts: Sequence[Rec
     by_rank = options.ranks or [ranks_for(share) for share in options.acceptances]
     name, n_tokens = options.choices.stem if options.choices else "", (options.predict, options.prompt_tokens)
     ablations = values["cancel"], values["partitions"]
-    return Study(lay_out, *n_tokens, by_rank, *ablations, options.ageing, texts, name, lay_out(False))
+    target = file.top.values, replace(lay_out(False), name="", stages=())  # stages depend on the number of nodes
+    return Study(lay_out, *n_tokens, by_rank, *ablations, options.ageing, texts, name, target)
 
 
 def _loads(loads: Loads, options: SimulateOptions, max_delay_s: float) -> Iterator[Load]:

@@ -18,12 +18,13 @@ from pipeinfer.job.options.values import Folder, TextType, Whole
 from pipeinfer.job.process.streams import complain
 from pipeinfer.job.submit import FOLDER, PART, in_folder, next_folder, submit
 from pipeinfer.models.gguf.model_info import OWN_HEAD
+from pipeinfer.outputs import working_folder
 
-COMMANDS = ("run", "bench", "batch", "serve", "measure", "plan")  # what runs on several ranks
+JOB_COMMANDS = ("run", "bench", "batch", "serve", "measure", "plan")  # what runs on several ranks
 SUPERVISED = ("run", "batch", "serve")
 
 COUNT = Whole(1, 1_000_000)
-LAUNCHERS = click.Choice(["srun", "mpirun"])
+LAUNCHER = click.Choice(["srun", "mpirun"])
 HELP = {
     "group": "A group of like ranks, in the order of ranks; give it several times for a heterogeneous job. KEY=VALUE "
     f"with commas between, of {', '.join(GROUP_KEYS)}.",
@@ -53,7 +54,7 @@ HELP = {
 @click.option("--sbatch", "extra", type=TextType(), multiple=True, help=HELP["sbatch"])
 @click.option("--module", "modules", type=TextType(), multiple=True, help="Environment module to load; repeatable.")
 @click.option("--setup", type=TextType(), multiple=True, help="Line of shell before the ranks start; repeatable.")
-@click.option("--launcher", type=LAUNCHERS, default="srun", show_default=True, help="What starts the ranks.")
+@click.option("--launcher", type=LAUNCHER, default="srun", show_default=True, help="What starts the ranks.")
 @click.option("--restarts", type=Whole(0, 1000), default=0, show_default=True, help=HELP["restarts"])
 @click.option("--requeue", "requeues", is_flag=True, help=HELP["requeue"])
 @click.option("--array", "n_array", type=Whole(1, 1000), help=HELP["array"])
@@ -61,7 +62,7 @@ HELP = {
 @click.option("-o", "--output", type=Folder(), default=Path("jobs"), show_default=True, help=HELP["output"])
 @click.option("--dry-run", is_flag=True, help="Print the script, and leave it at that.")
 @click.option("--wait", is_flag=True, help="Follow the job to its end; its exit code is this command's.")
-@click.argument("words", nargs=-1, type=TextType(blank=True), metavar=f"{{{'|'.join(COMMANDS)}}} ...")
+@click.argument("words", nargs=-1, type=TextType(blank=True), metavar=f"{{{'|'.join(JOB_COMMANDS)}}} ...")
 def submit_command(words: tuple[str, ...], groups: tuple[str, ...], dry_run: bool, wait: bool, **others: Any) -> int:
     """Write a script for Slurm's sbatch that runs a command of pipeinfer on several ranks, and submit it.
 
@@ -78,9 +79,12 @@ def submit_command(words: tuple[str, ...], groups: tuple[str, ...], dry_run: boo
         raise UserError(
             "--array shares out the requests of a `batch`, and --wait follows one job; leave one of them out"
         )
-    params = read_words(words)
+    for option in others["extra"]:
+        if not option.startswith("-"):
+            raise UserError(f"--sbatch {option} is no option of sbatch; write it as --sbatch=--{option}")
+    params = parse_words(words)
     plain = Group(**{each.name: others.pop(each.name) for each in fields(Group)})
-    open_mpi, cwd = is_open_mpi(), Path.cwd()
+    open_mpi, cwd = is_open_mpi(), working_folder()
     others["mpi"] = others["mpi"] or ("pmix" if open_mpi else "pmi2")
     others |= {"n_array": n_array, "folder": cwd / others.pop("output"), "keeps_text": words[0] != "run"}
     programs: dict[str, Any] = {"command": (own_program("pipeinfer"),), "mpirun": own_program("mpirun")}
@@ -94,11 +98,11 @@ def submit_command(words: tuple[str, ...], groups: tuple[str, ...], dry_run: boo
     return submit(job, wait, params.get("source"))
 
 
-def read_words(words: tuple[str, ...]) -> dict[str, Any]:
+def parse_words(words: tuple[str, ...]) -> dict[str, Any]:
     """The values of a command's options. Raises UserError or click.UsageError where its ranks could not parse it."""
-    if not words or words[0] not in COMMANDS:
+    if not words or words[0] not in JOB_COMMANDS:
         fault = f"{words[0]!r} is none of them" if words else "there is none"
-        raise UserError(f"give the command that the job shall run, one of {', '.join(COMMANDS)}: {fault}")
+        raise UserError(f"give the command that the job shall run, one of {', '.join(JOB_COMMANDS)}: {fault}")
     from pipeinfer.cli.commands import cli
 
     with click.Context(cli, info_name="pipeinfer") as parent:
@@ -129,9 +133,12 @@ def job_words(words: tuple[str, ...], params: dict[str, Any], job: SlurmJob) -> 
             own_files += [option, f"{FOLDER}/{file}"]
     if not job.n_array:
         return (*words, *own_files)
-    part, out = f"{FOLDER}/{PART}", params["output"]
+    part = f"{FOLDER}/{PART}"
     replaced = [part if word == str(params["source"]) else word for word in words]
-    return (*replaced, *own_files, "-o", str(out.with_stem(out.stem + suffix)))
+    for option in ("output", "resume"):  # jobs of an array that wrote one file would exclude each other
+        if path := params[option]:
+            own_files += [f"--{option}", str(path.with_stem(path.stem + suffix))]
+    return (*replaced, *own_files)
 
 
 def remarks(job: SlurmJob, params: dict[str, Any]) -> Iterator[str]:

@@ -172,9 +172,9 @@ def assign(
             wrong = f"{width} ranks for draft {number}, which has {count_text(n_layers, 'layer')}"
             raise UserError(f"--draft-split {_listed(draft_split)}: {wrong}; give at most {n_layers}")
     placed: tuple[Stages, ...] = ()
-    for draft, taken in zip(drafts, draft_ranks(n_ranks, widths, draft_rank), strict=True):
-        counts = balance(draft, len(taken), room(placed, taken) if room and len(taken) > 1 else None)
-        placed += (_stages(taken, counts),)
+    for draft, on_ranks in zip(drafts, draft_ranks(n_ranks, widths, draft_rank), strict=True):
+        counts = balance(draft, len(on_ranks), room(placed, on_ranks) if room and len(on_ranks) > 1 else None)
+        placed += (_stages(on_ranks, counts),)
     ranks, n_layers = stage_ranks(n_ranks, widths, draft_rank), len(target.layer_bytes)
     n_stages = len(ranks)
     check_stages(n_stages, n_layers, n_ranks)

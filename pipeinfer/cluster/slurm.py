@@ -72,8 +72,8 @@ class SlurmJob:
     groups    of tasks, in the order of their ranks; several are a heterogeneous job
     extra     further options of sbatch, as written there
     modules   to load; `setup`: lines of shell before the command
-    launcher  srun, with the protocol `mpi` (pmi2, pmix); or mpirun, with the path `mpirun`; `open_mpi`: it is Open
-    MPI's folder    where the job writes; `cwd`: where it runs
+    launcher  srun, with the protocol `mpi` (pmi2, pmix); or mpirun, at the path `mpirun`; `open_mpi`: Open MPI's
+    folder    where the job writes; `cwd`: where it runs
     restarts  after a rank or a node is lost, by `pipeinfer supervise`
     requeues  Slurm may start it again; `keeps_text`: what it wrote before stays then
     n_array   jobs of an array, whose index stands in words for INDEX; 0: it is none"""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cache
+from functools import cache, cached_property
 from itertools import accumulate, pairwise
 
 Held = tuple[tuple[str, float], ...]  # (host or GPUs, bytes taken) of the memory that later stages use too
@@ -17,7 +17,7 @@ DEPTH = 200  # stages in one recursion
 MAX_STATES = 200_000  # states of the hosts' memory that the planner searches: about a second's work
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StageRoom:
     """Memory for stages, in bytes.
 
@@ -35,26 +35,45 @@ class StageRoom:
     on_gpus: Callable[[int, int, int], float] = lambda stage, first, last: 0
     gpus: tuple[str, ...] = ()
 
-    def take(self, held: Held, stage: int, first: int, last: int) -> Held | None:
-        """`held` after the stage has taken these layers; None if they do not fit."""
-        needed, taken = self.needed(stage, first, last), dict(held)
-        taken[self.hosts[stage]] = taken.get(self.hosts[stage], 0) + needed
-        if self.gpus and (gpus := self.gpus[stage]):
+    def fits_on_host(self, held: Held, stage: int, first: int, last: int) -> bool:
+        """Whether these layers fit there; if not, more do not either."""
+        needed, host = self.needed(stage, first, last), self.hosts[stage]
+        return needed <= self.limits[stage] and dict(held).get(host, 0) + needed <= self.free[host]
+
+    def fits_on_gpus(self, held: Held, stage: int, first: int, last: int) -> bool:
+        """The same there, where the last layers of a stage may be: more of them may need less."""
+        gpus = self.gpus[stage] if self.gpus else ""
+        return not gpus or dict(held).get(gpus, 0) + self.on_gpus(stage, first, last) <= self.free[gpus]
+
+    def take(self, held: Held, stage: int, first: int, last: int) -> Held:
+        """`held` after the stage has taken these layers, which fit."""
+        names = self._after[stage]
+        if not names:
+            return ()
+        taken, host, gpus = dict(held), self.hosts[stage], self.gpus[stage] if self.gpus else ""
+        if host in names:
+            taken[host] = taken.get(host, 0) + self.needed(stage, first, last)
+        if gpus in names:
             taken[gpus] = taken.get(gpus, 0) + self.on_gpus(stage, first, last)
-        if needed > self.limits[stage] or any(n_bytes > self.free[name] for name, n_bytes in taken.items()):
-            return None
-        return tuple(sorted((name, taken[name]) for name in taken.keys() & self._of_stages(stage + 1)))
+        return tuple(sorted((name, taken[name]) for name in taken.keys() & names))
+
+    @cached_property
+    def _after(self) -> list[set[str]]:
+        """Of each stage, the hosts and GPUs of later ones."""
+        return [self._of_stages(stage + 1) - {""} for stage in range(len(self.hosts))]
 
     def _of_stages(self, first: int, last: int | None = None) -> set[str]:
         """Hosts and GPUs of stages [first, last)."""
         return {*self.hosts[first:last], *self.gpus[first:last]}
 
     def fits(self, counts: Sequence[int]) -> bool:
-        held: Held | None = ()
+        held: Held = ()
         for stage, (first, last) in enumerate(pairwise(accumulate(counts, initial=0))):
-            if held is not None:
-                held = self.take(held, stage, first, last)
-        return held is not None
+            layers = held, stage, first, last
+            if not (self.fits_on_gpus(*layers) and self.fits_on_host(*layers)):
+                return False
+            held = self.take(*layers)
+        return True
 
     def equal_shares(self) -> "StageRoom":
         """The same with an equal share of its host's and its GPUs' memory for each stage."""
@@ -113,10 +132,12 @@ def _best_counts(sums: list[list[int]], room: StageRoom | None, faults: Faults) 
             cost = sums[stage][last] - sums[stage][first]
             if split and cost > split[0]:
                 break
-            if (first, last) in faults:
+            if (first, last) in faults or (room and not room.fits_on_gpus(held, stage, first, last)):
                 continue
+            if room and not room.fits_on_host(held, stage, first, last):
+                break
             then = room.take(held, stage, first, last) if room else held
-            rest = None if then is None else best(stage + 1, last, then) if n_after else (0, 0, ())
+            rest = best(stage + 1, last, then) if n_after else (0, 0, ())
             if rest:
                 option = (max(cost, rest[0]), cost * cost + rest[1], (last - first, *rest[2]))
                 split = min(split, option) if split else option

@@ -42,7 +42,7 @@ N_LOOKS, REST_S = 16, 5e-4
 a rank therefore tests N_LOOKS times: 1 MB takes 7 ms, instead of 47 ms with one test a millisecond."""
 
 Comm: TypeAlias = MPI.Comm
-Request: TypeAlias = MPI.Request
+MpiRequest: TypeAlias = MPI.Request
 NOT_SENT = MPI.REQUEST_NULL
 GPU_KINDS = ("cuda", "rocm", "hip")  # as Open MPI and MPICH name them in their queries
 N_LOOKS_AWAKE, AWAKE_S = 1000, 0.2  # `wait_awake` does not sleep for so long
@@ -117,10 +117,10 @@ class Inbox:
     def __post_init__(self) -> None:
         self.n_bytes += N_STAMP if self.courier else 0
         self._looked_s = -math.inf
-        self._due_s: float | None = None  # of the oldest message, which is here
-        self._held = False  # and due
+        self._due_s: float | None = None  # of the oldest message, once it is here
+        self._is_ready = False  # it is here, and due
         self._posted: deque[tuple[MPI.Request, Any]] = deque()
-        self._resting: deque[tuple[MPI.Request, Any]] = deque()
+        self._reusable: deque[tuple[MPI.Request, Any]] = deque()
         for _ in range(self.n_ahead):
             self._post(self.allocate(self.n_bytes))
 
@@ -131,11 +131,11 @@ class Inbox:
         """The next message, or None; in memory that is the caller's until it is handed to `give_back`."""
         if not self.holds():
             return None
-        self._held, (_, buffer) = False, self._posted.popleft()
+        self._is_ready, (_, buffer) = False, self._posted.popleft()
         if not self.n_ahead:
             return buffer
-        if self._resting and self._resting[0][0].Test():
-            self._post(self._resting.popleft()[1])
+        if self._reusable and self._reusable[0][0].Test():
+            self._post(self._reusable.popleft()[1])
         else:
             self._post(self.allocate(self.n_bytes))
         return buffer
@@ -144,10 +144,10 @@ class Inbox:
         """Whether `poll` would return a message."""
         if not self._posted and not self._post_unsized():
             return False
-        if not self._held:
+        if not self._is_ready:
             request, buffer = self._posted[0]
-            self._held = self._is_due(self.courier, request, buffer) if self.courier else self._has_come(request)
-        return self._held
+            self._is_ready = self._is_due(self.courier, request, buffer) if self.courier else self._has_come(request)
+        return self._is_ready
 
     def _post_unsized(self) -> bool:
         """Post a receive for a message of unknown length. Returns False if none has come."""
@@ -176,10 +176,10 @@ class Inbox:
         self._due_s = None
         return True
 
-    def give_back(self, buffer: Any, sent: Request = NOT_SENT) -> None:
+    def give_back(self, buffer: Any, sent: MpiRequest = NOT_SENT) -> None:
         """Reuse the buffer once the message that is being sent from it, if any, is sent."""
-        if len(self._resting) < 4 and self.n_ahead:
-            self._resting.append((sent, buffer))
+        if len(self._reusable) < 4 and self.n_ahead:
+            self._reusable.append((sent, buffer))
 
     def close(self, idle: Idle) -> None:
         """Cancel the receives that are still posted."""

@@ -27,7 +27,7 @@ from pipeinfer.core.samplers import largest, total_weight
 from pipeinfer.core.types import FloatArray
 
 MAX_TOP = 20  # most likely tokens that a request may want
-LEAST = -9999.0  # the least log-probability, also of probability 0: JSON has no infinity
+LEAST_LOGPROB = -9999.0  # the least log-probability, also of probability 0: JSON has no infinity
 N_SCORED_BYTES = 48 + 32 * MAX_TOP  # of a token with log-probabilities, at most
 VERDICT_COUNTS = [("n_features", SHORT), ("slowest_us", INT), ("n_rows", INT), ("n_more", INT)]
 VERDICT = np.dtype([("run_id", LONG), ("cancelled", SHORT), *VERDICT_COUNTS])
@@ -44,7 +44,7 @@ class Likely(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Of a model with a base, in what they foretell at one token of a text."""
+    """A model's prediction of one token of a text, compared with a base's."""
 
     divergence: float  # Kullback and Leibler's, of the model's probabilities from the base's, in nats
     base_logprob: float  # of the text's token
@@ -62,19 +62,19 @@ class ScoredToken(int):
     def __new__(
         cls, token: int, logprob: float, top: Sequence[Likely], comparison: Comparison | None = None
     ) -> "ScoredToken":
-        scored = super().__new__(cls, token)
-        scored.logprob, scored.top, scored.comparison = logprob, tuple(top), comparison
-        return scored
+        self = super().__new__(cls, token)
+        self.logprob, self.top, self.comparison = logprob, tuple(top), comparison
+        return self
 
 
-def scored(logits: FloatArray, token: int, n_top: int) -> ScoredToken:
+def score_token(logits: FloatArray, token: int, n_top: int) -> ScoredToken:
     """The token with the log-softmax of logits (n_vocab,) at it and at the `n_top` most likely, ties by id. The logits
     are the model's own, before temperature, penalties, biases and grammars."""
     greatest = logits.max()
     log_total = float(greatest) + math.log(total_weight(logits, greatest))
 
     def logprob(id: int) -> float:
-        return max(LEAST, float(logits[id]) - log_total)
+        return max(LEAST_LOGPROB, float(logits[id]) - log_total)
 
     ids = largest(logits, n_top) if 0 < n_top < len(logits) else np.arange(len(logits) if n_top else 0)
     ordered = ids[np.argsort(-logits[ids], kind="stable")].tolist()
@@ -99,8 +99,8 @@ def encode_verdict(verdict: Verdict | GuessVerdict) -> Buffer:
         numbers = list(map(len, verdict.guesses))
         guesses = [(guess.token, guess.probability) for of_row in verdict.guesses for guess in of_row]
     tokens = {row: token for row, token in enumerate(numbers) if isinstance(token, ScoredToken)}
-    scored = {row: (token.logprob, token.top, token.comparison) for row, token in tokens.items()}
-    scores = pickle.dumps(scored, protocol=3) if scored else b""
+    by_row = {row: (token.logprob, token.top, token.comparison) for row, token in tokens.items()}
+    scores = pickle.dumps(by_row, protocol=3) if by_row else b""
     n_more = len(guesses) or len(scores)
     header = verdict.run_id, verdict.cancelled, n_features, microseconds(verdict.slowest_s), len(numbers), n_more
     return joined(packed(VERDICT, header), packed(INT, numbers), packed(GUESS, guesses), features, scores)

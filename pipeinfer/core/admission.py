@@ -3,7 +3,7 @@ output does not depend on shared tokens: where prompts are evaluated in blocks, 
 evaluate in the same way are shared."""
 
 from bisect import insort
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from pipeinfer.core.requests import Prefix, Request
 from pipeinfer.core.run_cost import RunCost
 from pipeinfer.core.runs import BlockKey
 from pipeinfer.core.speculator import Speculator
-from pipeinfer.core.stored_blocks import StoredBlocks
+from pipeinfer.core.stored_blocks import Room, StoredBlocks
 
 AHEAD, SHARE_AHEAD = 64, 1 / 16
 """Tokens beyond its text for which an opened request must have cells: at most, and as a share of all cells. With more,
@@ -143,10 +143,12 @@ class Admission:
         self.waiting: list[ActiveRequest] = []
         self._n_arrived = 0
 
-    def store(self, keys: Collection[BlockKey], read_only: bool = False) -> None:
-        """Let the stages store cells on their disks, or if `read_only` read alone. `keys`: of blocks that all have."""
+    def store(
+        self, keys: Collection[BlockKey], room: Room, on_full: Callable[[int], object], read_only: bool = False
+    ) -> None:
+        """Let the stages keep cells of texts. `keys`: of blocks that all have. The rest: see StoredBlocks."""
         prefixes = self.prefixes.n_cached, self.prefixes.retain, self.forget_oldest
-        self.stored = StoredBlocks(self.levels, self.speculator, keys, *prefixes, read_only)
+        self.stored = StoredBlocks(self.levels, self.speculator, keys, *prefixes, room, on_full, read_only)
 
     # -- who waits
 

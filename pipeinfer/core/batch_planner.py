@@ -23,7 +23,7 @@ ChunkRows = Callable[[RequestSlice, int], int]  # (first slice, rows of all wait
 class BatchBudget:
     """What a run may carry. `n_roots`: requests whose roots share a run, so that there are as many runs as stages.
     `n_cheap`: rows that cost hardly more than one. `n_rows`, `n_context`: nodes and committed tokens at most; a run
-    with committed tokens has at most `n_context` rows and one root."""
+    with committed tokens has at most `n_context` rows and one root. `n_open`: requests. `n_stages`: of the target."""
 
     n_roots: int
     n_cheap: int
@@ -83,16 +83,16 @@ class BatchPlanner:
         n_cheap = self.run_cost.n_cheap_rows(0) if self.run_cost else target.n_rows
         return BatchBudget.for_load(n_open, target.pipeline.n_stages, n_cheap, target.n_rows, target.n_chunk)
 
-    def n_chunk(self, context: int) -> int:
-        """Committed tokens that a run may carry after `context` tokens."""
+    def n_chunk(self, n_before: int) -> int:
+        """Committed tokens that a run may carry after `n_before` tokens."""
         most, cost = self.target.n_chunk, self.run_cost
         if cost is None or self.max_delay_s in (ONE_CHUNK, math.inf):
             return most
         if all(self.target.n_context_left(active.request) for active in self.active.values()):
             return most  # no text has begun that could be delayed
         limit_s = self.max_delay_s / self.target.pipeline.n_stages
-        n_rows = bisect_right(range(1, most + 1), limit_s, key=lambda n: cost.chunk_seconds(n, context))
-        return n_rows or min(most, cost.n_cheap_rows(context))  # where one row is too long, a few are hardly longer
+        n_rows = bisect_right(range(1, most + 1), limit_s, key=lambda n: cost.chunk_seconds(n, n_before))
+        return n_rows or min(most, cost.n_cheap_rows(n_before))  # where one row is too long, a few are hardly longer
 
     @property
     def too_short(self) -> str:
@@ -109,11 +109,11 @@ class BatchPlanner:
             "last block of a prompt up to twice as long; --numerics fast has shorter chunks"
         )
 
-    def n_rows_for_guesses(self, context: int) -> int:
+    def n_rows_for_guesses(self, n_before: int) -> int:
         """Rows of a run that cost hardly more than one and are left by other requests' roots."""
         if self.run_cost is None:
             return 1
-        return self.run_cost.n_cheap_rows(context) if self.n_open == 1 else self._budget.n_guesses
+        return self.run_cost.n_cheap_rows(n_before) if self.n_open == 1 else self._budget.n_guesses
 
     def choose(self, wants: Sequence[RequestSlice], alone: bool) -> list[RequestSlice]:
         """The next run, from what requests want, in the order in which they are due; nothing if none should go now."""

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
 from pipeinfer.core.blocks import Span
 from pipeinfer.core.requests import Request
-from pipeinfer.core.runs import Guess, GuessVerdict, KvOp, Run, Verdict
+from pipeinfer.core.runs import BlockKey, Guess, GuessVerdict, KvOp, Run, Verdict
 from pipeinfer.core.tree import Node
 from pipeinfer.core.types import AdapterScales, FloatArray, IntArray
 
@@ -82,6 +82,31 @@ class CellStage(Protocol):
 
     def load_cells(self, seq: int, cells: npt.NDArray[np.uint8]) -> None:
         """Put such cells, which follow those of the sequence, into it. There must be room for them."""
+
+
+class CellBlock(NamedTuple):
+    """`tokens`: those of its rows, on the last stage alone. `cells`: as a CellStage gives and takes them."""
+
+    tokens: npt.NDArray[np.int32]
+    cells: npt.NDArray[np.uint8]
+
+
+class Blocks(Protocol):
+    """Where a stage's blocks of cells are kept. One thread calls all but `keys`."""
+
+    @property
+    def keys(self) -> list[BlockKey]: ...
+
+    def write(self, key: BlockKey, block: CellBlock) -> None:
+        """Keep a block, unless it is there or larger than all blocks may be."""
+
+    def read(self, key: BlockKey) -> CellBlock | None:
+        """A block with the bits that were written; None if there is none."""
+
+    def use(self, keys: Sequence[BlockKey]) -> None:
+        """Note a use of these blocks, the first of which are removed last."""
+
+    def close(self) -> None: ...
 
 
 @runtime_checkable
@@ -155,10 +180,10 @@ class HeadModel(LoadedModel, Protocol):
         """(n_rows, n_embd), of every row of the last `evaluate`. Valid until the next call."""
 
 
-Answer = TypeVar("Answer", bound="Verdict | GuessVerdict", covariant=True)
+AnyVerdict = TypeVar("AnyVerdict", bound="Verdict | GuessVerdict", covariant=True)
 
 
-class Pipeline(Protocol[Answer]):
+class Pipeline(Protocol[AnyVerdict]):
     """All stages of one level, seen from rank 0. Runs are evaluated in the order of submission."""
 
     @property
@@ -171,7 +196,7 @@ class Pipeline(Protocol[Answer]):
     def submit(self, run: Run) -> None:
         """Send a run. Never blocks."""
 
-    def poll(self) -> Answer | None:
+    def poll(self) -> AnyVerdict | None:
         """The next verdict, in the order of submission; None if it has not come."""
 
     def cancel(self, run_ids: Sequence[int]) -> None:

@@ -67,16 +67,16 @@ class RequestSlice:
         return min((node.position for node in self.nodes if node.state is State.RETIRED), default=POSITION_END)
 
     def n_wanted_at(self, position: int) -> int:
-        """See `Row`, of a committed token's row."""
+        """`n_wanted` of a committed token's row, see `Row`."""
         prompt = self.request.prompt
         return -1 - prompt[position + 1] if self.scored and position + 1 < len(prompt) else 0
 
     def n_wanted(self, node: Node) -> int:
-        """Answers wanted after one of its nodes: one of the target."""
+        """How many guesses are wanted after one of its nodes; 1 where the target answers."""
         return self.widths[node] if self.widths else 1
 
     def note_scores(self, tokens: Sequence[int]) -> None:
-        """Give the request the answers of its context's rows, of those of a run."""
+        """Give the request the answers to its context's rows. `tokens`: the answers to all rows of the run."""
         self.request.scores.update(enumerate(tokens[self.first - self.n_context : self.first], self.start + 1))
 
     def cut(self, n_context: int, n_nodes: int) -> "RequestSlice":
@@ -95,21 +95,21 @@ class InFlightRun:
     parts: list[RequestSlice]
     n_rows: int
     n_context: int
-    context: int  # tokens before a request's first row, the mean over the rows
+    n_before: int  # tokens before a request's first row, the mean over the rows
     sent_s: float = 0.0  # on the engine's clock
     cost_s: float = 0.0  # expected seconds in the slowest stage
     queued: bool = False  # behind a prompt, as its last token is
     dead: bool = False  # nobody needs any of its rows
     cancelled: bool = False  # and the stages were told
     whole: bool = True  # every stage evaluates all of its rows
-    reading: int | None = None  # of blocks, that ends with it; 0: none, but its end is an event
+    reading: int | None = None  # of a run without rows: the reading of blocks that it ends; 0: none. None: no event
 
 
 @dataclass(eq=False)
 class Level:
     """Makes runs of nodes and context, submits them, and keeps what is in flight. `n_chunk`: committed tokens a run at
     most. `n_rows`: nodes a run at most. `cancel`: tell the stages which runs and rows are dead; off for ablation
-    studies. `blocks`: prompts are evaluated in blocks, see there."""
+    studies. `blocks`: prompts are evaluated in blocks, see `core.blocks`."""
 
     pipeline: Pipeline[Any]
     pool: SequencePool
@@ -123,18 +123,18 @@ class Level:
         self._flights: dict[int, InFlightRun] = {}
         self._of_request: dict[int, dict[int, InFlightRun]] = {}
         self._opens: dict[int, Opening] = {}  # of requests that no run has carried yet
-        self._known: set[int] = set()  # requests that the stages know
+        self._at_stages: set[int] = set()  # ids of requests that the stages know
         self._closes: list[KvOp] = []
         self._n_dead = 0  # dead runs in flight
 
     # -- requests
 
     def open(self, request: Request) -> None:
-        """It starts with the part of its `prefix_hit` that was evaluated here."""
+        """Open a request, with the cells of its `prefix_hit` that were evaluated here."""
         prefix = request.prefix_hit
         self.pool.open(request.id, prefix and prefix._replace(n_tokens=self.n_shared(prefix)))
         self._of_request[request.id] = {}
-        if request.id not in self._known:
+        if request.id not in self._at_stages:
             self._opens[request.id] = Opening(request.sampling, len(request.prompt), request.adapters)
 
     def close(self, request: Request) -> list[InFlightRun]:
@@ -151,8 +151,8 @@ class Level:
 
     def end(self, request: Request) -> None:
         """The request, which is not open, has finished: the stages are told to forget it."""
-        if self._opens.pop(request.id, None) is None and request.id in self._known:
-            self._known.remove(request.id)
+        if self._opens.pop(request.id, None) is None and request.id in self._at_stages:
+            self._at_stages.remove(request.id)
             self._closes.append(KvOp(OpKind.CLOSE, request.id))
 
     def n_shared(self, prefix: Prefix) -> int:
@@ -238,7 +238,7 @@ class Level:
                 sent.append(part)
                 if part.request.id in self._opens:
                     run.opens[part.request.id] = self._opens.pop(part.request.id)
-                    self._known.add(part.request.id)
+                    self._at_stages.add(part.request.id)
         if not sent:
             return None
         run.ops = [*self._closes, *pool.take_pending()]
@@ -247,7 +247,7 @@ class Level:
             self.send_ops(run.ops[:n_ahead])
             del run.ops[:n_ahead]
         run.id, self._next_run_id, run.span = self._next_run_id, self._next_run_id + 1, sent[0].span
-        flight = self._flights[run.id] = InFlightRun(run.id, sent, len(run.rows), n_context, run.context)
+        flight = self._flights[run.id] = InFlightRun(run.id, sent, len(run.rows), n_context, run.n_before)
         for part in sent:
             self._of_request[part.request.id][run.id] = flight
         self.pipeline.submit(run)

@@ -73,7 +73,7 @@ class PolicyView(Protocol):
     def n_dead(self) -> int:
         """Dead runs in flight."""
 
-    def n_asked(self, draft: int) -> int:
+    def n_inflight_at(self, draft: int) -> int:
         """Runs in flight at a larger draft, by its number."""
 
     @property
@@ -87,17 +87,17 @@ class PolicyView(Protocol):
         """Rows that a run may have without costing much more than one row, less those that other requests want."""
 
     def run_s(self, n_rows: int) -> float:
-        """Seconds of a run of `n_rows` in the slowest stage, after this context; 0: unknown."""
+        """Seconds of a run of `n_rows` in the slowest stage, after the request's text; 0: unknown."""
 
     def undisturbed_s(self, n_before: int) -> float:
         """Seconds of a one-row run in the slowest stage after so many tokens, without ranks beside it; 0: unknown."""
 
     @property
     def on_way_s(self) -> float:
-        """Seconds of a verdict beside the slowest stage's evaluation, the least of late; 0: unknown."""
+        """Seconds from sending a run to its verdict, less the slowest stage's: the least of recent runs; 0: unknown."""
 
     def verdict_in_s(self, node: Node) -> float:
-        """Seconds until a node's verdict, by the running mean; if unsent from now on. 0 before the first verdict."""
+        """Seconds until a node's verdict, by the running mean; of an unsent one, if sent now. 0 before the first."""
 
     def early(self, patience: float = 0.0) -> HoldUntil | None:
         """The answer while a run would only be queued, or miss a verdict that is about to come: a later run has better
@@ -233,7 +233,7 @@ class ActiveRequest:
     arrival: int = 0  # its number in the order of arrival; 0: it has yet to wait
     was_open: bool = False  # if it waits, it was preempted
     to_draft: Mapping[Node, int] = field(default_factory=dict)  # as the policy's `draft` answered
-    drafts_at: int = -1  # at this version of the engine; -1: it has to be asked again
+    drafts_at: int = -1  # the engine's version at that answer; -1: it has to be asked again
 
     @property
     def rank(self) -> tuple[int, int]:

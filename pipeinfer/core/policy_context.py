@@ -43,7 +43,7 @@ class PolicyContext(PolicyView):
     def n_dead(self) -> int:
         return self.target.n_dead(self.request)
 
-    def n_asked(self, draft: int) -> int:
+    def n_inflight_at(self, draft: int) -> int:
         return self.speculator.drafts[draft - 1].n_inflight(self.request)
 
     @property

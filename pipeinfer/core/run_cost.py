@@ -25,7 +25,7 @@ TILED = 2.0  # how much cheaper than linear rows beyond those timed may be, as k
 
 
 class RunCost:
-    """Seconds of a run of n rows after a context: scale × (timed(n) + timed slope × n × context) + slope × n × context.
+    """Seconds of a run of n rows after m tokens: scale × (timed(n) + timed slope × n × m) + slope × n × m.
 
     `timed`: rows -> seconds at an empty cache, in the slowest stage; 1 must be among the rows. Other sizes are
     interpolated. `crowding`: threads that compute on each core. `n_sharing`: ranks that compute on one host at most;
@@ -49,29 +49,29 @@ class RunCost:
         self._sizes = tuple(zip(self._rows, self._shares, strict=True))
         self._scale, self._slope = 1.0, 0.0
         self._timed_slope = context_s * PER_TOKENS / self._row_s
-        # moments of (timed at that context, n × context) and their products with what was observed
+        # moments of (timed after those tokens, n × m) and their products with what was observed
         self._tt, self._tx, self._xx = 0.0, 0.0, 0.0
         self._ty, self._xy = 0.0, 0.0
-        self._cheap: tuple[int, int] | None = None  # context, rows
+        self._cheap: tuple[int, int] | None = None  # tokens before it, rows
         self._chunk_scale = chunk[1] / self.seconds(chunk[0], 0) if chunk else 1.0
 
-    def seconds(self, n_rows: int, context: int) -> float:
-        """Of a run after `context` tokens."""
-        return self._row_s * self._expected(self._timed(n_rows), n_rows * context / PER_TOKENS)
+    def seconds(self, n_rows: int, n_before: int) -> float:
+        """Of a run after `n_before` tokens."""
+        return self._row_s * self._expected(self._timed(n_rows), n_rows * n_before / PER_TOKENS)
 
-    def undisturbed_s(self, context: int) -> float:
+    def undisturbed_s(self, n_before: int) -> float:
         """The least seconds of a single row while no other rank of its host computes."""
-        return self._row_s * (1 + self._timed_slope * context / PER_TOKENS) / self._n_sharing
+        return self._row_s * (1 + self._timed_slope * n_before / PER_TOKENS) / self._n_sharing
 
-    def n_cheap_rows(self, context: int) -> int:
+    def n_cheap_rows(self, n_before: int) -> int:
         """The largest timed size of a run that costs hardly more than one row."""
-        if self._cheap is None or self._cheap[0] != context:
-            limit = CHEAP * self._expected(1.0, context / PER_TOKENS)
+        if self._cheap is None or self._cheap[0] != n_before:
+            limit = CHEAP * self._expected(1.0, n_before / PER_TOKENS)
             cheap = 1
             for n, timed in self._sizes:
-                if n > cheap and self._expected(timed, n * context / PER_TOKENS) <= limit:
+                if n > cheap and self._expected(timed, n * n_before / PER_TOKENS) <= limit:
                     cheap = n
-            self._cheap = context, cheap
+            self._cheap = n_before, cheap
         return self._cheap[1]
 
     def n_chunk_rows(self, n_left: int, n_stages: int, most: int) -> int:
@@ -91,9 +91,9 @@ class RunCost:
             share = max(self._shares[-1], share / TILED)
         return max(n_stages - 1 + n_chunks, self._crowding * n_chunks) * share
 
-    def learn(self, n_rows: int, context: int, seconds: float) -> None:
+    def learn(self, n_rows: int, n_before: int, seconds: float) -> None:
         """A run took the slowest stage so many seconds."""
-        x = n_rows * context / PER_TOKENS
+        x = n_rows * n_before / PER_TOKENS
         t = self._timed(n_rows) + self._timed_slope * x
         y = min(seconds / self._row_s, LARGEST_EXCESS * (self._scale * t + self._slope * x))
         self._tt, self._tx, self._xx = MEMORY * self._tt + t * t, MEMORY * self._tx + t * x, MEMORY * self._xx + x * x
@@ -105,13 +105,13 @@ class RunCost:
         self._scale = max(0.0, (ty - self._tx * self._slope) / tt)
         self._cheap = None
 
-    def chunk_seconds(self, n_rows: int, context: int) -> float:
-        """Of a chunk of a prompt after `context` tokens."""
-        return self._chunk_scale * self.seconds(n_rows, context)
+    def chunk_seconds(self, n_rows: int, n_before: int) -> float:
+        """Of a chunk of a prompt after `n_before` tokens."""
+        return self._chunk_scale * self.seconds(n_rows, n_before)
 
-    def learn_chunk(self, n_rows: int, context: int, seconds: float) -> None:
+    def learn_chunk(self, n_rows: int, n_before: int, seconds: float) -> None:
         """A chunk of a prompt took the slowest stage so many seconds."""
-        if (guesses_s := self.seconds(n_rows, context)) > 0:
+        if (guesses_s := self.seconds(n_rows, n_before)) > 0:
             scale = min(seconds / guesses_s, LARGEST_EXCESS * self._chunk_scale)
             self._chunk_scale += (scale - self._chunk_scale) / CHUNK_MEMORY
 
@@ -134,11 +134,11 @@ def interpolate(xs: tuple[float, ...], ys: tuple[float, ...], x: float) -> float
     """The value at `x`: the first before all points, the last line continued after them. `xs` ascend."""
     if len(xs) == 1 or x <= xs[0]:
         return ys[0]
-    right = min(bisect_left(xs, x), len(xs) - 1)
-    left = right - 1
-    if xs[right] == xs[left]:
-        return ys[right]
-    return ys[left] + (ys[right] - ys[left]) * (x - xs[left]) / (xs[right] - xs[left])
+    upper = min(bisect_left(xs, x), len(xs) - 1)
+    lower = upper - 1
+    if xs[upper] == xs[lower]:
+        return ys[upper]
+    return ys[lower] + (ys[upper] - ys[lower]) * (x - xs[lower]) / (xs[upper] - xs[lower])
 
 
 # -- pace
@@ -157,16 +157,16 @@ class Pacer:
         self._free_s = -math.inf  # when the slowest stage will have done what was sent
         self._off_s = self._late_s = 0.0  # running means: error of costs; how late a run that was due was asked for
         self.answer_s = 0.0  # from sending a run to its verdict, a running mean; 0 before the first
-        self.on_way_s = 0.0  # of that, beside the slowest stage's time, the least of late; 0 before the first
+        self.on_way_s = 0.0  # of that, all but the slowest stage's time, the least of recent runs; 0 before the first
         self._n_prompts = 0  # runs of prompts in flight
 
-    def due_s(self, context: int, oldest_sent_s: float = math.inf, patience: float = 0.0) -> float:
-        """Until when a run would only be queued, or miss a verdict that is about to come. `context`: tokens before it.
+    def due_s(self, n_before: int, oldest_sent_s: float = math.inf, patience: float = 0.0) -> float:
+        """Until when a run would only be queued, or miss a verdict that is about to come. `n_before`: tokens before it.
         `oldest_sent_s`: when the run was sent whose verdict comes next. `patience`: the share of a one-row run for
         which the slowest stage may be idle if that verdict is there by then."""
         if self.run_cost is None:
             return -math.inf
-        row_s = self.run_cost.seconds(1, context)
+        row_s = self.run_cost.seconds(1, n_before)
         due_s = self._free_s - min(LOOKAHEAD * row_s, MARGIN_S + OFF * (self._off_s + self._late_s))
         if oldest_sent_s + self.answer_s <= due_s + patience * row_s:
             due_s += patience * row_s
@@ -182,7 +182,7 @@ class Pacer:
         flight.sent_s, flight.queued = self.clock(), self._n_prompts > 0
         self._n_prompts += flight.n_context > 0
         if self.run_cost:
-            flight.cost_s = self.run_cost.seconds(flight.n_rows, flight.context)
+            flight.cost_s = self.run_cost.seconds(flight.n_rows, flight.n_before)
             self._free_s = max(self._free_s, flight.sent_s) + flight.cost_s
 
     def landed(self, flight: InFlightRun, slowest_s: float, left_s: float) -> float:
@@ -203,7 +203,7 @@ class Pacer:
                     self.on_way_s = min(_mean(self.on_way_s, on_way_s), on_way_s) if self.on_way_s else on_way_s
         if slowest_s and self.run_cost:
             learn = self.run_cost.learn_chunk if flight.n_context else self.run_cost.learn
-            learn(flight.n_rows, flight.context, slowest_s)
+            learn(flight.n_rows, flight.n_before, slowest_s)
         return now_s
 
     def given_up(self) -> None:

@@ -21,10 +21,11 @@ class OpKind(IntEnum):
     READ = 7
     JOIN = 8
     LOAD = 9
+    USE = 10
 
 
-OF_BLOCKS = frozenset([OpKind.STORE, OpKind.READ, OpKind.JOIN, OpKind.LOAD])
-"""Operations on blocks of cells on disk. A run with a JOIN has no other operation."""
+OF_BLOCKS = frozenset([OpKind.STORE, OpKind.READ, OpKind.JOIN, OpKind.LOAD, OpKind.USE])
+"""Operations on blocks of cells that stages keep. A run with a JOIN has no other operation."""
 
 
 class BlockKey(NamedTuple):
@@ -44,12 +45,13 @@ class KvOp:
     CLOSE   request `src` has ended: its state at the stages is freed
     SHARED  before a COMPACT: the cells of `dst` at positions [0, last) are those of `src`, and stay shared; at most one
             for each `dst`, after that of its `src`
-    STORE   write the cells of `src` at the positions `rows` to the stage's disk, as the block of `key`; with states
-            all that `src` has, if it ends there
+    STORE   keep the cells of `src` at the positions `rows` at the stage, as the block of `key`; with states all
+            that `src` has, if it ends there
     READ    begin to read the block of `key` back, the next one of reading `src`
     JOIN    wait until the blocks of reading `src` are read; `last` becomes the number that every stage could read
     LOAD    the first blocks of reading `src`, positions [0, last), become the cells of the empty sequence `dst`, and
-            the rest is dropped; with `last` 0 there is no sequence"""
+            the rest is dropped; with `last` 0 there is no sequence
+    USE     the block of `key` was used, and is removed after those that were used before"""
 
     kind: OpKind
     src: int
@@ -69,7 +71,7 @@ class KvOp:
 
     @property
     def key(self) -> BlockKey:
-        """Of a STORE or READ."""
+        """Of a STORE, READ or USE."""
         return BlockKey(self.dst, self.first)
 
 
@@ -111,7 +113,7 @@ class Run:
         return self.span is not None and self.rows[0].position == self.span.start
 
     @property
-    def context(self) -> int:
+    def n_before(self) -> int:
         """Tokens before a request's first row, the mean over the rows; a request's rows are consecutive."""
         request, first, total = None, 0, 0
         for row in self.rows:

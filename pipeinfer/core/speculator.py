@@ -92,7 +92,7 @@ class Speculator:
             self._tell(partial(self.drafter.settle, request, path))
 
     def read(self, part: RequestSlice, features: FloatArray) -> None:
-        """The target has evaluated this of a run. `features`: (n_rows, n) of the run's rows."""
+        """The target has evaluated this part of a run. `features`: (n_rows, n) of the run's rows."""
         if self._reader:
             rows = features[part.first - part.n_context : part.first + len(part.nodes)]
             self._tell(partial(self._reader.read, part.request, part.start, part.nodes, rows))

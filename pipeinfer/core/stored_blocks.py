@@ -1,9 +1,12 @@
-"""Blocks of texts whose cells every stage keeps on its disk: which a text consists of, which the stages store, and
-which they read back for a request. Knows keys and runs; no file and no model.
+"""Blocks of texts whose cells every stage keeps, on its disk or in memory: which a text consists of, which the
+stages store, and which they read back for a request. Knows keys and runs; no file and no model.
 
 A block is one of a prompt that is evaluated in blocks (see `blocks`), or up to BLOCK rows that are not. Its key is a
 hash of the request's adapters, of all tokens up to its end and of how their rows are cut, so that cells of the same key
 have the same bits.
+
+A text can be read back from its first block on. Of a text for which there is no room only the first blocks are stored,
+and a text's last blocks are removed before its first.
 
 Where sequences do not rewind the stages store states: all that a sequence has at the end of a block of its prompt, with
 the key of that block. A state is taken right behind the run that ends there, before the run is heard of; a stage that
@@ -31,6 +34,23 @@ IN_BLOCK, BY_ROW = b"b", b"r"
 STATE_ROWS = 4096  # of a prompt, between its states; one more is near its end
 
 
+class StoredBytes(NamedTuple):
+    """What a block takes at a stage at most: bytes for itself, and for each of its rows."""
+
+    block: int
+    row: int
+
+
+class Room(NamedTuple):
+    """For blocks at each stage. `of_blocks`: where they are largest."""
+
+    n_bytes: int
+    of_blocks: StoredBytes
+
+    def has(self, n_blocks: int, n_rows: int) -> bool:
+        return n_blocks * self.of_blocks.block + n_rows * self.of_blocks.row <= self.n_bytes
+
+
 class TextBlock(NamedTuple):
     """Positions [start, end) of a text."""
 
@@ -40,10 +60,12 @@ class TextBlock(NamedTuple):
 
 
 class TextBlocks:
-    """The blocks of a request's text, in order. `spans`: of a prompt read in blocks. `end`: of the last one so far."""
+    """The blocks of a request's text, in order. `spans`: of a prompt read in blocks. `end`: of the last one so far.
+    `stored`: those that the stages have; `is_full`: they may have no more."""
 
     def __init__(self, request: Request, spans: Sequence[Span]) -> None:
         self.end, self._request, self._spans = 0, request, spans
+        self.stored, self.is_full = list[TextBlock](), False
         self._digest = b"" if request.adapters is None else repr(request.adapters).encode()
 
     def next(self, n_tokens: int) -> TextBlock | None:
@@ -74,8 +96,9 @@ class _Reading:
 class StoredBlocks:
     """`levels`: the target first, of which all layers see all cells. `keys`: of the blocks that every stage has; one
     may have lost some. `n_cached`: tokens of a request that need not be evaluated in any case. `retain`: takes a
-    finished request with which others can start; `forget_oldest`: frees one, False if there is none. `read_only`:
-    nothing is stored."""
+    finished request with which others can start; `forget_oldest`: frees one, False if there is none. `room`: for a
+    text. `on_full`: called with a number of tokens, the first time that a text has more than there is room for.
+    `read_only`: nothing is stored."""
 
     def __init__(
         self,
@@ -85,12 +108,14 @@ class StoredBlocks:
         n_cached: Callable[[Request], int],
         retain: Callable[[Request], None],
         forget_oldest: Callable[[], bool],
+        room: Room,
+        on_full: Callable[[int], object],
         read_only: bool = False,
     ) -> None:
         self._levels, self._target, self._speculator, self._keys = levels, levels[0], speculator, set(keys)
         self._n_cached, self._retain, self._forget_oldest = n_cached, retain, forget_oldest
         self._has_states = not self._target.pool.rewinds
-        self._read_only = read_only
+        self._room, self._on_full, self._read_only = room, on_full, read_only
         self._state_ends: dict[int, int] = {}  # of open requests, where the newest state was taken
         self._texts: dict[int, TextBlocks] = {}  # of open requests
         self._readings: dict[int, _Reading] = {}
@@ -111,14 +136,30 @@ class StoredBlocks:
         """Let the stages store what they have evaluated of an open request since the last call."""
         if self._read_only or self._has_states:
             return
-        text = self._text(request)
-        if self._target.pool.placed_end(request.id) - text.end < BLOCK or request.is_scored:
+        text, there = self._text(request), list[TextBlock]()
+        if text.is_full or self._target.pool.placed_end(request.id) - text.end < BLOCK or request.is_scored:
             return
         n_settled = self._target.n_settled(request)
-        while block := text.next(n_settled):
-            if block.key not in self._keys:
-                self._keys.add(block.key)
-                self._target.pool.store(request.id, *block)
+        while (block := text.next(n_settled)) and self._fits(text, block):
+            text.stored.append(block)
+            if block.key in self._keys:
+                there.append(block)
+                continue
+            self._keys.add(block.key)
+            self._target.pool.store(request.id, *block)
+        self._use(there)  # so that what is stored now does not take their place
+
+    def _fits(self, text: TextBlocks, block: TextBlock) -> bool:
+        """Whether there is room for the text with a further block."""
+        if not self._room.has(len(text.stored) + 1, block.end):
+            text.is_full = True
+            self._on_full(block.start)
+            self._on_full = lambda n_tokens: None
+        return not text.is_full
+
+    def _use(self, blocks: Sequence[TextBlock]) -> None:
+        """Let the stages note a use of blocks, in their order."""
+        self._target.send_ops([KvOp(OpKind.USE, 0, key.high, key.low) for _, _, key in blocks], 0)
 
     def sent(self, flight: InFlightRun) -> None:
         """Let the stages store the states that prompts have behind a run."""
@@ -148,9 +189,10 @@ class StoredBlocks:
     def end(self, request: Request) -> None:
         """Store the rest of an open request that is about to be closed."""
         self._store(request)
-        self._texts.pop(request.id, None)
+        text = self._texts.pop(request.id, None)
         self._state_ends.pop(request.id, None)
         self._target.send_ops(self._target.pool.take_pending(), 0)  # there may be no further run
+        self._use(text.stored[::-1] if text else ())
 
     def _blocks_of(self, request: Request) -> TextBlocks:
         return TextBlocks(request, (request.spans or ()) if self._target.blocks else ())

@@ -28,9 +28,9 @@ class Node:
     children: "list[Node]" = field(default_factory=list)
     run_id: int | None = None  # the run that carries it to the target
     verdict: int | None = None
-    expanded: bool = False  # the smallest draft has guessed what follows, or need not
+    expanded: bool = False  # the smallest draft has guessed what follows, or does not need to
     looked_up: bool = False  # what follows was looked up
-    refined: int = 0  # the largest draft that has
+    refined: int = 0  # the largest draft that has guessed what follows
     passed_over: int = 0  # the largest draft that has had no room for it since the root moved
     guessed_by: int = 0  # the draft whose `log_prob` it is
     depth: int = 0  # below the root when it was guessed

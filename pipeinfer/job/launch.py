@@ -22,10 +22,9 @@ from pipeinfer.cluster.hosts.launch import (
     size_from_environment,
 )
 from pipeinfer.cluster.hosts.resources import EnergyMeter, count_open_files, peak_resident_bytes, resident_bytes
-from pipeinfer.cluster.hosts.roster import check_alike, own_info
+from pipeinfer.cluster.hosts.roster import check_alike, clock_offset_s, own_info
 from pipeinfer.cluster.idle import sleep_on_time
-from pipeinfer.cluster.link_times import clock_offset_s
-from pipeinfer.cluster.stages.cell_store import BlockFiles, CellStore
+from pipeinfer.cluster.stages.cell_store import CellStore
 from pipeinfer.cluster.stages.pace import JobClock, PacedStage
 from pipeinfer.cluster.stages.stage import StageStats, StageWorker
 from pipeinfer.cluster.transport import Link, Outbox, abort
@@ -33,6 +32,7 @@ from pipeinfer.cluster.watch.processes import marking, sweep
 from pipeinfer.cluster.watch.protocol import Flow, Limits
 from pipeinfer.cluster.watch.rendezvous import Location
 from pipeinfer.cluster.watch.watch import Watch
+from pipeinfer.core.interfaces import Blocks
 from pipeinfer.errors import JobError, UserError
 from pipeinfer.job.doctor.findings import Severity
 from pipeinfer.job.doctor.host_checks import check_this_host
@@ -53,8 +53,8 @@ CLOCK: Callable[[], float] = time.monotonic
 class Context:
     """`link`: to the other ranks. `flow`: progress of this rank's stage, for the watch. `clock`: of the job's times.
     `clock_offset_s`: to rank 0's clock. `paced`: this rank's models in a paced job. `vocabulary`: the target's, on the
-    ranks of its last layers and of the smallest draft. `blocks`, `store`: the files of the cells of this rank's stage
-    on disk, and what keeps cells in them."""
+    ranks of its last layers and of the smallest draft. `blocks`, `store`: the cells of this rank's stage
+    on disk or in memory, and what keeps them there."""
 
     link: Link
     flag: StopFlag
@@ -65,7 +65,7 @@ class Context:
     meter: EnergyMeter = field(default_factory=EnergyMeter)
     paced: list[PacedStage] = field(default_factory=list)
     vocabulary: VocabularyFile | None = None
-    blocks: BlockFiles | None = None
+    blocks: Blocks | None = None
     store: CellStore | None = None
 
     @property
@@ -78,7 +78,7 @@ class Context:
         return f"rank {self.rank} ({socket.gethostname()})"
 
     def close(self) -> None:
-        """Of the store and the vocabulary, before the models are closed."""
+        """Close the store and the vocabulary; to be called before the models are closed."""
         for each in (self.store, self.vocabulary):
             if each:
                 each.close()
@@ -94,7 +94,7 @@ class Context:
         return {
             "runs_skipped": stats.n_skipped,
             "runs_stopped": stats.n_stopped,
-            "runs_left_to_samplers": stats.n_left,
+            "runs_left_to_samplers": stats.n_for_samplers,
             "layers_saved": stats.n_layers_saved,
             "late_s": sum(stage.take_late_s() for stage in self.paced),
             "joules": math.nan if self.clock.dilation > 1 else self.meter.take_joules(),
@@ -126,14 +126,14 @@ class Crew:
         return Context(self.link, self.flag, Tracer(clock, on=traces), self.watch.flow, clock, offset_s)
 
 
-def start_job(part: Callable[[Crew], int], settings: object, ranks: PlacementOptions, verbose: bool = False) -> int:
+def start_job(part: Callable[[Crew], int], settings: object, placement: PlacementOptions, verbose: bool = False) -> int:
     """Join the other ranks, do this rank's part, leave with them. Returns the part's exit code; 2 after a JobError,
     which rank 0 prints. `settings`: a dataclass of the command's options, which must be the same on every rank;
-    `ranks`: those about ranks; `verbose`: print a traceback of a failure. Raises UserError, on every rank and with MPI
-    ended, when ranks do not fit together."""
+    `placement`: those about ranks; `verbose`: print a traceback of a failure. Raises UserError, on every rank and with
+    MPI ended, when ranks do not fit together."""
     sleep_on_time()
     flag, end = StopFlag(), partial(end_job, abort=abort)
-    limits, resumed_from = Limits.of(ranks.rank_timeout_s), getattr(settings, "goes_on_from", None)
+    limits, resumed_from = Limits.of(placement.rank_timeout_s), getattr(settings, "resume_file", None)
     inquiry = python_command("from pipeinfer.job.doctor.absent import main; main()")
     watch = Watch(rank_from_environment(), size_from_environment(), end, limits, resumed_from, inquiry)
     stopper = Stopper(flag, watch, end)
@@ -158,8 +158,8 @@ def start_job(part: Callable[[Crew], int], settings: object, ranks: PlacementOpt
     _join(link, watch, settings)
     with watch:
         try:
-            if ranks.numa:
-                use_nodes(ranks.numa)
+            if placement.numa:
+                use_nodes(placement.numa)
             hosts = link.all_gather(this_host(socket.gethostname()))
             with report_bus_errors(watch.fault):
                 code = part(Crew(link, flag, watch, hosts))

@@ -45,7 +45,7 @@ Same top p: {same_top:.3%} ± {same_top_error:.3%}"""
 
 @dataclass(frozen=True, kw_only=True)
 class PerplexityOptions:
-    """`source`: the text; None: that of `base`, a file to compare with, else to write. `n_chunks`: of it; 0: all."""
+    """`source`: the text; None: that of `base`, a file to compare with; else `base` is written. `n_chunks`: 0: all."""
 
     run: RunOptions
     source: Path | None
@@ -59,15 +59,14 @@ def run_perplexity(options: PerplexityOptions) -> int:
 
 
 def _prepare(options: RunOptions, hosts: Sequence[Host], work: PerplexityOptions) -> "tuple[JobPlan, PerplexityRun]":
-    """Raises UserError for a text that is too short, and whatever is wrong with options and files."""
+    """Raises UserError for a text that is too short, and for whatever is wrong with options and files."""
     source, base = work.source, work.base
     if base and source:
         base = _checked_base(base, inputs_of(options.changed(file=source)))
     text = read_text("--file", source) if source else ""
     options, info, drafts, tokenizer = open_job(options)
-    chunks = (
-        _chunks(tokenizer.encode(text), options.context.ctx_size, str(source)) if source else _chunks_of(base, info)
-    )
+    n_ctx = options.context.ctx_size or 0
+    chunks = _chunks(tokenizer.encode(text), n_ctx, str(source)) if source else _chunks_of(base, info)
     chunks = chunks[: work.n_chunks or None]
     size = len(chunks[0])
     prompts = [[tokenizer.bos, *chunk[1:]] if tokenizer.adds_bos else chunk for chunk in chunks]
@@ -138,7 +137,7 @@ class Estimate:
 
 
 def divergence_figures(losses: Sequence[float], comparisons: Sequence[Comparison]) -> dict[str, float]:
-    """Of all tokens that were compared, with standard errors of means. `losses`: their negative log-probabilities."""
+    """Means over all compared tokens, with standard errors. `losses`: their negative log-probabilities."""
     divergences, base_logprobs, same_tops = np.array(comparisons, np.float64).T
     means = dict(zip(GEOMETRIC, (-base_logprobs, losses + base_logprobs), strict=True))
     figures = {"divergence_max": float(divergences.max()), "divergence_median": float(np.median(divergences))}
@@ -165,7 +164,7 @@ class PerplexityRun:
     losses: list[float] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
     n_done: int = 0  # chunks
-    _early: dict[int, list[ScoredToken]] = field(default_factory=dict)  # chunks before which some are missing
+    _early: dict[int, list[ScoredToken]] = field(default_factory=dict)  # scored chunks that wait for earlier ones
 
     def run(self, context: Context) -> int:
         """Returns the exit code."""

@@ -17,7 +17,7 @@ from pipeinfer.job.options.options import JobOutput, RunOptions
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.planning.plan_table import show_start
 from pipeinfer.job.planning.prepare import prepare
-from pipeinfer.job.process.streams import complain, lost
+from pipeinfer.job.process.streams import complain, lost_output
 from pipeinfer.job.requests.journal import Journal, model_id, open_journal
 from pipeinfer.job.requests.request import GenerationRequest, complain_of_mismatch
 from pipeinfer.job.session.result import ExperimentSettings, experiment_columns, generation_result
@@ -34,19 +34,19 @@ if TYPE_CHECKING:  # imports what most runs do not need
     from pipeinfer.job.planning.machines import TimedMachine
 
 
-def prepare_run(options: RunOptions, hosts: Sequence[Host]) -> "tuple[JobPlan, Head]":
+def prepare_run(options: RunOptions, hosts: Sequence[Host]) -> "tuple[JobPlan, RunHead]":
     """Raises UserError for whatever is wrong with options and files."""
     plan, (request, tokenizer) = prepare(options, hosts)
-    noted = replace(request, sampling=replace(request.sampling, seed=options.sampling.seed))
+    as_given = replace(request, sampling=replace(request.sampling, seed=options.sampling.seed))
     model, placement = model_id(plan), options.placement
-    key, journal = digest((noted, model[0], options.numerics.rounding)), open_journal(options.output.resume, model)
+    key, journal = digest((as_given, model[0], options.numerics.rounding)), open_journal(options.output.resume, model)
     settings, is_split = ExperimentSettings.of(options), placement.layer_split is not None and not placement.plan
-    has_draft, request = bool(options.models.drafts), journal.begin(key, request)
-    return plan, Head(plan, request, tokenizer, key, journal, settings, options.output, has_draft, is_split)
+    has_draft, request = bool(options.models.drafts), journal.begin(key, request.within(plan.capacity.n_ctx))
+    return plan, RunHead(plan, request, tokenizer, key, journal, settings, options.output, has_draft, is_split)
 
 
 @dataclass(slots=True)
-class Head:
+class RunHead:
     """Rank 0's part. `key`: names the request in notes. `has_draft`, `is_split`: a draft, a split are given."""
 
     plan: JobPlan
@@ -67,18 +67,18 @@ class Head:
         flag, request, verbose = self.context.flag, self.request, self.output.verbose
         n_prompt = len(request.prompt)
         brief = f"context {request.n_ctx}, seed {request.sampling.seed}"
-        noted = f", {len(request.begun)} tokens of it are noted" if request.begun else ""
+        resumed = f", {len(request.begun)} tokens of it are noted" if request.begun else ""
         n_predict = f"up to {request.n_predict} tokens" if request.n_predict else "no tokens"
-        about = f"policy {request.policy.name}, {n_prompt} prompt tokens, {n_predict}, {brief}{noted}"
+        about = f"policy {request.policy.name}, {n_prompt} prompt tokens, {n_predict}, {brief}{resumed}"
         show_start(self.console, self.plan, brief, about, verbose)
         opened = open_session(self.context, self.plan, self.tokenizer, verbose=verbose)
         with closing(self.journal), opened as session:
             progress = ProgressBar(self.console, CLOCK, "prompt", n_prompt - 1, "tokens")
-            on_tokens = partial(self.journal.came, self.key)
+            on_tokens = partial(self.journal.add_output, self.key)
             generation = session.generate(request, on_tokens, progress.update, self.output.json)
             progress.close()
             if generation.request.finish is not Finish.STOPPED:
-                self.journal.ended(self.key)
+                self.journal.end(self.key)
             machine = self._time_machine()
         code = self._report(generation)
         if machine and generation.request.n_generated > 1:
@@ -88,7 +88,7 @@ class Head:
         if generation.request.finish is Finish.FAILED:
             complain(TOO_MUCH)
             code = 2
-        if flag.reason and not lost(sys.stdout):
+        if flag.reason and not lost_output(sys.stdout):
             complain(f"{flag.reason}; the text up to here is complete")
         return flag.exit_code or code
 

@@ -12,7 +12,7 @@ from pipeinfer.core.settings import settings_of, value_text
 
 HASH_DIGITS = 16
 Record = dict[str, Any]  # a row: the name of a column -> its cell
-Kind = Literal["text", "integer", "number", "integers", "numbers"]
+ColumnKind = Literal["text", "integer", "number", "integers", "numbers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,16 +20,16 @@ class Column:
     """`is_key`: known before anything is measured. Rows that differ in such a column are different experiments."""
 
     name: str
-    kind: Kind
+    kind: ColumnKind
     meaning: str
     is_key: bool = False
 
 
-def _key(name: str, kind: Kind, meaning: str) -> Column:
+def _key(name: str, kind: ColumnKind, meaning: str) -> Column:
     return Column(name, kind, meaning, is_key=True)
 
 
-_KINDS: dict[type, Kind] = {int: "integer", float: "number", str: "text"}
+_KINDS: dict[type, ColumnKind] = {int: "integer", float: "number", str: "text"}
 _SAMPLED = {
     "seed": "of sampling; of `simulate`, of the choices",
     "temp": "temperature; 0 is greedy",
@@ -59,7 +59,7 @@ COLUMNS = (
     _key("variant", "text", "what an ablation switched off, by its flags; empty: nothing"),
     _key("settings", "text", "what steers policy and drafts: main options, and all that are not as by default"),
     _key("options", "text", "context, batch and other options of the job that are not as by default"),
-    _key("model", "text", "the target's file; of `simulate`, the profile"),
+    _key("model", "text", "the target's file; of `simulate`, the profile, and the pair of models"),
     _key("model_bytes", "integer", "size of the target's file"),
     _key(
         "model_hash",
@@ -135,7 +135,7 @@ KEY = tuple(column.name for column in COLUMNS if column.is_key)
 """Rows that agree in these are the same measurement: the key of `--resume`, of the tables and of the figures."""
 
 
-SHARES = {"mean": "mean", "p50": "median", **{f"p{share}": f"{share}th percentile" for share in (90, 95, 99)}}
+STATISTICS = {"mean": "mean", "p50": "median", **{f"p{share}": f"{share}th percentile" for share in (90, 95, 99)}}
 LATENCIES = {
     "ttft": "time to first token (s) over requests, from when each came",
     "tpot": "mean time per output token (s) after the first, over requests",
@@ -149,7 +149,7 @@ def _shared(*names: str) -> tuple[Column, ...]:
 
 
 def _latency(name: str, meaning: str) -> tuple[Column, ...]:
-    figures = (Column(f"{name}_{share}_s", "number", f"{shown}: {meaning}") for share, shown in SHARES.items())
+    figures = (Column(f"{name}_{key}_s", "number", f"{shown}: {meaning}") for key, shown in STATISTICS.items())
     return (*figures, Column(f"{name}_percentiles_s", "numbers", "all its percentiles, 0 to 100"))
 
 

@@ -14,12 +14,12 @@ UNGUESSED_MIN = 32  # shorter texts get no notice that no guess was sent: guesse
 
 @dataclass
 class RequestMetrics(Observer):
-    """Callbacks: `on_prompt` gets the number of prompt rows that are evaluated, `on_turn` whether the request starts or
-    stops running, `on_notice` the notices of its policy. `has_draft`: there is a draft beside lookup."""
+    """Callbacks: `on_prompt` gets the number of prompt rows that are evaluated, `on_running` whether the request
+    starts or stops running, `on_notice` the notices of its policy. `has_draft`: there is a draft beside lookup."""
 
     tracer: Tracer | None = None
     on_prompt: Callable[[int], None] | None = None
-    on_turn: Callable[[bool], None] | None = None
+    on_running: Callable[[bool], None] | None = None
     on_notice: Callable[[str], None] | None = None
     has_draft: bool = True
     submitted_s: float = math.nan
@@ -62,7 +62,7 @@ class RequestMetrics(Observer):
 
     def preempted(self) -> None:
         self.n_preempted += 1
-        self._turn(False)
+        self._set_running(False)
 
     def prompt_evaluated(self, n_rows: int) -> None:
         if self.on_prompt:
@@ -73,7 +73,7 @@ class RequestMetrics(Observer):
     ) -> None:
         if not self.is_running:
             self.begun_s = now_s if math.isnan(self.begun_s) else self.begun_s
-            self._turn(True)
+            self._set_running(True)
         self.n_runs += 1
         self.n_rows += n_rows
         self.n_root_runs += has_root
@@ -81,11 +81,11 @@ class RequestMetrics(Observer):
         self.n_branches += n_branches
         self.n_inflight_max = max(self.n_inflight_max, n_inflight)
 
-    def _turn(self, is_running: bool) -> None:
+    def _set_running(self, is_running: bool) -> None:
         if self.is_running != is_running:
             self.is_running = is_running
-            if self.on_turn:
-                self.on_turn(is_running)
+            if self.on_running:
+                self.on_running(is_running)
 
     def run_cancelled(self) -> None:
         self.n_cancelled += 1

@@ -18,7 +18,7 @@ from rich.progress import (
 from rich.table import Table
 
 from pipeinfer.child import terminal_width
-from pipeinfer.text import labelled, milliseconds, number, size_text
+from pipeinfer.text import count_text, labelled, milliseconds, number, size_text
 
 WIDTH = 12  # of a label
 DEPTHS_SHOWN = 8
@@ -59,8 +59,8 @@ def show_statistics(console: Console, result: dict[str, Any]) -> None:
 def _statistics(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
     t, s = result["timings"], result["speculation"]
     ttft, p50, p95, p99 = (milliseconds(t[f"{name}_s"]) for name in ("ttft", "itl_p50", "itl_p95", "itl_p99"))
-    yield "prompt", f"{t['prompt_n']} tokens, {number(t['prompt_per_second'])} tokens/s, TTFT {ttft}"
-    speed = f"{t['predicted_n']} tokens, {number(t['predicted_per_second'])} tokens/s"
+    yield "prompt", f"{count_text(t['prompt_n'], 'token')}, {number(t['prompt_per_second'])} tokens/s, TTFT {ttft}"
+    speed = f"{count_text(t['predicted_n'], 'token')}, {number(t['predicted_per_second'])} tokens/s"
     yield "generation", f"{speed}, ITL p50 {p50}, p95 {p95}, p99 {p99}"
     if s["draft_n"]:
         n_right, acceptance, hit_rate = s["draft_n_accepted"], number(s["acceptance_rate"]), number(s["hit_rate"])

@@ -37,16 +37,16 @@ BEHIND = (
     "the longer such a load, the longer they wait."
 )
 
-Cells = dict[str, Callable[[dict[str, Any]], str]]  # a table: column -> the cell of a summary
+Formats = dict[str, Callable[[dict[str, Any]], str]]  # a table: column -> what makes its cell of a summary
 
-MODELS: Cells = {
+MODELS: Formats = {
     "model": lambda row: f"{without_suffixes(row['model'])} {row['quantisation']}",
     "draft": lambda row: without_suffixes(row["model_draft"]) or "-",
     "ranks": lambda row: str(row["ranks"]),
     "layers": lambda row: ",".join(map(str, row["layers"])),
 }
-POLICY: Cells = {"policy": lambda row: " ".join(filter(None, (row["policy"], row.get("variant"), row.get("pace"))))}
-GENERATIONS: Cells = {
+POLICY: Formats = {"policy": lambda row: " ".join(filter(None, (row["policy"], row.get("variant"), row.get("pace"))))}
+GENERATIONS: Formats = {
     "model": MODELS["model"],
     "size": lambda row: size_text(row["model_bytes"]) if row["model_bytes"] else "-",  # a profile has no file
     **MODELS,
@@ -61,7 +61,7 @@ GENERATIONS: Cells = {
     "TPOT ms": lambda row: _deviating(row, "tpot_s", 1e3),
 }
 TEST = list(GENERATIONS).index("test")
-LOAD_SETTINGS: Cells = {
+LOAD_SETTINGS: Formats = {
     **POLICY,
     "settings": lambda row: row["settings"] or "-",
     "requests": lambda row: str(row["n_requests"]),
@@ -75,7 +75,7 @@ LOAD_SETTINGS: Cells = {
     "busiest stage": lambda row: f"{100 * busiest([row['busy']])[0]:.1f}%",
 }
 MEASURED_LOADS = MODELS | {"test": lambda row: f"{row['prompt']} tg{row['predict']}"} | LOAD_SETTINGS
-SIMULATED_LOADS: Cells = LOAD_SETTINGS | {"stages evaluate": lambda row: f"{100 * fmean(row['evaluating']):.1f}%"}
+SIMULATED_LOADS: Formats = LOAD_SETTINGS | {"stages evaluate": lambda row: f"{100 * fmean(row['evaluating']):.1f}%"}
 """`busiest stage`: its share of busy time; `stages evaluate`: the mean share, without the hosts' other work."""
 
 LEFT_ALIGNED = ("model", "draft", "layers", "policy", "test", "settings", "come")
@@ -170,8 +170,8 @@ def markdown(summaries: Sequence[dict[str, Any]]) -> list[str]:
     return _table(GENERATIONS, rows)
 
 
-def _table(cells: Cells, rows: Iterable[Sequence[str]]) -> list[str]:
-    return markdown_table(list(cells), rows, right_aligned=[name for name in cells if name not in LEFT_ALIGNED])
+def _table(formats: Formats, rows: Iterable[Sequence[str]]) -> list[str]:
+    return markdown_table(list(formats), rows, right_aligned=[name for name in formats if name not in LEFT_ALIGNED])
 
 
 def _deviating(summary: dict[str, Any], name: str, scale: float = 1.0) -> str:
@@ -202,8 +202,8 @@ def _means(rows: Sequence[Record]) -> dict[str, Any]:
     return means
 
 
-def _load_table(cells: Cells, loads: Sequence[dict[str, Any]]) -> list[str]:
-    lines = _table(cells, [[cell(load) for cell in cells.values()] for load in loads])
+def _load_table(formats: Formats, loads: Sequence[dict[str, Any]]) -> list[str]:
+    lines = _table(formats, [[cell(load) for cell in formats.values()] for load in loads])
     return [*lines, "", BEHIND] if any(map(falls_behind, loads)) else lines
 
 

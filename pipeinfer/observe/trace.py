@@ -234,7 +234,7 @@ def _head_spans(ledger: HeadLedger) -> list[TraceSpan]:
     ]
 
 
-def _gaps(runs: Sequence[StageRun], ledger: HeadLedger, unit: str = "run") -> Iterator[TraceSpan]:
+def _gaps(runs: Sequence[StageRun], ledger: HeadLedger, unit: str) -> Iterator[TraceSpan]:
     """The time between a stage's runs: idle until the next one leaves the head, then waiting for it."""
     for run_id, wait_s, start_s, _, _ in runs:
         if run_id not in ledger.submitted_s:
@@ -246,9 +246,7 @@ def _gaps(runs: Sequence[StageRun], ledger: HeadLedger, unit: str = "run") -> It
             yield TraceSpan("waiting", sent_s, start_s - sent_s, {unit: run_id})
 
 
-def _messages(
-    stages: Sequence[tuple[int, Sequence[StageRun]]], ledger: HeadLedger, unit: str = "run"
-) -> Iterator[Arrow]:
+def _messages(stages: Sequence[tuple[int, Sequence[StageRun]]], ledger: HeadLedger, unit: str) -> Iterator[Arrow]:
     """A message for each hop of every run (or question): from the head through the remote stages and back."""
     source, sent_s = 0, dict(ledger.submitted_s)
     for rank, runs in stages:

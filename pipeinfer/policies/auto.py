@@ -281,13 +281,13 @@ def _awaits_verdict(context: PolicyView, nodes: Sequence[Node]) -> bool:
 
 def _outlive(context: PolicyView, nodes: Sequence[Node]) -> float:
     """P that the verdict of the root's run leaves one of the nodes a use."""
-    decided, left = context.tree.root.run_id, set[Node]()
+    decided, survivors = context.tree.root.run_id, set[Node]()
     for node in nodes:
         if node.run_id != decided:
             while node.parent and node.parent.run_id != decided:
                 node = node.parent
-            left.add(node)
-    return sum(chance(context, node.score) for node in left)
+            survivors.add(node)
+    return sum(chance(context, node.score) for node in survivors)
 
 
 def _busy(context: PolicyView) -> Answer | None:

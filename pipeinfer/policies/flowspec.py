@@ -47,7 +47,7 @@ class FlowSpec(PaperPolicy):
     _root: Node | None = field(default=None, init=False, repr=False, compare=False)
     _layer: list[Node] = field(default_factory=list, init=False, repr=False, compare=False)  # drafted last
     _end: int = field(default=0, init=False, repr=False, compare=False)  # position of the last layer to draft
-    _take: Selection | None = field(default=None, init=False, repr=False, compare=False)  # selects nodes of it then
+    _select: Selection | None = field(default=None, init=False, repr=False, compare=False)  # selects nodes of it then
     _sequence: list[Node] = field(default_factory=list, init=False, repr=False, compare=False)  # S, its unsent part
     _n_empty: int = field(default=0, init=False, repr=False, compare=False)  # segments in flight without a live node
     _has_returned: bool = field(default=False, init=False, repr=False, compare=False)  # one of them, not expanded after
@@ -64,7 +64,7 @@ class FlowSpec(PaperPolicy):
         root = context.tree.root
         if root is not self._root:
             return NOTHING
-        if root.run_id is None and self._take:
+        if root.run_id is None and self._select:
             return AwaitDraft(root)
         segment = context.fitting(self._unsent())[: self.segment]
         if root.run_id is None:
@@ -87,7 +87,7 @@ class FlowSpec(PaperPolicy):
     def draft(self, context: PolicyView) -> dict[Node, int]:
         """The layer that is being expanded, in one batch."""
         self._step(context)
-        if self._take is None or context.tree.root is not self._root:
+        if self._select is None or context.tree.root is not self._root:
             return {}
         return {node: self.width for node in self._layer if self._is_open(context, node)}
 
@@ -107,7 +107,7 @@ class FlowSpec(PaperPolicy):
             elif self._root is None or not context.n_evaluated:
                 self._root = root
                 self._initialise(context)
-        elif self.expansion and self._take is None and root.run_id is not None and self._has_returned:
+        elif self.expansion and self._select is None and root.run_id is not None and self._has_returned:
             self._expand_score_aware(context)
         self._grow(context)
 
@@ -126,7 +126,7 @@ class FlowSpec(PaperPolicy):
 
     def _expand_context_aware(self, context: PolicyView) -> None:
         """Draft d_se layers of T_se from the new root: its best L_se nodes, without known ones (section III-D)."""
-        self._draft_from(self._known(context, [context.tree.root]), self._n_layers(context), self._best_of_fresh)
+        self._draft_from(self._open_layer(context, [context.tree.root]), self._n_layers(context), self._best_of_fresh)
 
     def _expand_score_aware(self, context: PolicyView) -> None:
         """The context is as before: draft d_se more layers, and add the best L_se new nodes (section III-D)."""
@@ -140,10 +140,10 @@ class FlowSpec(PaperPolicy):
             return self.expansion_depth or self.depth
         return max(self.depth, min(int(context.run_s(self.segment) / context.draft_s), MAX_DEPTH))
 
-    def _draft_from(self, layer: list[Node], n_layers: int, take: Selection) -> None:
-        self._layer, self._end, self._take = layer, layer[0].position + n_layers, take
+    def _draft_from(self, layer: list[Node], n_layers: int, select: Selection) -> None:
+        self._layer, self._end, self._select = layer, layer[0].position + n_layers, select
 
-    def _known(self, context: PolicyView, layer: list[Node]) -> list[Node]:
+    def _open_layer(self, context: PolicyView, layer: list[Node]) -> list[Node]:
         """The first layer from `layer` on that is not expanded."""
         while layer and not any(self._is_open(context, node) for node in layer):
             below = self._next(context, layer)
@@ -158,12 +158,12 @@ class FlowSpec(PaperPolicy):
 
     def _grow(self, context: PolicyView) -> None:
         """Go down the layers that are expanded; select nodes once the last one is reached."""
-        while self._take and not any(self._is_open(context, node) for node in self._layer):
+        while self._select and not any(self._is_open(context, node) for node in self._layer):
             self._layer = self._next(context, self._layer)
             if not self._layer or self._layer[0].position >= self._end:
                 drafted = [node for node in context.tree.nodes if node.position <= self._end and context.in_reach(node)]
-                self._append(self._take(drafted))
-                self._take = None
+                self._append(self._select(drafted))
+                self._select = None
 
     # -- which drafted nodes are verified; they come parents first
 

@@ -41,7 +41,7 @@ class Calibration:
         self._biases[draft] = min(max(bias, -LARGEST_BIAS), LARGEST_BIAS)
 
     def met(self, guessed: bool) -> None:
-        """A token was among the guesses in its place or not."""
+        """A token had been guessed, or not: update `hit_rate`."""
         self.hit_rate += (float(guessed) - self.hit_rate) / HIT_MEMORY
 
     def is_due(self, position: int) -> bool:
@@ -188,24 +188,24 @@ measurement has the same answer."""
 
 
 MayTry = Callable[[], bool]
-Estimate = Callable[[int], float]  # seconds of a token without guesses after so many tokens, as known now; 0: unknown
+TokenSeconds = Callable[[int], float]  # of a token without guesses after so many tokens, as known now; 0: unknown
 
 
 @dataclass
 class WithoutGuesses:
     """What a token takes without guesses, as it was last measured. Requests of one session share it."""
 
-    age: int = 0  # tokens since
+    age: int = 0  # tokens since the measurement
     _token_s: float = 0.0
-    _n_before: int = 0  # tokens before it then
-    _paid: bool = True
-    _trusted: int = TRUSTED
+    _n_before: int = 0  # tokens before the measured ones
+    _did_pay: bool = True  # the answer of the last measurement
+    _n_trusted: int = TRUSTED  # tokens for which the measurement holds
 
     @property
     def holds(self) -> bool:
-        return self._token_s > 0 and self.age < self._trusted
+        return self._token_s > 0 and self.age < self._n_trusted
 
-    def seconds(self, estimate: Estimate, n_before: int) -> float:
+    def seconds(self, estimate: TokenSeconds, n_before: int) -> float:
         """After so many tokens. Both estimates are today's: earlier ones knew other costs."""
         then_s = estimate(self._n_before)
         return self._token_s * (estimate(n_before) / then_s if then_s else 1.0)
@@ -215,68 +215,68 @@ class WithoutGuesses:
 
     def answered(self, pays: bool) -> None:
         """A measurement said whether guesses pay."""
-        self._trusted = min(2 * self._trusted, TRUSTED_MOST) if pays is self._paid else TRUSTED
-        self._paid = pays
+        self._n_trusted = min(2 * self._n_trusted, TRUSTED_MOST) if pays is self._did_pay else TRUSTED
+        self._did_pay = pays
 
 
 @dataclass
 class SpeculationTrial:
-    """Of one request. `rests`: the next tokens are made without guesses."""
+    """Tries of one request whether guesses save time. `rests`: the next tokens are made without guesses."""
 
     without: WithoutGuesses = field(default_factory=WithoutGuesses)
     notices: PauseNotices = field(default_factory=PauseNotices)
     rests: bool = False
-    _tests: bool = False  # it rests only to be measured
+    _is_measuring: bool = False  # it rests only to be measured
     _n_notices: int = 0
-    _with_s: float = 0.0
-    _rest: int = 0  # tokens of the last one
-    _left: int = 0  # tokens left of this one
-    _n_skipped: int = 0
-    _n: int = 0
-    _seconds: float = 0.0
+    _with_s: float = 0.0  # of a token with guesses, a running mean
+    _n_rest: int = 0  # tokens of the last rest
+    _n_rest_left: int = 0  # tokens left of this rest
+    _n_skipped: int = 0  # verdicts since the last switch that do not count
+    _n_tokens: int = 0  # of the current measurement, and their time
+    _tokens_s: float = 0.0
 
     def settled(
-        self, n_tokens: int, seconds: float, estimate: Estimate, n_before: int, may_try: MayTry = lambda: True
+        self, n_tokens: int, seconds: float, estimate: TokenSeconds, n_before: int, may_try: MayTry = lambda: True
     ) -> str:
         """So many tokens of a lone request came after so many seconds, the next one after `n_before` tokens. `may_try`:
         asked when a rest is over, whether it may end now. Returns what the user should know, usually nothing."""
         self.without.age += n_tokens
-        self._left -= n_tokens
+        self._n_rest_left -= n_tokens
         if self._n_skipped < N_SKIPPED:
             self._n_skipped += 1
             return ""
-        self._n, self._seconds = self._n + n_tokens, self._seconds + seconds
-        if self._n < (N_WITHOUT if self.rests else N_WITH):
+        self._n_tokens, self._tokens_s = self._n_tokens + n_tokens, self._tokens_s + seconds
+        if self._n_tokens < (N_WITHOUT if self.rests else N_WITH):
             return ""
-        token_s = max(self._seconds / self._n, 1e-9)
+        token_s = max(self._tokens_s / self._n_tokens, 1e-9)
         self._begin()
         if self.rests:
             self.without.measured(token_s, n_before)
-            if self._tests:
+            if self._is_measuring:
                 return self._decide(self.without.seconds(estimate, n_before))
-            if self._left <= 0 and may_try():
-                self._turn()
+            if self._n_rest_left <= 0 and may_try():
+                self._switch()
             return ""
         self._with_s = (self._with_s + token_s) / 2 if self._with_s else token_s
         if self.without.holds:
             return self._decide(self.without.seconds(estimate, n_before))
         if self._with_s < SURELY * estimate(n_before):
             return self._notice(True)
-        self._tests = True
-        self._turn()
+        self._is_measuring = True
+        self._switch()
         return ""
 
     def _decide(self, without_s: float) -> str:
         loss = self._with_s / without_s
         pays = loss <= LOSS
-        if self._tests:
+        if self._is_measuring:
             self.without.answered(pays)
-            self._tests = False
+            self._is_measuring = False
         tries = int(N_WITH * (loss - 1) / SHARE_OF_TRIES)
-        self._rest = 0 if pays else min(max(LEAST_REST, tries, 2 * self._rest), LONGEST_REST)
-        self._left = self._rest
+        self._n_rest = 0 if pays else min(max(LEAST_REST, tries, 2 * self._n_rest), LONGEST_REST)
+        self._n_rest_left = self._n_rest
         if self.rests == pays:
-            self._turn()
+            self._switch()
         return self._notice(pays, f"{1 / self._with_s:.1f} tokens/s with them, {1 / without_s:.1f} without them")
 
     def _notice(self, pays: bool, figures: str = "") -> str:
@@ -284,9 +284,9 @@ class SpeculationTrial:
         self._n_notices += bool(line)
         return line
 
-    def _turn(self) -> None:
+    def _switch(self) -> None:
         self.rests, self._n_skipped = not self.rests, 0
         self._begin()
 
     def _begin(self) -> None:
-        self._n, self._seconds = 0, 0.0
+        self._n_tokens, self._tokens_s = 0, 0.0

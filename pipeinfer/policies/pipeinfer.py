@@ -107,12 +107,12 @@ class PipeInfer(PaperPolicy):
 
     def _unsent(self, context: PolicyView) -> list[Node]:
         """Guesses in reach that count, likeliest first; a child never comes before its parent."""
-        raised, found = self._shift(context), dict[Node, None]()
+        raised, guesses = self._shift(context), dict[Node, None]()
         for node in unsent_in_reach(context):
-            is_joined = node.parent in found or (node.parent and node.parent.run_id is not None)
+            is_joined = node.parent in guesses or (node.parent and node.parent.run_id is not None)
             if raised <= 0 or (is_joined and self._counts(node, raised)):
-                found[node] = None
-        return sorted(found, key=SCORE, reverse=True)
+                guesses[node] = None
+        return sorted(guesses, key=SCORE, reverse=True)
 
     # -- micro-batches (section IV-B.1)
 
@@ -154,14 +154,14 @@ class PipeInfer(PaperPolicy):
             return []
         lowered = min(0.0, self._raised)
         first = self.accept_cutoff + lowered if self.best_first else 0.0  # micro-batches look at the cutoff later
-        kept = [
+        chosen = [
             guess
             for rank, guess in enumerate(self.calibration.corrected(guesses, draft) if self.calibrated else guesses)
             if guess.probability >= max(0.0, self.split_cutoff + lowered if rank else first)
         ]
         begins_run = self.best_first or node.run_id is not None
-        self._n_failed += begins_run and (not kept or kept[0].probability < self.accept_cutoff + self._raised)
-        return kept
+        self._n_failed += begins_run and (not chosen or chosen[0].probability < self.accept_cutoff + self._raised)
+        return chosen
 
     # -- drafting
 

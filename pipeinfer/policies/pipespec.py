@@ -50,7 +50,7 @@ class PipeSpec(PaperPolicy):
 
     def _next(self, context: PolicyView) -> list[list[Node]]:
         """What each model takes up now; nothing if it works or waits."""
-        found, smaller_go_on = list[list[Node]](), False
+        batches, smaller_go_on = list[list[Node]](), False
         outputs = [_rolled_back(context, model) for model in range(context.n_drafts + 1)]  # lines 6 and 7
         for model in range(context.n_drafts + 1):  # line 5
             # line 9: M_0's newest token, after which it generates the next; line 11
@@ -58,9 +58,9 @@ class PipeSpec(PaperPolicy):
             works = _works(context, model)
             awaits_tokens = len(batch) <= self._window and smaller_go_on
             takes = not (works or awaits_tokens or self._rests(context, outputs, model))
-            found.append(_askable(context, batch, model) if takes else [])
-            smaller_go_on |= works or bool(found[model])
-        return found
+            batches.append(_askable(context, batch, model) if takes else [])
+            smaller_go_on |= works or bool(batches[model])
+        return batches
 
     @property
     def _window(self) -> int:
@@ -92,7 +92,7 @@ def _draft_tokens(outputs: Sequence[Sequence[Node]], model: int) -> list[Node]:
 
 def _works(context: PolicyView, model: int) -> bool:
     """Whether M_`model` has a batch in flight; the smallest never has."""
-    return model > 0 and (context.n_asked(model) if model < context.n_drafts else context.n_inflight) > 0
+    return model > 0 and (context.n_inflight_at(model) if model < context.n_drafts else context.n_inflight) > 0
 
 
 def _askable(context: PolicyView, batch: list[Node], model: int) -> list[Node]:

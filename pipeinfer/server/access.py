@@ -11,6 +11,7 @@ from ipaddress import ip_address
 from typing import Any
 from urllib.parse import urlsplit
 
+import h11
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -139,6 +140,7 @@ def _place_in(url: str) -> str | None:
 # -- connections
 
 HEAD_S = 30.0  # how long the head of a request may take at most
+HEAD_BYTES = 1 << 16  # of a request's head, while it is not complete
 WRITE = "pipeinfer.write"  # the name of `Chunks` among the extensions of a request's scope
 
 N_LINGERING, LINGER_S = 32, 1.0
@@ -149,6 +151,28 @@ FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 2\r\nconnection: close\r\ncontent-type: application/json\r\n\r\n"
     + json_bytes(Refusal(503, "there are too many connections; ask again later").body)
 )
+
+
+MOST_CHUNKS, CHUNK_BYTES = 1 << 15, 64
+"""A body may come in so many chunks, and one more for each CHUNK_BYTES of it: reading a chunk keeps all clients waiting
+as long as some kilobytes of a body without chunks do."""
+
+
+class LimitedConnection(h11.Connection):
+    """h11's, which refuses a body of too many chunks."""
+
+    _n_chunks = _n_bytes = 0  # of the body
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if isinstance(event, h11.Request):
+            self._n_chunks = self._n_bytes = 0
+        elif isinstance(event, h11.Data):
+            self._n_chunks += event.chunk_end
+            self._n_bytes += len(event.data)
+            if self._n_chunks > MOST_CHUNKS + self._n_bytes // CHUNK_BYTES:
+                raise h11.RemoteProtocolError("the body has too many chunks")
+        return event
 
 
 class Chunks:
@@ -182,6 +206,7 @@ def limited_protocol(n_connections: int, timeout_s: float) -> type[asyncio.Proto
     class LimitedProtocol(H11Protocol):
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **options)
+            self.conn = LimitedConnection(h11.SERVER, HEAD_BYTES)
             self._served, self.app = self.app, self._with_chunks
             self._head_timer: asyncio.TimerHandle | None = None
             self._write_timer: asyncio.TimerHandle | None = None

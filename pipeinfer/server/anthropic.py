@@ -143,14 +143,14 @@ class MessageForm(BlockForm):
     def first(self) -> bytes:
         return named_event("message_start", {"message": self._message([], None)})
 
-    def opened(self, block: Block) -> bytes:
+    def block_start(self, block: Block) -> bytes:
         return named_event("content_block_start", {"index": block.index, "content_block": _block(block, "")})
 
-    def grown(self, block: Block, text: str) -> bytes:
+    def block_delta(self, block: Block, text: str) -> bytes:
         kind, name = DELTAS[block.kind]
         return named_event("content_block_delta", {"index": block.index, "delta": {"type": kind, name: text}})
 
-    def closed(self, block: Block) -> bytes:
+    def block_stop(self, block: Block) -> bytes:
         return named_event("content_block_stop", {"index": block.index})
 
     def last(self) -> bytes:

@@ -21,7 +21,7 @@ from pipeinfer.job.requests.fields import (
     CHAT,
     COMPLETION,
     PassedOver,
-    described,
+    adapter_list,
     flag,
     is_whole,
     read_json,
@@ -77,6 +77,11 @@ DIALECTS = {
 }
 """By path."""
 
+DIALECTS |= {path.removeprefix("/v1"): DIALECTS[path] for path in (CHAT, RESPONSES)}  # llama-server's other names
+DIALECTS["/completions"] = DIALECTS["/completion"]
+CHATS = (CHAT, RESPONSES, *(path.removeprefix("/v1") for path in (CHAT, RESPONSES)))
+COUNTED = {COUNT_TOKENS: MESSAGES, **{f"{path}/input_tokens": path for path in CHATS}}  # -> whose body they take
+
 
 class Api:
     """The endpoints of a server."""
@@ -94,6 +99,8 @@ class Api:
         if http.slot_folder and setup.context.kv_disk:  # else texts cannot be saved
             n_vocab, adapters = self.tokenizer.n_vocab, self.defaults.adapters
             self.saved = llama_cpp.SavedSlots(http.slot_folder, setup, n_vocab, head, adapters)
+        elif http.slot_folder:
+            self.log.warn("--slot-save-path is without effect without --kv-disk SIZE, which keeps keys and values")
 
     def app(self, address: str) -> Access:
         """`address`: where it listens."""
@@ -111,12 +118,12 @@ class Api:
         }
         post = {
             **dict.fromkeys(DIALECTS, self.completions),
-            COUNT_TOKENS: self.count_tokens,
+            **dict.fromkeys(COUNTED, self.count_tokens),
             "/apply-template": self.apply_template,
             "/tokenize": self.tokenize,
             "/detokenize": self.detokenize,
             ADAPTERS: self.apply_adapters,
-            **({"/slots/{id:int}": self.act_on_slot} if self.http.slots else {}),
+            **({"/slots/{id}": self.act_on_slot} if self.http.slots else {}),
         }
         methods = {"GET": get, "POST": post}
         routes = [Route(*each, methods=[method]) for method, endpoints in methods.items() for each in endpoints.items()]
@@ -164,7 +171,7 @@ class Api:
         """llama-server's: save, restore or erase a slot's last text."""
         if not self.saved:
             raise Refusal(501, NOT_SAVED)
-        slot, action = request.path_params["id"], request.query_params.get("action", "")
+        slot, action = self.saved.named(request.path_params["id"]), request.query_params.get("action", "")
         if action not in llama_cpp.ACTIONS:
             refuse(f"action is {shown(action)}; it is one of {', '.join(llama_cpp.ACTIONS)}")
         self.head.check_ready()
@@ -173,7 +180,7 @@ class Api:
 
     async def adapters(self, request: Request) -> Response:
         """llama-server's: the adapters, and what applies where a request does not say."""
-        return JsonResponse(described(self.defaults.adapters, self.defaults.scales))
+        return JsonResponse(adapter_list(self.defaults.adapters, self.defaults.scales))
 
     async def apply_adapters(self, request: Request) -> Response:
         """llama-server's: other factors for requests to come, a list as in a request's `lora`."""
@@ -238,10 +245,11 @@ class Api:
         return AnswerResponse(self.head, answer, form, passed_over_header(parsed.passed_over), end, warn)
 
     async def count_tokens(self, request: Request) -> Response:
-        """Anthropic's, of a conversation."""
-        parsed = await self._parsed(request, DIALECTS[MESSAGES])
-        (first, *_) = await self.prompting.ask(parsed, _client(request))
-        return JsonResponse({"input_tokens": len(first.prompt)})
+        """Anthropic's, OpenAI's and llama-server's, of a conversation."""
+        path = request.url.path
+        (first, *_) = await self.prompting.ask(await self._parsed(request, DIALECTS[COUNTED[path]]), _client(request))
+        kind = {} if path == COUNT_TOKENS else {"object": "response.input_tokens"}
+        return JsonResponse({"input_tokens": len(first.prompt), **kind})
 
     async def apply_template(self, request: Request) -> Response:
         """llama.cpp's: a chat as the text of its prompt."""

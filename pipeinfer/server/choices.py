@@ -41,7 +41,7 @@ class Choice:
     tokens: list[int] = field(default_factory=list)
     n_characters: int = 0  # received, and log-probabilities
     n_entries: int = 0
-    repeats: tuple[int, int, int] = 0, 0, 0
+    skips: tuple[int, int, int] = 0, 0, 0
     """Tokens, characters and entries to skip, as another job generates them again."""
     finish: str | None = None  # OpenAI's reason; empty: given up
     stop: str = ""  # the stop string that ended it
@@ -71,9 +71,9 @@ class Choice:
 
     def add(self, tokens: Sequence[int], text: str, entries: Sequence[Entry]) -> int:
         """Append output. Returns how many tokens are new."""
-        if any(self.repeats):
-            n_tokens, n_text, n_entries = self.repeats
-            self.repeats = max(0, n_tokens - len(tokens)), max(0, n_text - len(text)), max(0, n_entries - len(entries))
+        if any(self.skips):
+            n_tokens, n_text, n_entries = self.skips
+            self.skips = max(0, n_tokens - len(tokens)), max(0, n_text - len(text)), max(0, n_entries - len(entries))
             tokens, text, entries = tokens[n_tokens:], text[n_text:], entries[n_entries:]
         self.text += text
         self.entries += [each._replace(offset=each.offset + self.n_echoed) for each in entries]
@@ -98,7 +98,7 @@ class Choice:
         """The tokens from which another job resumes: all but the last, so that one is left to generate. None with
         log-probabilities, which only come with new tokens."""
         resumed = () if self.has_logprobs else tuple(self.tokens[:-1])
-        self.repeats = self.n_tokens - len(resumed), self.n_characters, self.n_entries
+        self.skips = self.n_tokens - len(resumed), self.n_characters, self.n_entries
         return resumed
 
     def take(self) -> str:

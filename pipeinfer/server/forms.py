@@ -28,7 +28,7 @@ from pipeinfer.server.errors import Refusal, json_bytes
 from pipeinfer.server.prompting import ParsedRequest
 
 DONE = b"data: [DONE]\n\n"
-MARK = "\0text\0"  # stands for a text; no model's name has it
+TEXT = "\0text\0"  # stands for a text; no model's name has it
 TIMES = "predicted_n", "at_s", "told_s"
 TIMED = b',"timings":{"predicted_n":%d,"at_s":%.6f,"told_s":%.6f}}\n\n'  # the last member of an object, and its end
 MAX_CHECKED = 4  # texts of an answer that are compared with their schemas
@@ -50,6 +50,7 @@ class ChoiceOutput:
         self.has_ended = False  # its last event was made
         self.n_calls = 0
         self._reader = reader_of(body, choice.request.thought) if parsed.is_chat else None
+        self._n_told = 0  # tokens
         self._n_read = 0 if parsed.progress else None  # tokens of its prompt in the last `progress`
 
     @property
@@ -66,6 +67,11 @@ class ChoiceOutput:
         if self.check:
             self.check.push(parts)
         return [part for part in parts if part.text]
+
+    def new_tokens(self) -> list[int]:
+        """The tokens since the last call."""
+        first, self._n_told = self._n_told, self.choice.n_tokens
+        return self.choice.tokens[first:]
 
     def count_reasoning(self, spell: Spell) -> int:
         """Its tokens of reasoning, so far."""
@@ -160,7 +166,7 @@ class OpenAIForm:
 
     def _events(self, output: ChoiceOutput) -> Iterator[bytes]:
         if progress := output.progress():
-            yield self.progressed(output, progress)
+            yield self.progress_event(output, progress)
         for part in output.parts():
             yield self.part(output, part)
         if output.choice.entries:
@@ -169,7 +175,7 @@ class OpenAIForm:
             output.has_ended = True
             yield self.end(output)
 
-    def progressed(self, output: ChoiceOutput, progress: dict[str, Any]) -> bytes:
+    def progress_event(self, output: ChoiceOutput, progress: dict[str, Any]) -> bytes:
         return self._chunk(output, self._content(output, ""), more=progress)
 
     def part(self, output: ChoiceOutput, part: AnswerPart) -> bytes:
@@ -191,7 +197,7 @@ class OpenAIForm:
         usage = {**self.common, "choices": [], "usage": self.usage()}
         return (event(usage) if self.parsed.usage else b"") + DONE
 
-    def failed(self, refusal: Refusal) -> bytes:
+    def error_event(self, refusal: Refusal) -> bytes:
         """The end of a stream that cannot go on."""
         return event(refusal.body) + DONE
 
@@ -203,7 +209,7 @@ class OpenAIForm:
             more = {"timings": dict(zip(TIMES, times, strict=True))} if is_timed else {}
             return self._chunk(output, self._content(output, content), more=more)
         if output.index not in self._around:
-            before, _, after = self._chunk(output, self._content(output, MARK)).partition(json_bytes(MARK))
+            before, _, after = self._chunk(output, self._content(output, TEXT)).partition(json_bytes(TEXT))
             self._around[output.index] = before, after.removesuffix(b"}\n\n") if is_timed else after
         before, after = self._around[output.index]
         return before + json_bytes(content) + (after + TIMED % times if is_timed else after)
@@ -246,7 +252,7 @@ def named_event(name: str, data: Mapping[str, Any]) -> bytes:
 
 
 class BlockForm(OpenAIForm):
-    """The form of APIs whose answers are one text in blocks, with events where a block opens, grows and closes."""
+    """The form of APIs whose answers are one text in blocks, with events where a block starts, grows and stops."""
 
     prefix = ""  # the prefix of an answer's id
     blocks: list[Block]
@@ -263,36 +269,36 @@ class BlockForm(OpenAIForm):
     def finish(self) -> str:
         return self.outputs[0].finish or ""
 
-    def opened(self, block: Block) -> bytes:
+    def block_start(self, block: Block) -> bytes:
         raise NotImplementedError
 
-    def grown(self, block: Block, text: str) -> bytes:
+    def block_delta(self, block: Block, text: str) -> bytes:
         raise NotImplementedError
 
-    def closed(self, block: Block) -> bytes:
+    def block_stop(self, block: Block) -> bytes:
         raise NotImplementedError
 
-    def progressed(self, output: ChoiceOutput, progress: dict[str, Any]) -> bytes:
+    def progress_event(self, output: ChoiceOutput, progress: dict[str, Any]) -> bytes:
         return b""
 
     def part(self, output: ChoiceOutput, part: AnswerPart) -> bytes:
         events = b""
         is_call = part.kind == "call"
         if is_call or not self.blocks or self.blocks[-1].kind != part.kind:
-            events = self.closed(self.blocks[-1]) if self.blocks else b""
+            events = self.block_stop(self.blocks[-1]) if self.blocks else b""
             kind, name = ("arguments", part.text) if is_call else (part.kind, "")
             self.blocks.append(Block(len(self.blocks), kind, secrets.token_hex(12), name))
-            events += self.opened(self.blocks[-1])
+            events += self.block_start(self.blocks[-1])
         if is_call:
             return events
         self.blocks[-1].text += part.text
-        return events + self.grown(self.blocks[-1], part.text)
+        return events + self.block_delta(self.blocks[-1], part.text)
 
     def rest(self, output: ChoiceOutput) -> bytes:
         return b""
 
     def end(self, output: ChoiceOutput) -> bytes:
-        return self.closed(self.blocks[-1]) if self.blocks else b""
+        return self.block_stop(self.blocks[-1]) if self.blocks else b""
 
     def all_blocks(self) -> list[Block]:
         """The blocks of an answer that has ended."""
@@ -300,7 +306,7 @@ class BlockForm(OpenAIForm):
             self.part(self.outputs[0], part)
         return self.blocks
 
-    def failed(self, refusal: Refusal) -> bytes:
+    def error_event(self, refusal: Refusal) -> bytes:
         return named_event("error", refusal.body)
 
 

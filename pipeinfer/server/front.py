@@ -13,6 +13,7 @@ import re
 import socket
 import ssl
 import subprocess
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
@@ -30,7 +31,7 @@ from pipeinfer.job.process.streams import complain, read_limited
 from pipeinfer.job.process.supervised import FRONT, connect_supervisor, own_attempt, seal
 from pipeinfer.job.serve.channel import Closing, Front, Setup
 
-SHARE = 0.75
+SHARE = 0.75  # of connections or texts, for one address
 
 
 def most_of_one(n: int) -> int:
@@ -122,6 +123,8 @@ class HttpServer:
         self.options = replace(options, api_keys=options.api_keys + _keys_of(options.api_key_file))
         self._is_followed = is_followed
         _check_certificate(options)
+        if options.slot_folder:
+            _make_folder(options.slot_folder)
         for origin in options.origins:  # a browser sends `null` for a page from a file
             if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
                 form = "give SCHEME://HOST[:PORT], as in https://chat.example.org, or *"
@@ -278,6 +281,17 @@ def _keys_of(path: Path | None) -> tuple[str, ...]:
     if keys := tuple(line.strip() for line in lines if line.strip()):
         return keys
     raise UserError(f"--api-key-file {path} has no keys; write one a line")
+
+
+def _make_folder(path: Path) -> None:
+    """Raises UserError where saved slots could not be written."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(f"--slot-save-path {path}: {reason}; name a directory that can be written") from None
 
 
 def _check_certificate(options: HttpOptions) -> None:

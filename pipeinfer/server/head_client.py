@@ -18,8 +18,8 @@ from pipeinfer.server.front import most_of_one
 from pipeinfer.server.metrics import Metrics
 
 LINE_BYTES = 1 << 26
-N_ROW = 16
-"""Clients whose output is written in a row: most of its cost is waking who reads, and an awake reader need not be
+N_WRITES = 16
+"""Clients that get output one after the other: most of its cost is waking who reads, and an awake reader need not be
 woken for the next one. More would delay the first."""
 
 RETRY = {"loading": ("the models are being loaded", LOADING_S), "draining": ("the server is shutting down", DRAINING_S)}
@@ -198,8 +198,8 @@ class HeadClient:
             choice.verdict_s, choice.told_s = updates.at_s, updates.told_s
             counts.append(choice.add(tokens, text, [Entry(*entry) for entry in entries]))
         changes = list({choice.changed: None for choice, _ in parts})
-        for start in range(0, len(changes), N_ROW):
-            self._write(changes[start : start + N_ROW])
+        for start in range(0, len(changes), N_WRITES):
+            self._write(changes[start : start + N_WRITES])
         for (choice, _), each_s, n_tokens in zip(parts, before_s, counts, strict=True):
             if n_tokens:
                 self.metrics.generated(choice, n_tokens, each_s)

@@ -38,8 +38,7 @@ from pipeinfer.server.head_client import HeadClient
 INFILL = "/infill"
 HOLE = ("input_prefix", "input_suffix", "input_extra")
 STOPS = {"length": "limit", "stop": "eos"}
-
-MISSING = object()
+MISSING = object()  # no member of that name
 
 
 class CompletionForm(OpenAIForm):
@@ -49,12 +48,12 @@ class CompletionForm(OpenAIForm):
         objects = [self._object(output, "".join(part.text for part in output.parts())) for output in self.outputs]
         return objects[0] if len(objects) == 1 else objects
 
-    def progressed(self, output: ChoiceOutput, progress: dict[str, Any]) -> bytes:
+    def progress_event(self, output: ChoiceOutput, progress: dict[str, Any]) -> bytes:
         return event({"index": output.index, "content": "", "tokens": [], "stop": False, **progress})
 
     def part(self, output: ChoiceOutput, part: AnswerPart) -> bytes:
         choice = output.choice
-        members = {"index": output.index, "content": part.text, "tokens": [], "stop": False}
+        members = {"index": output.index, "content": part.text, "tokens": output.new_tokens(), "stop": False}
         counts = {"tokens_predicted": choice.n_tokens, "tokens_evaluated": choice.n_prompt}
         return event({**members, **counts, **self._probabilities(choice)})
 
@@ -67,7 +66,7 @@ class CompletionForm(OpenAIForm):
     def last(self) -> bytes:
         return b""
 
-    def failed(self, refusal: Refusal) -> bytes:
+    def error_event(self, refusal: Refusal) -> bytes:
         return event(refusal.body)
 
     def _probabilities(self, choice: Choice) -> dict[str, Any]:
@@ -88,8 +87,10 @@ class CompletionForm(OpenAIForm):
         settings = _settings(request.sampling, request.n_predict, request.stops)
         if request.adapters is not None:
             settings["lora"] = [{"id": number, "scale": scale} for number, scale in request.adapters]
-        members: dict[str, Any] = {"index": output.index, "content": content, "tokens": [], "id_slot": -1, "stop": True}
-        members |= {"model": self.common["model"], "tokens_predicted": choice.n_tokens, "truncated": False}
+        tokens = output.new_tokens() if self.parsed.tokens and not self.parsed.stream else []
+        members: dict[str, Any] = {"index": output.index, "content": content, "tokens": tokens, "stop": True}
+        members |= {"id_slot": self.parsed.slot, "model": self.common["model"], "truncated": False}
+        members["tokens_predicted"] = choice.n_tokens
         members |= {"tokens_evaluated": choice.n_prompt, "tokens_cached": choice.timings.get("cache_n", 0)}
         stop_type = "word" if choice.stop else STOPS[choice.finish or "stop"]
         members |= {"stop_type": stop_type, "stopping_word": choice.stop, "timings": choice.timings}
@@ -184,6 +185,7 @@ def open_slot(choice: Choice) -> dict[str, Any]:
 # values are in the ranks' stores; a request that generates nothing reads them back.
 
 NAME = re.compile(r"[\w-][\w.-]{0,200}", re.ASCII)
+SLOT = re.compile(r"-?\d{1,9}", re.ASCII)
 ACTIONS = ("save", "restore", "erase")
 FILE_BYTES_MAX = 64 << 20  # of a saved text, some 7 million tokens
 SAVE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe is an error
@@ -210,7 +212,11 @@ class SavedSlots:
 
     def slot_of(self, fields: dict[str, Any]) -> int:
         """The slot that a request names in `id_slot`, which is removed; 0 if it names none. Raises UserError."""
-        return max(0, self._checked(fields.pop("id_slot", -1)))
+        return max(0, self._checked(fields.pop("id_slot", -1), -1))
+
+    def named(self, name: str) -> int:
+        """The slot of a path `/slots/NAME`. Raises UserError if there is none."""
+        return self._checked(int(name) if SLOT.fullmatch(name) else name, 0)
 
     def note(self, slot: int, answer: Answer) -> None:
         """The slot had the answer's first text last."""
@@ -219,7 +225,6 @@ class SavedSlots:
 
     async def act(self, action: str, slot: int, fields: Mapping[str, Any], client: str) -> dict[str, Any]:
         """llama-server's answer. Raises UserError and Refusal."""
-        self._checked(slot)
         if action == "erase":
             return {"id_slot": slot, "n_erased": len(self._texts.pop(slot, SlotText()).tokens)}
         name, start_s = fields.get("filename"), time.monotonic()
@@ -232,8 +237,8 @@ class SavedSlots:
         took = {f"{action}_ms": round(1000 * (time.monotonic() - start_s), 3)}
         return {"id_slot": slot, "filename": name, **counts, "timings": took}
 
-    def _checked(self, slot: Any) -> int:
-        return whole("id_slot", slot, -1, self._n_slots - 1, ": a slot for each text that may be open")
+    def _checked(self, slot: Any, least: int) -> int:
+        return whole("id_slot", slot, least, self._n_slots - 1, ": a slot for each text that may be open")
 
     def _save(self, slot: int, name: str) -> dict[str, int]:
         if not (text := self._texts.get(slot)):
@@ -241,9 +246,12 @@ class SavedSlots:
         data = json.dumps({"model": self._model, "tokens": text.tokens, "adapters": text.adapters}).encode()
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         unfinished = self._folder / f".{name}.new"
-        with open(os.open(unfinished, SAVE_FLAGS, 0o600), "wb") as file:
-            file.write(data)
-        os.replace(unfinished, self._folder / name)
+        try:
+            with open(os.open(unfinished, SAVE_FLAGS, 0o600), "wb") as file:
+                file.write(data)
+            os.replace(unfinished, self._folder / name)
+        finally:
+            unfinished.unlink(missing_ok=True)
         return {"n_saved": len(text.tokens), "n_written": len(data)}
 
     async def _restore(self, slot: int, name: str, client: str) -> dict[str, int]:

@@ -26,7 +26,7 @@ from pipeinfer.server.head_client import LINE_BYTES, HeadClient
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.prompting import Prompting
 
-LAST_WORDS_S = 0.7  # time after the last job for errors to clients with open requests, and to those that connect now
+END_S = 0.7  # time after the last job for errors to clients with open requests, and to those that connect now
 IDLE_S = 15.0  # after so long without a token one is requested, so that health is known
 HERE = b"here"
 
@@ -66,7 +66,7 @@ async def beat(head: HeadClient, every_s: float) -> None:
         await asyncio.sleep(every_s)
 
 
-async def hear(head: HeadClient, link: socket.socket) -> None:
+async def read_job(head: HeadClient, link: socket.socket) -> None:
     """Take the messages of one job's rank 0 until it is gone."""
     reader, writer = await asyncio.open_connection(sock=link, limit=LINE_BYTES)
     head.writer = writer
@@ -75,14 +75,14 @@ async def hear(head: HeadClient, link: socket.socket) -> None:
     try:
         await head.run(reader)
     finally:
-        if head.is_followed and head.writer is writer:  # else the next job's is heard already
+        if head.is_followed and head.writer is writer:  # else the next job's is read already
             head.recover()
 
 
-async def hear_all(head: HeadClient, control: socket.socket) -> None:
+async def read_jobs(head: HeadClient, control: socket.socket) -> None:
     """Take the messages of each job's rank 0 whose link the owner sends, until no job follows."""
     loop, messages = asyncio.get_running_loop(), asyncio.Queue[tuple[bytes, list[int]]]()
-    hearing: asyncio.Task[None] | None = None
+    reading: asyncio.Task[None] | None = None
     control.setblocking(False)
 
     def receive() -> None:
@@ -97,16 +97,16 @@ async def hear_all(head: HeadClient, control: socket.socket) -> None:
         if head.writer:  # of a job that is lost, whose rank 0 may still be there
             head.writer.close()
         if links:
-            hearing = asyncio.create_task(hear(head, socket.socket(fileno=links[0])))
+            reading = asyncio.create_task(read_job(head, socket.socket(fileno=links[0])))
             if not head.is_followed:
-                hearing.add_done_callback(lambda _: messages.put_nowait((b"", [])))
+                reading.add_done_callback(lambda _: messages.put_nowait((b"", [])))
         else:
             head.recover(message.decode(errors="replace"))
             with contextlib.suppress(OSError):  # the owner has ended meanwhile
                 control.send(HERE)
     loop.remove_reader(control)
-    if hearing and not head.is_followed:  # a rank 0 that was killed may have sent more than was read
-        await asyncio.wait({hearing}, timeout=LAST_WORDS_S)
+    if reading and not head.is_followed:  # a rank 0 that was killed may have sent more than was read
+        await asyncio.wait({reading}, timeout=END_S)
 
 
 async def serve(process_setup: ProcessSetup, control: socket.socket, port: socket.socket) -> None:
@@ -127,7 +127,7 @@ async def serve(process_setup: ProcessSetup, control: socket.socket, port: socke
     gc.set_threshold(*COLLECT_AFTER)
     server.on_start = head.listen
     serving = asyncio.create_task(server.serve(sockets=[port]))
-    running = asyncio.create_task(hear_all(head, control))
+    running = asyncio.create_task(read_jobs(head, control))
     beating = asyncio.create_task(beat(head, Limits.of(setup.rank_timeout_s).beat_s))
     trying = asyncio.create_task(head.try_out(tokenizer.encode(" ")[-1:] or [0], IDLE_S))
     await asyncio.wait({serving, running}, return_when=asyncio.FIRST_COMPLETED)
@@ -138,9 +138,9 @@ async def serve(process_setup: ProcessSetup, control: socket.socket, port: socke
         return
     head.give_up()
     if not head.closing_s:
-        await asyncio.sleep(LAST_WORDS_S)
+        await asyncio.sleep(END_S)
     server.should_exit = True
-    await asyncio.wait({serving}, timeout=head.closing_s or LAST_WORDS_S)
+    await asyncio.wait({serving}, timeout=head.closing_s or END_S)
     for connection in list(server.server_state.connections):
         connection.transport.abort()  # a client that has not read by now does not read
     await serving

@@ -22,7 +22,7 @@ from pipeinfer.models.text.grammar import check_grammar
 T = TypeVar("T")
 MAX_CHOICES = 128  # texts of one request, OpenAI's limit
 SEED_END = 2**32
-STREAM_FIELDS = ("timings_per_token", "return_progress")  # llama-server's
+ANSWER_FIELDS = ("timings_per_token", "return_progress", "return_tokens")  # llama-server's
 N_TOGETHER = 64  # chats at most that one process renders
 N_THREADS = 2  # threads for each kind of work. A client has one at a time
 Outcome = GenerationRequest | Exception
@@ -31,10 +31,10 @@ Outcome = GenerationRequest | Exception
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
     """One request of HTTP. `bodies`: of each text, `n` in a row with the same prompt. `usage`: a stream ends with
-    counts of tokens. `timed`, `progress`: llama-server's figures in streams. `keep`: cells stay in the cache. `fields`:
-    the members of llama-server's answer; empty: all. `echo`: the text begins with the prompt. `scores`: the answer has
-    vLLM's `prompt_logprobs`. `passed_over`: what is ignored, with reasons. `schemas`: see
-    `schemas_to_check`. `slot`: of llama-server's, which has the text."""
+    counts of tokens. `timed`, `progress`: llama-server's figures in streams. `tokens`: its whole answer has those of
+    the text. `keep`: cells stay in the cache. `fields`: the members of its answer; empty: all. `echo`: the text begins
+    with the prompt. `scores`: the answer has vLLM's `prompt_logprobs`. `passed_over`: what is ignored, with reasons.
+    `schemas`: see `schemas_to_check`. `slot`: of llama-server's, which has the text."""
 
     bodies: tuple[Body, ...]
     n: int
@@ -43,6 +43,7 @@ class ParsedRequest:
     usage: bool
     timed: bool
     progress: bool
+    tokens: bool
     keep: bool
     fields: tuple[str, ...] = ()
     echo: bool = False
@@ -65,7 +66,7 @@ def parse_request(body: Mapping[str, Any], url: str, defaults: Defaults, passed:
         refuse(f"a body for {url} has {prompt}, and no {other}")
     stream = flag(fields, "stream", False)
     usage = _usage(fields, stream, passed)
-    timed, progress = (flag(fields, name, False) for name in STREAM_FIELDS)
+    timed, progress, tokens = (flag(fields, name, False) for name in ANSWER_FIELDS)
     keep = flag(fields, "cache_prompt", is_chat or 0 in (fields.get(name) for name in LENGTHS))
     n, name = (fields["n_cmpl"], "n_cmpl") if "n_cmpl" in fields else (fields.get("n", 1), "n")
     if not is_whole(n) or not 1 <= n <= MAX_CHOICES or fields.get("n", n) != n:
@@ -73,7 +74,7 @@ def parse_request(body: Mapping[str, Any], url: str, defaults: Defaults, passed:
     members = fields.pop("response_fields", [])
     if not is_list_of(str, members):
         refuse(f"response_fields is {shown(members)}; give a list of names")
-    for name in ("stream", *STREAM_FIELDS, "cache_prompt", "n", "n_cmpl"):
+    for name in ("stream", *ANSWER_FIELDS, "cache_prompt", "n", "n_cmpl"):
         fields.pop(name, None)
     echo, n_scored = (False, -1) if is_chat else (flag(fields, "echo", False), _n_scored(fields, stream))
     if not is_chat:
@@ -90,7 +91,7 @@ def parse_request(body: Mapping[str, Any], url: str, defaults: Defaults, passed:
     bodies = [replace(each, sampling=replace(each.sampling, n_prompt_logprobs=n_prompt_logprobs)) for each in bodies]
     schemas = schemas_to_check(first) if passed.reasons or defaults.sampling.grammar else {}
     texts = tuple(_choice_body(body, at) for body in bodies for at in range(n))
-    flags = stream, usage, timed, progress, keep
+    flags = stream, usage, timed, progress, tokens, keep
     scored = tuple(filter(None, members)), echo, n_scored >= 0
     return ParsedRequest(texts, n, is_chat, *flags, *scored, passed.reasons, schemas)
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipeinfer.server.choices import Answer, Choice
-from pipeinfer.text import json_text, number
+from pipeinfer.text import count_text, json_text, number
 
 NAMES: tuple[str, ...] = ("prompt_n", "cache_n", "predicted_n", "ttft_s", "predicted_per_second")
 NAMES += ("draft_n", "draft_n_accepted", "contested_n", "queued_s", "preempted_n")
@@ -80,11 +80,11 @@ class RequestLog:
 def _figures(choice: Choice) -> str:
     t: dict[str, Any] = choice.timings
     if not t:
-        return f"{choice.n_evaluated} of {choice.n_prompt} prompt tokens, {choice.n_tokens} tokens, "
+        return f"{choice.n_evaluated} of {choice.n_prompt} prompt tokens, {count_text(choice.n_tokens, 'token')}, "
     guessed = f", guessed ahead {t['draft_n_accepted']} of {t['contested_n']}" if t["draft_n"] else ""
     n_prompt, speed = t["prompt_n"] + t["cache_n"], _number(t["predicted_per_second"])
     prompt = f"{n_prompt} prompt tokens, {t['cache_n']} from the cache, first after {_number(t['ttft_s'])} s"
-    return f"{prompt}, {choice.n_tokens} tokens, {speed} tokens/s{guessed}, "
+    return f"{prompt}, {count_text(choice.n_tokens, 'token')}, {speed} tokens/s{guessed}, "
 
 
 def _number(value: float | None) -> str:

@@ -101,7 +101,7 @@ class AnswerResponse(Response):
                 self.answer.changed.push = None
             data = b""
         await self._mismatches()  # before the end, behind which no client waits
-        data += self.form.failed(self._refusal()) if self.answer.was_given_up else self.form.last()
+        data += self.form.error_event(self._refusal()) if self.answer.was_given_up else self.form.last()
         await _send_part(send, data, more=False)
 
     def _push(self, chunks: Chunks) -> Callable[[], None] | None:

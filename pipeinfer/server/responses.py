@@ -129,19 +129,19 @@ class ResponseForm(BlockForm):
         response = self._response([], "in_progress")
         return self._event("created", response=response) + self._event("in_progress", response=response)
 
-    def opened(self, block: Block) -> bytes:
+    def block_start(self, block: Block) -> bytes:
         events = self._event("output_item.added", output_index=block.index, item=_item(block, "in_progress"))
         if block.kind != "arguments":
             events += self._event("content_part.added", **_place(block), content_index=0, part=_part(block, ""))
         return events
 
-    def grown(self, block: Block, text: str) -> bytes:
+    def block_delta(self, block: Block, text: str) -> bytes:
         more: dict[str, Any] = {"logprobs": []} if block.kind == "content" else {}
         if block.kind != "arguments":
             more["content_index"] = 0
         return self._event(f"{EVENTS[block.kind]}.delta", **_place(block), delta=text, **more)
 
-    def closed(self, block: Block) -> bytes:
+    def block_stop(self, block: Block) -> bytes:
         done, place = f"{EVENTS[block.kind]}.done", _place(block)
         if block.kind == "arguments":
             events = self._event(done, **place, name=block.name, arguments=block.text)

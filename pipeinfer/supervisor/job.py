@@ -22,8 +22,8 @@ AHEAD_BYTES = 1 << 20  # how far the input is read ahead of the attempts: it may
 
 
 class KeptInput:
-    """Reads from creation on. `file`: for what was read. `act`: does what some keys mean, and returns the others.
-    `error`: why it cannot be kept."""
+    """Standard input, read from creation on into `file`, for each attempt from its beginning. `act`: does what some
+    keys mean, and returns the others. `error`: why it cannot be kept."""
 
     def __init__(self, file: IO[bytes], act: Callable[[bytes], bytes] = bytes) -> None:
         self._act = act
@@ -129,7 +129,7 @@ class Loss:
     host: str = ""
 
     @property
-    def is_cut(self) -> bool:
+    def is_unreachable(self) -> bool:
         """Whether the host cannot be reached."""
         return "cannot be reached any more" in self.why
 

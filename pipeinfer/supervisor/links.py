@@ -26,15 +26,14 @@ from pipeinfer.job.process.supervised import (
 )
 from pipeinfer.job.requests.journal import Journal
 from pipeinfer.server.front import HttpServer
-from pipeinfer.supervisor.job import KeptOutput
+from pipeinfer.supervisor.job import READ_BYTES, KeptOutput
 
-READ_BYTES = 1 << 16
 LOOK_S, ENDS_S = 0.1, 1.0
-LAST_WORDS_S = 5.0  # how long the HTTP process may take to tell its clients that no job follows
+CLIENTS_S = 5.0  # how long the HTTP process may take to tell its clients that no job follows
 
 
 class Links:
-    """Listens as long as the process lives."""
+    """All links of a supervisor. Listens from creation on, as long as the process lives."""
 
     def __init__(self, is_alone: bool, output: KeptOutput) -> None:
         """`is_alone`: all ranks run on this host."""
@@ -48,6 +47,7 @@ class Links:
         self._links: list[tuple[Connection, threading.Thread]] = []
         self._notes: Connection | None = None
         self._model = ""  # of the first attempt
+        self.fitted = ""  # what --fit chose for the newest attempt that got so far
         self._lock = threading.Lock()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -76,7 +76,7 @@ class Links:
     def close(self) -> None:
         """No attempt follows; clients of a service are told."""
         if self._server:
-            self._server.close(LAST_WORDS_S)
+            self._server.close(CLIENTS_S)
 
     @property
     def numerics(self) -> str:
@@ -135,7 +135,7 @@ class Links:
         message of a stranger."""
         options, setup = pickle.loads(unseal(link.recv_bytes(), self.rendezvous.key))
         try:
-            if not self._is_same(setup.version):
+            if not self._is_same(setup.version, setup.fitted):
                 raise UserError(OTHER_MODEL_TEXT)
             self._server = self._server or HttpServer(options, is_followed=True)
         except UserError as error:
@@ -147,7 +147,8 @@ class Links:
 
     def _exchange_notes(self, link: Connection) -> None:
         """Send the notes of earlier attempts, then read new ones."""
-        is_same = self._is_same(link.recv_bytes(MAX_HELLO_BYTES).decode())
+        model, _, fitted = link.recv_bytes(READ_BYTES).decode().partition("\n")
+        is_same = self._is_same(model, fitted)
         link.send_bytes(SAME_MODEL if is_same else OTHER_MODEL)
         for note in self._journal.notes():
             link.send_bytes(note)
@@ -157,9 +158,9 @@ class Links:
             self._journal.take(link.recv_bytes())
             self.has_progress = True
 
-    def _is_same(self, model: str) -> bool:
+    def _is_same(self, model: str, fitted: str) -> bool:
         """Whether an attempt has the model and numerics of the first one."""
-        self._model = self._model or model
+        self._model, self.fitted = self._model or model, fitted
         return model == self._model
 
 

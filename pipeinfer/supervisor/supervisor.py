@@ -44,16 +44,16 @@ class Supervisor:
         # Open MPI passes only variables that it is given to ranks on other hosts
         by_open_mpi = bool(launcher.words) and not launcher.is_srun and is_open_mpi(launcher.words[0])
         self._pass_variable = ["-x", VARIABLE] if by_open_mpi else []
-        self.lost: dict[str, str] = {}  # hosts that are left out, and why
+        self.excluded: dict[str, str] = {}  # hosts that are left out, and why
         self._name = secrets.token_hex(8)
         self._output = KeptOutput("--json" in launcher.command)
         self._links = Links(not launcher.hosts, self._output)
-        self._keys: RawTerminal | None = None
+        self._terminal: RawTerminal | None = None
         self._job: Job | None = None
         self._is_begun = False  # whether rank 0 of the last attempt has connected
-        self._stopped_by, self._stopped_s = 0, math.inf  # the first signal's time, the last one's number
+        self._stopped_by, self._stopped_s = 0, math.inf  # the last signal's number, the first one's time
         self._kill_s = math.inf  # when a job that got two signals is killed
-        self._kept_s = -math.inf  # when an interrupt ended no chat
+        self._ignored_s = -math.inf  # when an interrupt was ignored last
         self._starts_s = deque[float]()  # of restarts
         self._deaths: dict[str, deque[float]] = {}  # by host
         self._n_fruitless = 0  # attempts in a row that got nowhere
@@ -61,15 +61,17 @@ class Supervisor:
     def run(self) -> int:
         """Returns the exit code."""
         on_signals(self._on_signal)
-        with tempfile.TemporaryDirectory(prefix="pipeinfer-") as folder, contextlib.ExitStack() as files:
-            stdin, number = None, 0
+        with contextlib.ExitStack() as files:
+            stdin, number, hosts_file = None, 0, Path()
+            if self.launcher.hosts:  # this process may be killed, and leaves a folder then
+                hosts_file = Path(files.enter_context(tempfile.TemporaryDirectory(prefix="pipeinfer-"))) / "hosts"
             if self.launcher.is_chat or "-" in self.launcher.command:
                 file = files.enter_context(tempfile.TemporaryFile())
-                self._keys = self._take_terminal(files)
-                stdin = KeptInput(file, self._keys.act) if self._keys else KeptInput(file)
+                self._terminal = self._take_terminal(files)
+                stdin = KeptInput(file, self._terminal.act) if self._terminal else KeptInput(file)
             while True:
                 number += 1
-                code, loss = self._attempt(number, Path(folder) / "hosts", stdin)
+                code, loss = self._attempt(number, hosts_file, stdin)
                 in_order = code in IN_ORDER or (self.launcher.is_chat and code == INTERRUPTED)
                 if self._stopped_by or self._output.error or (stdin and stdin.error) or (in_order and not loss):
                     self._output.end()
@@ -90,8 +92,8 @@ class Supervisor:
             why = f"standard input cannot be kept in {tempfile.gettempdir()}: {stdin.error}"
             complain(f"{why}; set TMPDIR to a folder with more room")
             return 2
-        is_cut = loss or code not in IN_ORDER or not self._is_begun  # a launcher that starts no rank may end with 0
-        return 128 + self._stopped_by if self._stopped_by and is_cut else code
+        failed = loss or code not in IN_ORDER or not self._is_begun  # a launcher that starts no rank may end with 0
+        return 128 + self._stopped_by if self._stopped_by and failed else code
 
     def _take_terminal(self, files: contextlib.ExitStack) -> RawTerminal | None:
         """The terminal of a chat's user: rank 0, which may be on another host, edits the lines. None without one."""
@@ -107,10 +109,11 @@ class Supervisor:
 
     def _attempt(self, number: int, hosts_file: Path, stdin: KeptInput | None) -> tuple[int, Loss | None]:
         self._links.begin(number)
-        words = self.launcher.without(self.lost, hosts_file)
+        words = self.launcher.without(self.excluded, hosts_file)
         words[1:1] = self._pass_variable
-        sends_keys = self._keys is not None
-        attempt = Attempt(self._name, number, self._links.rendezvous, os.isatty(0), sends_keys, self._links.numerics)
+        sends_keys = self._terminal is not None
+        choices = self._links.numerics, self._links.fitted
+        attempt = Attempt(self._name, number, self._links.rendezvous, os.isatty(0), sends_keys, *choices)
         try:
             self._job = Job(attempt, words, self.environ, stdin)
         except OSError as error:
@@ -141,12 +144,12 @@ class Supervisor:
         host = self.launcher.host_of(loss.rank, loss.host) if loss.rank >= 0 else ""
         if host:
             self._deaths.setdefault(host, deque()).append(now_s)
-            if loss.is_cut or len(self._deaths[host]) >= N_DEATHS:
+            if loss.is_unreachable or len(self._deaths[host]) >= N_DEATHS:
                 self._leave_out(host, loss.why)
         elif self.launcher.hosts and self._n_fruitless:
             self._probe()
         delay_s = min(LONGEST_DELAY_S, 2.0 ** (self._n_fruitless - 2)) if self._n_fruitless > 1 else 0.0
-        without = f", without {', '.join(self.lost)}" if self.lost else ""
+        without = f", without {', '.join(self.excluded)}" if self.excluded else ""
         later = f" in {delay_s:g} s" if delay_s else ""
         complain(f"{loss.why}; the job starts again{later}{without} (restart {len(self._starts_s)} of {self.restarts})")
         while time.monotonic() < now_s + delay_s and not self._stopped_by:
@@ -155,14 +158,14 @@ class Supervisor:
             raise UserError("stopped before the job started again")
 
     def _leave_out(self, host: str, why: str) -> None:
-        if len(self.lost) + 1 < len({each.name for each in self.launcher.hosts}):
-            self.lost[host] = why
+        if len(self.excluded) + 1 < len({each.name for each in self.launcher.hosts}):
+            self.excluded[host] = why
 
     def _probe(self) -> None:
         """Leave out hosts on which the launcher starts nothing any more: a host that is down reports nothing."""
         processes: dict[str, subprocess.Popen[bytes]] = {}
         with tempfile.TemporaryDirectory(prefix="pipeinfer-") as folder, contextlib.ExitStack() as running:
-            for number, host in enumerate({each.name for each in self.launcher.hosts} - self.lost.keys()):
+            for number, host in enumerate({each.name for each in self.launcher.hosts} - self.excluded.keys()):
                 words = self.launcher.trial(host, Path(folder) / str(number))
                 none, environ = subprocess.DEVNULL, dict(self.environ)
                 process = subprocess.Popen(words, stdin=none, stdout=none, stderr=none, env=environ)
@@ -177,18 +180,18 @@ class Supervisor:
                 if code:
                     self._leave_out(host, "nothing can be started there")
 
-    def _keeps_chat(self) -> bool:
+    def _ignores_interrupt(self) -> bool:
         """Whether an interrupt is ignored: a chat that starts again has no answer to stop, and ends with the second."""
-        now_s, before_s = time.monotonic(), self._kept_s
+        now_s, before_s = time.monotonic(), self._ignored_s
         if not self._starts_s or now_s < before_s + SECOND_S:
             return False
-        self._kept_s = now_s
+        self._ignored_s = now_s
         complain("the chat starts again; press Ctrl-C again to end it")
         return True
 
     def _on_signal(self, number: int) -> None:
         """Forward it: the job ends in order, and is not started again. In a chat Ctrl-C may stop an answer instead."""
-        if number == signal.SIGINT and self.launcher.is_chat and (self._links.interrupt() or self._keeps_chat()):
+        if number == signal.SIGINT and self.launcher.is_chat and (self._links.interrupt() or self._ignores_interrupt()):
             return
         now_s = time.monotonic()
         if now_s > self._stopped_s + ONE_PRESS_S:

@@ -192,6 +192,10 @@ class KnownText:
         return []
 
 
+UNRECORDED, UNRECORDED_P = 1 << 24, 1e-4
+"""The first token id and the probability of guesses that were too unlikely to be recorded. Real drafts have as many
+guesses as are wanted, so that trees of a given width have rows for them. None is right."""
+
 Guesses = Sequence[tuple[int, float]]  # a draft's guesses for a token: pairs of token and probability, likeliest first
 
 
@@ -237,7 +241,8 @@ class RecordedChoices:
         index = start - self.n_prompt + 1
         right = self.known[index if 0 <= index < len(self.known) else 0]
         guesses = self._after_wrong(index, branch) if branch else right
-        return [Guess(token, probability) for token, probability in guesses[:width]]
+        unrecorded = ((UNRECORDED + rank, UNRECORDED_P) for rank in range(len(guesses), width))
+        return [Guess(token, probability) for token, probability in (*guesses[:width], *unrecorded)]
 
     def _after_wrong(self, index: int, branch: Branch) -> Guesses:
         number = hash((index, branch))

@@ -29,7 +29,7 @@ class Work:
         return interpolate(self.rows, self.seconds, n_rows) + token_s * n_rows * context
 
 
-NOTHING = Work((1.0,), (0.0,))
+NO_WORK = Work((1.0,), (0.0,))
 
 
 def roofline(n_bytes: float, flop_per_row: float, bytes_per_s: float, flop_per_s: float, fixed_s: float = 0.0) -> Work:
@@ -52,7 +52,7 @@ class ModelCost:
     name: str
     layers: int
     layer: Work
-    output: Work = NOTHING
+    output: Work = NO_WORK
     run_s: float = 0.0
     reshape_s: float = 0.0
     rest_s: float = 0.0
@@ -61,7 +61,7 @@ class ModelCost:
     @property
     def n_stops(self) -> int:
         """Layers after which a cancelled run can stop: after the last one only if the output follows."""
-        return self.layers - (self.output is NOTHING)
+        return self.layers - (self.output is NO_WORK)
 
     def layer_s(self, n_rows: int, context: int) -> float:
         return self.layer.at(n_rows, context)
@@ -138,7 +138,7 @@ class Profile:
     parked: bool = False  # rejected cells stay occupied until the cache is packed, as with libllama's exact numerics
     wire_type: WireType = WireType.F32  # the type of activations in messages
 
-    def crowding(self, n_busy: int, n_rows: int) -> float:
+    def slowdown_at(self, n_busy: int, n_rows: int) -> float:
         """A run's slowdown when `n_busy` ranks compute, its own included."""
         of_one = self.slowdown
         if not of_one:
@@ -157,6 +157,11 @@ class Profile:
     @property
     def n_ranks(self) -> int:
         return len(self.stages) + max(len(self.drafts), not self.head_is_first)
+
+    @property
+    def cluster(self) -> str:
+        """The name without the number of nodes."""
+        return self.name.removesuffix(f", {self.n_ranks} nodes")
 
     @property
     def drafts_elsewhere(self) -> bool:

@@ -80,11 +80,11 @@ class SimDrafter:
         self.n_rows += n_rows
         cost, clock = self.cost, self.clock
         self.pipeline.drafting = True
-        slower = self.pipeline.crowding(n_rows)
-        layer_s = slower * cost.layer_s(n_rows, context)
+        slowdown = self.pipeline.slowdown_at(n_rows)
+        layer_s = slowdown * cost.layer_s(n_rows, context)
         reshapes, self._n_rows_before = n_rows != self._n_rows_before, n_rows
-        begin_s = clock.now + slower * cost.before_layers_s(reshapes)
-        end_s = clock.now + slower * cost.seconds(n_rows, context, reshapes)
+        begin_s = clock.now + slowdown * cost.before_layers_s(reshapes)
+        end_s = clock.now + slowdown * cost.seconds(n_rows, context, reshapes)
         while (next_s := self._next_s(end_s)) < end_s:
             n_layers = max(1, math.ceil((next_s - begin_s) / layer_s)) if layer_s else cost.layers
             clock.now = max(clock.now, min(begin_s + n_layers * layer_s, end_s))
@@ -126,7 +126,7 @@ class SimDraftLevel(Level):
 
     def __init__(self, pipeline: SimPipeline, choices: Sequence[Choices], pool: SequencePool, n_rows: int) -> None:
         super().__init__(pipeline, pool, n_chunk=N_CHUNK, n_rows=n_rows)
-        self.alone, self.choices = pipeline, choices
+        self.sim_pipeline, self.choices = pipeline, choices
 
     def poll(self) -> tuple[InFlightRun, GuessVerdict] | None:
         landed = super().poll()

@@ -4,6 +4,7 @@ A hosts file is one of MPICH (`node1:2`) or Open MPI (`node1 slots=2 max_slots=4
 
     node3 cores=36 memory=370G gb_per_s=154 gflop_per_s=1325
     node4 slots=1 cores=64 memory=500GiB gpu=H100 gpu_memory=78G
+    node5 cores=16 memory=120G gb_per_s=40 gflop_per_s=400 gpu_memory=15G gpu_gb_per_s=270 gpu_gflop_per_s=20000
 
 Values are those of all ranks of the host together; docs/how-to/measure.md explains them."""
 
@@ -21,7 +22,8 @@ from pipeinfer.virtual.profile import Machine, ProfileFile
 UNKNOWN_CORES = 0
 LAYER_S_A_CORE, LAYER_S, RUN_S = 2e-6, 60e-6, 200e-6
 
-KEYS = ("slots", "cores", "memory", "gb_per_s", "gflop_per_s", "gpu", "gpu_memory", "max_slots")
+SPEEDS, GPU = ("gb_per_s", "gflop_per_s"), "gpu_"
+KEYS = ("slots", "cores", "memory", *SPEEDS, "gpu", "gpu_memory", *(GPU + key for key in SPEEDS), "max_slots")
 MAX_SLOTS, MAX_CORES, MAX_BYTES = 4096, 65536, 1 << 62
 LEAST_BYTES = 10**6  # a smaller number lacks its unit
 LEAST_SPEED, MOST_SPEED = 1e-6, 1e9
@@ -33,16 +35,31 @@ HOST = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 @dataclass(frozen=True, slots=True)
 class Node:
     """What one rank runs on. `machine`: the speed of the whole host, which its ranks share; None: unknown. `source`: of
-    that speed. `gpu`: its name; empty: none."""
+    that speed. `gpu`: its name; empty: none. `gpu_machine`: the speed of the host's GPUs; None: unknown, and `machine`
+    is that of layers wherever they are."""
 
     host: Host
     machine: Machine | None = None
     source: str = ""
     gpu: str = ""
+    gpu_machine: Machine | None = None
 
     def twin(self, name: str) -> "Node":
         """Another host like this one."""
         return replace(self, host=replace(self.host, name=name))
+
+    def with_layers_on_gpus(self, part: float) -> Machine | None:
+        """The host's speed where this part of what a layer reads, and of its arithmetic, is on GPUs."""
+        host, gpu = self.machine, self.gpu_machine
+        if not (host and gpu):
+            return host
+        off = 1 - part
+        return replace(
+            host,
+            bytes_per_s=1 / (off / host.bytes_per_s + part / gpu.bytes_per_s),
+            flop_per_s=1 / (off / host.flop_per_s + part / gpu.flop_per_s),
+            layer_s=off * host.layer_s + part * gpu.layer_s,
+        )
 
 
 def described_host(name: str, n_cores: int, memory_bytes: float) -> Host:
@@ -111,12 +128,15 @@ def _read_line(where: str, words: Sequence[str]) -> list[Node]:
     n_slots = _whole(where, "slots", slots or values.get("slots", "1"), MAX_SLOTS)
     n_cores = _whole(where, "cores", values["cores"], MAX_CORES) if "cores" in values else UNKNOWN_CORES
     memory = _bytes(where, "memory", values["memory"]) if "memory" in values else math.inf
-    machine = _machine(where, name, n_cores, values, memory)
+    machine = _machine(where, name, n_cores, values, memory, "")
+    gpu_machine = _machine(where, values.get("gpu", name), UNKNOWN_CORES, values, math.inf, GPU)
+    if gpu_machine and not machine:
+        raise UserError(f"{where}: {GPU}{SPEEDS[0]} is the speed of GPUs; give {' and '.join(SPEEDS)} of the host too")
     host = described_host(name, n_cores, memory)
     if "gpu_memory" in values:
         gpu_bytes = _bytes(where, "gpu_memory", values["gpu_memory"])
         host = replace(host, gpus=((values.get("gpu", "its GPUs"), gpu_bytes),))
-    return [Node(host, machine, "hosts file" if machine else "", values.get("gpu", ""))] * n_slots
+    return [Node(host, machine, "hosts file" if machine else "", values.get("gpu", ""), gpu_machine)] * n_slots
 
 
 def _read_values(where: str, words: Sequence[str]) -> dict[str, str]:
@@ -132,10 +152,13 @@ def _read_values(where: str, words: Sequence[str]) -> dict[str, str]:
     return values
 
 
-def _machine(where: str, name: str, n_cores: int, values: Mapping[str, str], memory: float) -> Machine | None:
-    keys = [key for key in ("gb_per_s", "gflop_per_s") if key in values]
+def _machine(
+    where: str, name: str, n_cores: int, values: Mapping[str, str], memory: float, prefix: str
+) -> Machine | None:
+    both = [prefix + key for key in SPEEDS]
+    keys = [key for key in both if key in values]
     if len(keys) == 1:
-        raise UserError(f"{where}: {keys[0]} alone tells no speed; give gb_per_s and gflop_per_s, or neither")
+        raise UserError(f"{where}: {keys[0]} alone tells no speed; give {' and '.join(both)}, or neither")
     if not keys:
         return None
     read, compute = (_speed(where, key, values[key]) for key in keys)

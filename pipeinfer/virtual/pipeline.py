@@ -40,7 +40,7 @@ class _Flight:
     run_id: int
     n_rows: int
     n_wanted: int
-    context: int
+    n_before: int  # as in Run
     bare_bytes: int
     full_bytes: int
     tokens: tuple[int, ...]
@@ -55,7 +55,7 @@ class _Flight:
 
     def leave_out(self, now_s: float) -> None:
         """Leave out dead rows in the stage that begins now and in those after it."""
-        dead = {row for known_s, rows in self.pruned if known_s <= now_s for row in rows}
+        dead = {row for arrival_s, rows in self.pruned if arrival_s <= now_s for row in rows}
         self.n_rows, self.n_dropped = self.n_rows + self.n_dropped - len(dead), len(dead)
 
 
@@ -88,8 +88,8 @@ class SimStage:
     last_wait_s: float = 0.0
     n_rows_before: int = 0
     layers_s: float = 0.0  # when the layers of the current run begin
-    slower: float = 1.0  # slowdown of the current run by other ranks of the host
-    held: _Flight | None = None  # waits until the next stage is ready to receive it
+    slowdown: float = 1.0  # of the current run by other ranks of the host
+    unsent: _Flight | None = None  # waits until the next stage is ready to receive it
     receives: bool = False  # an unexpected run is being sent to it
     samplers_free_s: float = 0.0
     begun_s: float = 0.0  # when the evaluation of the current run began
@@ -160,7 +160,7 @@ class SimPipeline:
         )
         n_wanted = sum(row.n_wanted > 0 for row in run.rows)
         flight = _Flight(
-            run.id, len(run.rows), n_wanted, run.context, bare_bytes, full_bytes, tokens, run.begins_blocks
+            run.id, len(run.rows), n_wanted, run.n_before, bare_bytes, full_bytes, tokens, run.begins_blocks
         )
         self._flying[run.id] = flight
         self._schedule(self.first_hop.arrival(self.clock.now, bare_bytes), 0, flight, None)
@@ -179,10 +179,10 @@ class SimPipeline:
         self.ledger.cancels.append((self.clock.now, len(run_ids)))
         # events up to now come first; then current runs are cut short
         self._run_until(self.clock.now)
-        known_s = self.clock.now + self.profile.link.latency_s
+        arrival_s = self.clock.now + self.profile.link.latency_s
         for run_id in run_ids:
             flight = self._flying[run_id]
-            flight.cancel_s = min(flight.cancel_s, known_s)
+            flight.cancel_s = min(flight.cancel_s, arrival_s)
             for index, stage in enumerate(self.stages):
                 if stage.current is flight and not flight.cancelled:
                     self._cut_short(index, stage, flight)
@@ -190,9 +190,9 @@ class SimPipeline:
     def prune(self, rows: Mapping[int, Sequence[int]]) -> None:
         self.ledger.n_cancel_messages += self.profile.n_ranks - 1
         self._run_until(self.clock.now)
-        known_s = self.clock.now + self.profile.link.latency_s
+        arrival_s = self.clock.now + self.profile.link.latency_s
         for run_id, dead in rows.items():
-            self._flying[run_id].pruned.append((known_s, set(dead)))
+            self._flying[run_id].pruned.append((arrival_s, set(dead)))
 
     def next_verdict_s(self, end_s: float) -> float:
         """The time of the oldest verdict at the head; `end_s` if there is none by then."""
@@ -205,9 +205,9 @@ class SimPipeline:
             self._run_until(end_s)
         return self._verdicts[0] if self._verdicts and self._verdicts[0].answered_s <= end_s else None
 
-    def crowding(self, n_rows: int) -> float:
+    def slowdown_at(self, n_rows: int) -> float:
         """The slowdown of a run that begins now by other ranks that compute on its host."""
-        return self.profile.crowding(sum(each.n_busy() for each in self.neighbours), n_rows)
+        return self.profile.slowdown_at(sum(each.n_busy() for each in self.neighbours), n_rows)
 
     def n_busy(self) -> int:
         return int(self.drafting) + sum(stage.current is not None for stage in self.stages)
@@ -237,7 +237,7 @@ class SimPipeline:
                 flight.known_s = flight.known_s if index else when_s
                 stage.queue.append(flight)
                 stage.receives = False
-                if stage.current is None and stage.held is None:
+                if stage.current is None and stage.unsent is None:
                     self._start(index, stage, when_s)
             elif stage.current is flight and version == stage.version:
                 self._finish(index, stage, flight, when_s)
@@ -254,13 +254,13 @@ class SimPipeline:
         else:
             flight.leave_out(now_s)
             now_s = self._prepared_s(flight, now_s)
-            stage.slower = self.crowding(flight.n_rows)
+            stage.slowdown = self.slowdown_at(flight.n_rows)
             reshapes, stage.n_rows_before = flight.n_rows != stage.n_rows_before, flight.n_rows
             rested = now_s > stage.idle_since_s
-            stage.layers_s = now_s + stage.slower * stage.cost.before_layers_s(reshapes, rested, flight.begins)
-            took_s = stage.cost.seconds(flight.n_rows, flight.context, reshapes, rested, flight.begins)
+            stage.layers_s = now_s + stage.slowdown * stage.cost.before_layers_s(reshapes, rested, flight.begins)
+            took_s = stage.cost.seconds(flight.n_rows, flight.n_before, reshapes, rested, flight.begins)
             stage.begun_s = now_s
-            end_s = now_s + stage.slower * took_s + self._sampling_s(index, flight)
+            end_s = now_s + stage.slowdown * took_s + self._sampling_s(index, flight)
         self._schedule(end_s, index, flight, stage.version)
         if flight.cancel_s < end_s:
             self._cut_short(index, stage, flight)
@@ -268,7 +268,7 @@ class SimPipeline:
     def _cut_short(self, index: int, stage: SimStage, flight: _Flight) -> None:
         """Stop the run after the layer in which the cancellation arrives, if work is left then."""
         cost = stage.cost
-        layer_s = stage.slower * cost.layer_s(flight.n_rows, flight.context)
+        layer_s = stage.slowdown * cost.layer_s(flight.n_rows, flight.n_before)
         n_layers = max(1, math.ceil((flight.cancel_s - stage.layers_s) / layer_s)) if layer_s else cost.layers
         if not flight.cancelled and n_layers <= cost.n_stops:
             flight.cancelled = True
@@ -283,7 +283,7 @@ class SimPipeline:
             stage.evaluated_s += now_s - stage.begun_s - self._sampling_s(index, flight)
         stage.current, stage.idle_since_s = None, now_s
         if index + 1 < self.n_stages and not self.profile.host.posted:
-            stage.held = flight
+            stage.unsent = flight
             self._meet(index, now_s)
             return
         sent_s = self._sampled_s(stage, flight, now_s) if index + 1 == self.n_stages else now_s
@@ -332,8 +332,8 @@ class SimPipeline:
         """Send an unexpected run once the next stage is ready to receive it. That stage waits for its arrival, and this
         one goes on (SiPipe, sections 3.1 and 7.5)."""
         stage, following = self.stages[index], self.stages[index + 1]
-        if stage.held is None or following.current or following.held or following.receives:
+        if stage.unsent is None or following.current or following.unsent or following.receives:
             return
-        following.receives, flight, stage.held = True, stage.held, None
+        following.receives, flight, stage.unsent = True, stage.unsent, None
         self._pass_on(index, stage, flight, now_s + self.profile.host.meet_s)
         self._go_on(index, stage, now_s)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pipeinfer.cluster.spread import StageRoom, spread_layers
 from pipeinfer.errors import UserError
-from pipeinfer.virtual.costs import NOTHING, HeadCost, HostWork, LinkCost, ModelCost, Profile, Work, roofline
+from pipeinfer.virtual.costs import NO_WORK, HeadCost, HostWork, LinkCost, ModelCost, Profile, Work, roofline
 from pipeinfer.virtual.toml_text import TomlTable
 
 if sys.version_info >= (3, 11):
@@ -38,7 +38,7 @@ class Machine:
         layer = roofline(model.layer_bytes, 2 * model.layer_params, self.bytes_per_s, self.flop_per_s, self.layer_s)
         layer = Work(layer.rows, layer.seconds, (model.kv_bytes / self.bytes_per_s,))
         output = roofline(model.output_bytes, 2 * model.output_params, self.bytes_per_s, self.flop_per_s)
-        return ModelCost(f"{layers} layers on {self.name}", layers, layer, output if is_last else NOTHING, self.run_s)
+        return ModelCost(f"{layers} layers on {self.name}", layers, layer, output if is_last else NO_WORK, self.run_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ def _measured_slice(table: TomlTable) -> ModelCost:
     layer_s = tuple(1e-3 * value for value in table.numbers("layer_ms", len(rows)))
     if not all(layer_s):
         raise UserError(f"{table.where}: layer_ms = {table.values['layer_ms']}; give times above 0")
-    output = NOTHING
+    output = NO_WORK
     if "output_ms" in table.values:
         output = Work(rows, tuple(1e-3 * value for value in table.numbers("output_ms", len(rows))))
     layer = Work(rows, layer_s, _context_s(table, len(rows)))
@@ -247,7 +247,7 @@ def spread_over(slices: Sequence[ModelCost], n_ranks: int, sizes: Sequence[float
     hosts = [*[slices[0]] * (n_ranks - len(slices)), *slices]
     counts = spread_layers([sizes] * n_ranks) or []
     stages = [
-        replace(host, name=f"{n} layers", layers=n, output=NOTHING) for host, n in zip(hosts, counts, strict=True)
+        replace(host, name=f"{n} layers", layers=n, output=NO_WORK) for host, n in zip(hosts, counts, strict=True)
     ]
     return (*stages[:-1], replace(stages[-1], output=hosts[-1].output))
 

@@ -31,6 +31,7 @@ from pipeinfer.virtual.pipeline import SimPipeline, SimStage, SimWaiter, Virtual
 
 N_CHUNK = 128  # as in `pipeinfer run`
 N_CELLS_SPARE = 512
+NO_RUN = -1  # what a stage waits for at the end
 SHOWN = ("policy", "variant", "settings", "seed", "temp", "numerics")  # columns of the experiment in --json
 
 
@@ -67,17 +68,17 @@ class Simulated:
 
     def _tracks(self) -> list[Track]:
         """The head's, unless it has a stage; those of the remote drafts; those of the stages."""
-        profile, main, tracks = self.profile, self.pipeline, list[Track]()
+        profile, main, tracks, end_s = self.profile, self.pipeline, list[Track](), self.tracer.clock()
         if not profile.head_is_first:
             tracks.append(Track(_row(0, "draft" if profile.drafts else "head"), main.ledger, None, self.tracer.spans))
         first_draft, first_rank = (0, len(main.stages)) if profile.drafts_elsewhere else (1, 1)
         for index, draft in enumerate(main.neighbours[1:]):
             row = _row(first_rank + index, f"draft {first_draft + index + 1}")
-            tracks.append(_track(row, draft, draft.stages[0], "question"))
+            tracks.append(_track(row, draft, draft.stages[0], "question", end_s))
         bounds = pairwise([0, *accumulate(cost.layers for cost in profile.stages)])
         for rank, (stage, layers) in enumerate(zip(main.stages, bounds, strict=True), start=self._first_rank):
             heads = () if rank else self.tracer.spans
-            tracks.append(_track(_row(rank, stage.cost.name, list(layers)), main, stage, "run", heads))
+            tracks.append(_track(_row(rank, stage.cost.name, list(layers)), main, stage, "run", end_s, heads))
         return tracks
 
 
@@ -86,15 +87,21 @@ def _row(rank: int, role: str, layers: list[int] | None = None) -> dict[str, Any
 
 
 def _track(
-    row: dict[str, Any], pipeline: SimPipeline, stage: SimStage, unit: str, heads: Sequence[TraceSpan] = ()
+    row: dict[str, Any],
+    pipeline: SimPipeline,
+    stage: SimStage,
+    unit: str,
+    end_s: float,
+    heads: Sequence[TraceSpan] = (),
 ) -> Track:
-    """`heads`: what the head did on the same rank."""
+    """`end_s`: until when the stage waits after its last run. `heads`: what the head did on the same rank."""
     runs = stage.ledger.moved(0.0)
     spans = [
         TraceSpan("cancelled" if cancelled else "evaluate", start_s, end_s - start_s, {unit: run_id})
         for run_id, _, start_s, end_s, cancelled in runs
     ]
     row |= {"runs_skipped": stage.n_skipped, "runs_stopped": stage.n_stopped}
+    runs.append((NO_RUN, stage.idle_since_s, end_s, end_s, False))
     return Track(row, pipeline.ledger, runs, [*spans, *heads], unit)
 
 
@@ -128,7 +135,7 @@ def simulate(
     ]
     # a head that has layers has no draft: another rank has it
     remote = [_draft_level(profile, 0, choices, clock, n_seq, n_cells, n_rows)] if profile.drafts_elsewhere else []
-    pipelines = (target, *(level.alone for level in (*remote, *drafts)))
+    pipelines = (target, *(level.sim_pipeline for level in (*remote, *drafts)))
     for pipeline in pipelines:
         pipeline.neighbours = pipelines
     local = SimDrafter(profile, [choices], pipelines, n_rows) if profile.drafts and not remote else None

@@ -25,7 +25,7 @@ COLUMNS = (
     *"rows a token,hit rate,busiest stage".split(","),
 )
 LIMIT = "limit"
-Generation = tuple[Simulated, Result]
+Sample = tuple[Simulated, Result]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,8 @@ class Study:
     """Settings of simulations. `lay_out`: the costs with drafts, or without; raises UserError if there is no such
     cluster. `by_rank`: for each draft, the smallest first, how often its first, second, … guess is right; empty: as
     published. `ageing`: as in SyntheticChoices. `texts`: recorded ones of the file `source`, not synthetic ones.
-    `target`: costs without drafts, whose hash identifies the target in rows; None: those of the profile."""
+    `target`: what says the same of target and cluster on any number of nodes, and is hashed in rows; None: the costs
+    of the profile."""
 
     lay_out: Callable[[bool], Profile]
     predict: int
@@ -44,9 +45,9 @@ class Study:
     ageing: Sequence[float] = ()
     texts: Sequence[RecordedChoices] = ()
     source: str = ""
-    target: Profile | None = None
+    target: object = None
 
-    def generate(self, policy: Policy, seed: int = 0, repetition: int = 1) -> Generation:
+    def generate(self, policy: Policy, seed: int = 0, repetition: int = 1) -> Sample:
         """Simulate a generation. `seed`: or the number of a recorded text. Raises UserError if it is impossible."""
         profile = self.lay_out(policy.drafts)
         first, *larger = [self.texts[seed]] if self.texts else self._synthetic(profile, seed)
@@ -89,7 +90,7 @@ class Study:
 
     def generate_all(
         self, policies: Sequence[Policy], seeds: Sequence[int], results: Path | None, as_json: bool
-    ) -> Iterator[Generation]:
+    ) -> Iterator[Sample]:
         """Simulate every policy with every seed, append rows to `results` and print JSON objects, if `as_json`."""
         for repetition, seed in enumerate(seeds, start=1):
             for policy in policies:
@@ -103,7 +104,7 @@ class Study:
     def _experiment(self, profile: Profile, policy: Policy, seed: int, repetition: int) -> Record:
         """The columns known before, except those of prompt and text."""
         choices, virtual = self._choices_text(profile), {"bytes": 0, "quantisation": "simulated"}
-        model = {"name": profile.name, "hash": digest(self.target or profile)} | virtual
+        model = {"name": profile.cluster, "hash": digest(self.target or profile)} | virtual
         draft = {"name": "+".join(["draft"] * len(profile.drafts)), "hash": digest(choices)} | virtual
         return model_columns(model, draft if profile.drafts else None) | {
             "policy": policy.name,
@@ -147,14 +148,14 @@ class Study:
 # -- policies side by side
 
 
-def side_by_side(generations: Sequence[Generation]) -> list[str]:
+def side_by_side(generations: Sequence[Sample]) -> list[str]:
     """A Markdown table: for each policy means, with the deviation of its speed between texts; last the limit by the
     stages of the profile, with the draft in its place."""
     return markdown_table(COLUMNS, list(_rows(generations)), right_aligned=COLUMNS[2:])
 
 
-def _rows(generations: Sequence[Generation]) -> Iterator[tuple[str, ...]]:
-    by_policy: dict[str, list[Generation]] = {}
+def _rows(generations: Sequence[Sample]) -> Iterator[tuple[str, ...]]:
+    by_policy: dict[str, list[Sample]] = {}
     for generation in generations:
         by_policy.setdefault(generation[1].data["policy"], []).append(generation)
     speeds = {policy: fmean(_timings(samples, "predicted_per_second")) for policy, samples in by_policy.items()}
@@ -181,11 +182,11 @@ def _rows(generations: Sequence[Generation]) -> Iterator[tuple[str, ...]]:
     yield (LIMIT, rate, number(limit), number(limit / plain), "1.00", *["-"] * 5)
 
 
-def _timings(samples: Sequence[Generation], name: str) -> Iterable[float]:
+def _timings(samples: Sequence[Sample], name: str) -> Iterable[float]:
     return (result.data["timings"][name] for _, result in samples)
 
 
-def _busiest(generation: Generation) -> float:
+def _busiest(generation: Sample) -> float:
     """The share of the time that the busiest stage worked on runs that counted."""
     shares = [rank["busy_s"] / rank["wall_s"] for rank in generation[1].data["ranks"] if rank["layers"]]
     return max(shares, default=math.nan)

@@ -7,8 +7,9 @@ import pytest
 from click.testing import CliRunner
 
 from docs.generate.commands import own_options
-from pipeinfer.cli.bench import bench
+from pipeinfer.cli.bench import bench, perplexity_command
 from pipeinfer.cli.commands import cli
+from pipeinfer.cli.models import split_command
 from pipeinfer.cli.options.llama_cpp import ARGUMENTS, HARMLESS, INSTEAD, OF_RUN, ignored_variables
 from pipeinfer.cli.run import chat_command, run, run_options
 from pipeinfer.cli.serve import batch_command, serve_command
@@ -48,8 +49,20 @@ def test_variables_give_options_and_the_command_line_comes_first(monkeypatch: py
         assert (found["ctx_size"], found["top_p"], found["predict"]) == (77, 0.5, 3)
         found = parsed(command, ["-p", "x", "-md", "e.gguf"], monkeypatch).params
         assert list(map(str, found["drafts"])) == ["e.gguf"]
-    assert parsed(bench, [], monkeypatch).params["ctx_size"] == 0, "a benchmark is what its command line says"
+    assert parsed(bench, [], monkeypatch).params["ctx_size"] is None, "a benchmark is what its command line says"
     assert parsed(run, ["-p", "x"], monkeypatch, THREADS="-1").params["threads"] == ()
+    found = parsed(run, ["-p", "x"], monkeypatch, FIT="off", FIT_TARGET="512", FIT_CTX="99").params
+    assert (found["fit"], found["fit_target"], found["fit_ctx"]) == (False, 512, 99)
+    for words, is_on in (
+        ("--fit", True),
+        ("-fit on", True),
+        ("--fit off", False),
+        ("--fit=0", False),
+        ("--no-fit", False),
+    ):
+        assert parsed(run, ["-p", "x", *words.split()], monkeypatch).params["fit"] is is_on
+    with pytest.raises(click.UsageError, match="--fit maybe: give on, off, or no value"):
+        parsed(run, ["-p", "x", "--fit=maybe"], monkeypatch)
     with pytest.raises(click.BadParameter, match=r"'many' is not a whole number") as error:
         parsed(run, ["-p", "x"], monkeypatch, CTX_SIZE="many")
     assert "LLAMA_ARG_CTX_SIZE" in error.value.format_message()
@@ -111,10 +124,25 @@ def test_a_chat_takes_or_answers_what_run_has_for_chats(monkeypatch: pytest.Monk
     assert OF_RUN.keys() <= {name for param in run.params for name in param.opts}
 
 
+def test_bench_names_its_own_ablations_to_who_gives_those_of_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    for flag in ("--no-cancel", "--no-partitions", "--no-continuous", "--no-async"):
+        with pytest.raises(click.UsageError, match=f"{flag}: .*bench --ablate cancel,"):
+            parsed(bench, [flag], monkeypatch)
+
+
 def test_what_counts_nodes_is_named_to_who_counts_ranks() -> None:
     for number in ("1", "4"):
         with pytest.raises(click.UsageError, match="-np: here --nodes N says how many nodes there are"):
             simulate_command.make_context("pipeinfer", ["-np", number])
+        with pytest.raises(click.UsageError, match="-np: here --stages N says how many stages there are"):
+            split_command.make_context("pipeinfer", ["-np", number])
+
+
+def test_options_of_other_programs_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    for command, flag, says in ((perplexity_command, "-p", "-f FILE"), (bench, "-pg", "-p 512 -p 1024")):
+        with pytest.raises(click.UsageError, match=f"{flag}: .*{says}"):
+            parsed(command, [flag, "x"], monkeypatch)
+    assert parsed(perplexity_command, ["-f", "x", "--chunks", "-1"], monkeypatch).params["chunks"] == -1
 
 
 def test_variables_without_effect_are_named() -> None:

@@ -158,6 +158,7 @@ def extremes(name: str, which: str, *policies: str) -> list[str]:
             "prompt_tokens",
             "repetitions",
             "ctx_size",
+            "cache_ram",
             "nodes",
             "gbit",
             "acceptances",
@@ -543,4 +544,5 @@ def test_measurements_read_nothing_from_an_earlier_job() -> None:
     """The first generation would leave the next one's prompt on the disk."""
     for name in ("bench", "perplexity", "measure"):
         command = cli.get_command(click.Context(cli), name)
-        assert command and {"kv_disk", "kv_dir", "kv_read_only"}.isdisjoint(param.name for param in command.params)
+        kept = {"kv_disk", "kv_dir", "kv_read_only", "cache_ram"}
+        assert command and kept.isdisjoint(param.name for param in command.params)

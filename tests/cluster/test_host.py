@@ -80,7 +80,7 @@ def test_ranks_of_one_boot_read_one_clock() -> None:
 
 SKEWED = """
 import time
-from pipeinfer.cluster.link_times import clock_offset_s
+from pipeinfer.cluster.hosts.roster import clock_offset_s
 from pipeinfer.cluster.transport import Link
 link = Link()
 offset_s = clock_offset_s(link, lambda: time.perf_counter() - 5.0 * link.rank, [2])

@@ -12,8 +12,8 @@ import pytest
 from pipeinfer.cluster.hosts.host import UNLIMITED, FreeMemory, Host, free_memory
 from pipeinfer.cluster.hosts.resources import Memory, check_fits, paging_lines
 from pipeinfer.errors import UserError
+from pipeinfer.job.placement.checks import open_models
 from pipeinfer.job.placement.job_plan import JobPlan
-from pipeinfer.job.placement.model_files import open_models
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies import PipeInfer
 from tests.support.gguf_factory import Shape, write_model

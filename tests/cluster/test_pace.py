@@ -30,6 +30,7 @@ from pipeinfer.policies import make_policy
 from pipeinfer.virtual.costs import LinkCost, ModelCost, Work
 from pipeinfer.virtual.simulation import simulate
 from tests.support.jobs import finish, run_json
+from tests.support.serving import Served
 
 LAYER_S, N_LAYERS = 0.01, 5
 PACE = """
@@ -55,6 +56,7 @@ layers = 2
 rows = [1]
 layer_ms = [1.5]
 """
+UNREACHABLE = re.sub(r"\[(\d\.\d, )+\d\.\d\]", "[0.001, 0.001, 0.001]", PACE)
 
 
 class Time:
@@ -241,7 +243,7 @@ def test_a_dilated_job_has_the_profiles_times_and_says_so(tmp_path: Path) -> Non
 
 
 def test_a_batch_of_ranks_that_miss_their_times_says_so(tmp_path: Path) -> None:
-    (pace := tmp_path / "pace.toml").write_text(PACE.replace("[4.0, 4.5, 9.0]", "[0.001, 0.001, 0.001]"))
+    (pace := tmp_path / "pace.toml").write_text(UNREACHABLE)
     (asked := tmp_path / "in.jsonl").write_text('{"prompt": "def main(", "max_tokens": 24, "ignore_eos": true}\n' * 2)
     words = ["batch", str(asked), "-t", "1", "-md", "none", "--policy", "iterative"]
     late = finish(3, [*words, "-o", str(tmp_path / "late.jsonl"), "--pace", str(pace)])
@@ -251,6 +253,14 @@ def test_a_batch_of_ranks_that_miss_their_times_says_so(tmp_path: Path) -> None:
     pace.write_text(PACE)
     done = finish(3, [*words, "-o", str(tmp_path / "out.jsonl"), "--pace", f"{pace}*5"])
     assert done.returncode == 0 and "slower than" not in done.stderr, done.stderr
+
+
+def test_so_does_a_server_at_its_end(tmp_path: Path) -> None:
+    (pace := tmp_path / "pace.toml").write_text(UNREACHABLE)
+    with Served(3, ["-md", "none", "--policy", "iterative", "--pace", str(pace)]) as served:
+        answer = served.http.post("/completion", json={"prompt": "def main(", "n_predict": 24, "ignore_eos": True})
+        assert answer.status_code == 200
+    assert re.search(r"slower than --pace says: .*rank 2 for \d+% of", served.errors), served.errors
 
 
 @pytest.mark.parametrize("factor", ["0.5", "x", "nan", "1e9", ""])

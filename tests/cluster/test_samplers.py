@@ -98,14 +98,14 @@ def test_the_same_verdicts_in_the_same_order(params: SamplingParams, n_threads: 
     assert [scores_of(verdict) for verdict in found] == [scores_of(verdict) for verdict in expected]
     assert len(scores_of(found[0])) == (4 if params.n_logprobs >= 0 else 0)
     assert found[0].tokens[2] == NO_TOKEN and len(set(found[0].tokens)) > 2
-    assert worker.stats.n_left == (0 if params.temp == 0.0 and params.n_logprobs < 0 else 12)
+    assert worker.stats.n_for_samplers == (0 if params.temp == 0.0 and params.n_logprobs < 0 else 12)
 
 
 def test_who_has_nothing_to_do_answers_at_once() -> None:
     worker = worker_of(OneBuffer())
     samplers = Samplers(1, lambda: False)
     assert [verdict_of(worker, run, samplers).run_id for run in runs(SamplingParams(seed=5), 3)] == [1, 2, 3]
-    assert worker.stats.n_left == 0
+    assert worker.stats.n_for_samplers == 0
 
 
 def test_a_stage_that_is_too_far_ahead_waits() -> None:

@@ -262,6 +262,17 @@ def test_the_sentinel_ignores_signals_and_leaves_with_rank_0(tmp_path: Path) -> 
     assert sentinel.poll() == 0
 
 
+def test_a_stopped_sentinel_does_not_outlive_the_job() -> None:
+    """The launcher waits for it, as it holds its pipe."""
+    watch = Watch(0, 1, os._exit).open(print)
+    watch.join([own_location()], lambda rendezvous: rendezvous or pytest.fail("no rendezvous"))
+    sentinel = watch._sentinel
+    assert sentinel is not None
+    sentinel.send_signal(signal.SIGSTOP)
+    watch.close()
+    assert sentinel.wait(timeout=10) == 0
+
+
 def test_a_killed_sentinel_is_not_taken_for_a_rank(start: Callable[[str], Job]) -> None:
     job = start("wait")
     job.wait_ready()

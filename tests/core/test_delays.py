@@ -6,12 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeinfer.models.demo import DRAFT, TARGET
 from tests.support.delayed import run_delayed
-from tests.support.jobs import ROOT, run_json
+from tests.support.jobs import ROOT, repacks, run_json
 
 TREES = ["--width", "8", "-ps", "0"]
 TEXT = ["-p", "def read_lines(path):\n", "-n", "48", "--ignore-eos", "--seed", "7"]
@@ -19,10 +20,11 @@ DRAFTS = ["-md", str(DRAFT), "-md", str(TARGET)]  # a larger draft that is alway
 LONG_TEXT = "def add(first, second):\n    total = first + second\n    return total\n\n\n" * 85
 
 
-def plain_on_one_thread(prompt: list[int], n_predict: int) -> list[int]:
-    """As `plain_tokens`; a single thread waits for no other where the cores have more to do."""
-    program = "import json, sys; from tests.support.plain_llama import greedy; print(greedy(*json.loads(sys.argv[1])))"
-    arguments = json.dumps([str(TARGET), prompt, n_predict, 1])
+def plain_on_one_thread(job: dict[str, Any], n_predict: int) -> list[int]:
+    """As `plain_tokens_after`; a single thread waits for no other where the cores have more to do."""
+    program = "import json, sys; from tests.support.plain_llama import greedy; print(greedy(**json.loads(sys.argv[1])))"
+    options = {"n_predict": n_predict, "n_threads": 1, "repacked": repacks(job)}
+    arguments = json.dumps({"path": str(TARGET), "prompt": job["prompt_tokens"], **options})
     command = [sys.executable, "-c", program, arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -34,7 +36,7 @@ def plain_on_one_thread(prompt: list[int], n_predict: int) -> list[int]:
 def plain() -> dict[str, list[int]]:
     """TEXT's tokens by temperature: greedy from plain llama-cpp-python, sampled from one process without a draft."""
     alone = run_json(1, [*TEXT, "--temp", "0.8", "--policy", "iterative", "-t", "1"])
-    greedy = plain_on_one_thread(alone["prompt_tokens"], 48)
+    greedy = plain_on_one_thread(alone, 48)
     assert greedy != alone["tokens"]
     return {"0": greedy, "0.8": alone["tokens"]}
 
@@ -69,4 +71,4 @@ def test_pauses_at_a_long_prompt(tmp_path: Path) -> None:
     common = ["-f", str(prompt), "-c", "2048", "-n", "32", "--ignore-eos", *TREES, "--temp", "0"]
     result = run_delayed(3, common, seed=1)
     assert len(result["prompt_tokens"]) > 1800
-    assert result["tokens"] == plain_on_one_thread(result["prompt_tokens"], 32)
+    assert result["tokens"] == plain_on_one_thread(result, 32)

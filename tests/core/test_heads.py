@@ -66,7 +66,7 @@ def run_case(seed: int, shift: int) -> ToyHeadDrafter:
     for request in requests:
         assert request.tokens[len(request.prompt) :] == reference.generate(request.prompt, n_predict, params), seed
     engine.forget()
-    assert own.n_free == own.n_seq and not head._texts, "the draft keeps something"
+    assert own.n_free == own.n_seq and not head._records, "the draft keeps something"
     return head
 
 

@@ -31,7 +31,7 @@ def pacer(clock: Clock) -> Pacer:
 
 
 def one_row(sent_s: float = 0.0, cost_s: float = 0.1, n_context: int = 0) -> InFlightRun:
-    return InFlightRun(1, [], n_rows=1, n_context=n_context, context=0, sent_s=sent_s, cost_s=cost_s)
+    return InFlightRun(1, [], n_rows=1, n_context=n_context, n_before=0, sent_s=sent_s, cost_s=cost_s)
 
 
 def pruned(flight: InFlightRun) -> InFlightRun:

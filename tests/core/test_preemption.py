@@ -151,7 +151,7 @@ def run_case(seed: int, counts: Counts, rewinds: bool = True) -> None:
     model = drafter.model if isinstance(drafter, LookupDrafter) else drafter
     pools = [level.pool for level in engine.levels] + ([model.pool] if isinstance(model, ModelDrafter) else [])
     assert all(pool.n_free == pool.n_seq and not pool.n_committed for pool in pools), "a sequence or a cell leaks"
-    assert all(not level._known and not level._opens for level in engine.levels), "what is known of requests stays"
+    assert all(not level._at_stages and not level._opens for level in engine.levels), "what is known of requests stays"
 
 
 def test_the_caches_of_prompts_have_no_more_cells_than_the_cache() -> None:

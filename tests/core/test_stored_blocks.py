@@ -16,14 +16,15 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pipeinfer.cluster.stages.cell_store import BlockFiles, CellBlock, CellStore
+from pipeinfer.cluster.stages.cell_store import BlockFiles, BlockMemory, CellStore
 from pipeinfer.core.blocks import Span
 from pipeinfer.core.engine import Engine
+from pipeinfer.core.interfaces import CellBlock
 from pipeinfer.core.requests import Request
 from pipeinfer.core.runs import BlockKey
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
-from pipeinfer.core.stored_blocks import TextBlocks
+from pipeinfer.core.stored_blocks import Room, StoredBytes, TextBlocks
 from pipeinfer.policies import Iterative
 from tests.core.test_engine import random_policy, toy_engine
 from tests.core.test_kept_prefixes import BlockStage, Chat, Counted, check, next_request, some_drafter, state_pool
@@ -33,16 +34,18 @@ from tests.support.cases import cases
 from tests.support.toy import N_LAYERS, Reference, ToyPipeline
 
 N_CTX = 400
+BYTES = StoredBytes(130, 28)  # of a toy's blocks, at most
+WIDE = StoredBytes(BYTES.block + (1 << 21), BYTES.row)
 Kind = tuple[bool, bool, bool]  # prompts are evaluated in blocks, cells are parked, sequences rewind
 
 
 class ToyJob:
-    """An engine whose stages keep blocks in `folder`, of `limit` bytes each."""
+    """An engine whose stages keep blocks in `folder`, or in memory, of `limit` bytes each."""
 
     def __init__(
         self,
         rng: random.Random,
-        folder: Path,
+        folder: Path | None,
         cuts: list[int],
         kind: Kind,
         limit: int,
@@ -60,14 +63,18 @@ class ToyJob:
             each.has_states = not rewinds
         options = {"n_chunk": rng.choice([3, 64, 128])}
         self.engine: Engine = toy_engine(pipeline, pool, self.drafter, drafts, blocks=self.blocks, **options)
-        self.stores = [
-            CellStore(BlockFiles(folder / str(at), f"{kind} {cuts[at : at + 2]}", limit, print), stage)
-            for at, stage in enumerate(stages)
-        ]
+
+        def files(at: int) -> BlockFiles | BlockMemory:
+            if not folder:
+                return BlockMemory(limit, print)
+            return BlockFiles(folder / str(at), f"{kind} {cuts[at : at + 2]}", limit, print)
+
+        self.stores = [CellStore(files(at), stage) for at, stage in enumerate(stages)]
         for worker, store in zip(pipeline.workers, self.stores, strict=True):
             worker.store = store
         keys = set.intersection(*(set(store.files.keys) for store in self.stores))
-        self.engine.admission.store(keys)
+        self.full_at: list[int] = []
+        self.engine.admission.store(keys, Room(limit, WIDE if stage is WideStage else BYTES), self.full_at.append)
 
     def close(self) -> None:
         for store in self.stores:
@@ -143,6 +150,7 @@ def run_case(seed: int, folder: Path) -> tuple[int, int]:
         if number:
             counts = [counts[0] + n_kept, counts[1] + n_prompt]
         for store in job.stores:
+            assert isinstance(store.files, BlockFiles)
             sizes = [path.stat().st_size for path in store.files._root.rglob("*.kv")]
             assert sum(sizes) == store.files.n_bytes <= limit
         assert not list(folder.rglob("*.new"))
@@ -164,7 +172,7 @@ class WideStage(BlockStage):
     """Blocks of cells so large that most of the time goes into writing them."""
 
     def save_cells(self, seq: int, first: int, end: int) -> npt.NDArray[np.uint8]:
-        return np.concatenate([super().save_cells(seq, first, end), np.zeros(1 << 21, np.uint8)])
+        return np.concatenate([super().save_cells(seq, first, end), np.zeros(WIDE.block - BYTES.block, np.uint8)])
 
 
 def stop_while_writing(process: BaseProcess, folder: Path) -> None:
@@ -201,6 +209,7 @@ def run_killed(seed: int, folder: Path) -> int:
     process.join()
     n_unfinished = len(list(folder.rglob("*.new")))
     for store in talk_once().stores:
+        assert isinstance(store.files, BlockFiles)
         files = BlockFiles(store.files._root, f"{kind} {cuts[int(store.files._root.name) :][:2]}", limit, print)
         there = {path for path in store.files._root.rglob("*") if path.is_file()}
         assert len(there) == len(files.keys) + 1, "a file is neither a block nor the lock"
@@ -233,6 +242,51 @@ def test_a_prompt_is_read_back_by_the_next_job(rewinds: bool, n_kept_by_job: tup
         job.close()
 
 
+def n_kept_of(folder: Path, n_bytes: int, *prompts: list[int]) -> tuple[list[int], list[int]]:
+    """A job of two stages with these prompts, one after the other: tokens of each that were not evaluated, and where
+    the first text was full."""
+    job, n_kept = ToyJob(random.Random(3), folder, [0, 2, N_LAYERS], (True, True, True), n_bytes), list[int]()
+    for number, prompt in enumerate(prompts):
+        chat = Chat(Request(number, prompt, 5, SamplingParams(temp=0.0), N_CTX))
+        job.engine.add(chat.request, Iterative(), chat.counted)
+        job.engine.complete()
+        check(chat, job.reference, True)
+        n_kept.append(chat.counted.n_kept)
+    job.close()
+    assert all(isinstance(store.files, BlockFiles) and store.files.n_bytes <= n_bytes for store in job.stores)
+    return n_kept, job.full_at
+
+
+def test_of_a_text_that_does_not_fit_the_first_blocks_are_kept(tmp_path: Path) -> None:
+    prompt = [at % 11 for at in range(300)]
+    for n_blocks, n_rows in enumerate((0, 64, 128, 192, 299)):
+        n_bytes, folder = n_blocks * BYTES.block + n_rows * BYTES.row + 300, tmp_path / str(n_blocks)
+        full_at = [n_rows] if n_rows < 299 else []
+        assert n_kept_of(folder, n_bytes, prompt) == ([0], full_at)
+        assert n_kept_of(folder, n_bytes, prompt) == ([n_rows], full_at)
+
+
+def test_a_texts_last_blocks_are_removed_first(tmp_path: Path) -> None:
+    one, other, third = ([at % n for at in range(300)] for n in (11, 7, 5))
+    n_bytes = 7 * BYTES.block + 500 * BYTES.row
+    assert n_kept_of(tmp_path, n_bytes, one, other) == ([0, 0], [])
+    assert n_kept_of(tmp_path, n_bytes, one) == ([192], [])
+    assert n_kept_of(tmp_path, n_bytes, third, other) == ([0, 0], [])
+    assert n_kept_of(tmp_path, n_bytes, other) == ([299], [])
+
+
+def test_a_text_that_goes_on_keeps_its_first_blocks(tmp_path: Path) -> None:
+    """Though they are older than those of a text that came in between."""
+    one, other, n_bytes = (
+        [at % 11 for at in range(300)],
+        [at % 7 for at in range(65)],
+        4 * BYTES.block + 299 * BYTES.row,
+    )
+    (_, _, n_kept), _ = n_kept_of(tmp_path, n_bytes, one[:193], other, one)
+    assert n_kept == 192
+    assert n_kept_of(tmp_path, n_bytes, one) == ([299], [])
+
+
 def test_requests_of_one_prompt_wait_for_one_reading(tmp_path: Path) -> None:
     prompt = [at % 11 for at in range(200)]
     for number in range(2):
@@ -247,6 +301,46 @@ def test_requests_of_one_prompt_wait_for_one_reading(tmp_path: Path) -> None:
             check(chat, job.reference, False)
         assert sum(chat.counted.n_context for chat in chats) == (7 if number else 199)
         job.close()
+
+
+@pytest.mark.parametrize("block", cases(2, 100))
+def test_what_memory_keeps_changes_no_text(block: int) -> None:
+    """Nor do texts have more of it than they may."""
+    n_read = 0
+    for seed in range(block * 10, block * 10 + 10):
+        rng = random.Random(seed)
+        limit = rng.choice([1 << 30, 1 << 30, 60_000, 3_000])
+        job = ToyJob(rng, None, random_cuts(rng), random_kind(rng), limit)
+        chats = [Chat() for _ in range(3)]
+        for _ in range(3):
+            talk(rng, job, chats)  # and all that is retained is forgotten
+        for store in job.stores:
+            store._thread.submit(lambda: None).result()
+            assert isinstance(store.files, BlockMemory) and store.files.n_bytes <= limit
+        assert job.engine.admission.stored
+        n_read += job.engine.admission.stored._n_readings
+        job.close()
+    assert n_read > 5
+
+
+def test_blocks_in_memory_make_room_for_others() -> None:
+    lines: list[str] = []
+    memory, keys = BlockMemory(300, lines.append), [BlockKey(n, n) for n in range(5)]
+    blocks = [
+        CellBlock(np.arange(5, dtype=np.int32), np.full(n_bytes, 7, np.uint8)) for n_bytes in (80, 80, 80, 80, 281)
+    ]
+    for key, block in zip(keys[:3], blocks, strict=False):
+        memory.write(key, block)
+    memory.use(keys[:2])
+    memory.write(keys[3], blocks[3])
+    assert memory.keys == [keys[1], keys[0], keys[3]] and memory.n_bytes == 300 and memory.read(keys[2]) is None
+    memory.write(keys[1], blocks[1])
+    memory.write(keys[4], blocks[4])
+    memory.write(keys[4], blocks[4])
+    assert memory.keys == [keys[0], keys[3], keys[1]] and memory.read(keys[1]) == blocks[1]
+    assert lines == ["-cram: 300 B has no room for a state of 301 B"]
+    memory.close()
+    assert not memory.keys and not memory.n_bytes
 
 
 def blocks_of(tokens: list[int], spans: tuple[Span, ...], n: int) -> list[tuple[int, int]]:
@@ -306,3 +400,28 @@ def test_a_folder_in_a_blocks_place_ends_no_job(tmp_path: Path) -> None:
     files.close()
     assert files.keys == [BlockKey(2, 2)] and path.is_dir()
     assert len(lines) == 1 and "Is a directory" in lines[0]
+
+
+def test_a_folder_that_is_only_read_stays_as_it_is(tmp_path: Path) -> None:
+    """It may be on a file system that is mounted read-only; one that is not there is not made."""
+    folder, lines = tmp_path / "0", list[str]()
+    key, block = BlockKey(1, 1), CellBlock(np.arange(3, dtype=np.int32), np.ones(9, np.uint8))
+    reader = BlockFiles(folder, "slice", 1 << 20, lines.append, read_only=True)
+    assert reader.read(key) is None and not folder.exists() and "nothing is read" in lines.pop()
+    reader.close()
+    files = BlockFiles(folder, "slice", 1 << 20, lines.append)
+    files.write(key, block)
+    files.close()
+    (folder / "lock").chmod(0o400)
+    folder.chmod(0o500)
+    before = sorted((path, path.stat().st_mtime_ns) for path in folder.rglob("*"))
+    other = BlockFiles(folder, "other slice", 1 << 20, lines.append, read_only=True)
+    assert not other.keys and "nothing is read" in lines.pop()
+    reader = BlockFiles(folder, "slice", 1 << 20, lines.append, read_only=True)
+    found = reader.read(key)
+    assert found and found.cells.tolist() == block.cells.tolist() and not lines
+    assert before == sorted((path, path.stat().st_mtime_ns) for path in folder.rglob("*"))
+    assert folder.stat().st_mode & 0o777 == 0o500
+    for each in (reader, other):
+        each.close()
+    folder.chmod(0o700)

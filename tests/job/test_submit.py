@@ -137,6 +137,20 @@ def test_an_array_shares_out_all_requests(tmp_path: Path) -> None:
         split_lines(tmp_path / "none", 2)
 
 
+def test_jobs_of_an_array_write_no_file_together() -> None:
+    words = ["-n", 2, "--array", 2, "batch", __file__, "-o", "out.jsonl", "--resume", "my/notes"]
+    *_, option, output, resume, notes = shlex.split(call("--dry-run", *words).splitlines()[-1])
+    index = "$SLURM_ARRAY_TASK_ID"
+    assert [option, output, resume, notes] == ["--output", f"out-{index}.jsonl", "--resume", f"my/notes-{index}"]
+
+
+def test_a_working_directory_that_was_removed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(UserError, match="the working directory: No such file"):
+        call("--dry-run", "-n", 2, "run", "-p", "x")
+
+
 def test_the_mpi_that_is_installed_is_recognised() -> None:
     assert is_open_mpi() == ("--oversubscribe" in launcher(2))
 
@@ -156,6 +170,7 @@ def test_the_mpi_that_is_installed_is_recognised() -> None:
         (["-n", 2, "--mem", "lots", "run", "-p", "x"], "--mem lots"),
         (["-n", 2, "--mpi", "pmi2\nx", "run", "-p", "x"], "cannot stand in a line"),
         (["-n", 2, "-A", "a\n#SBATCH b", "run", "-p", "x"], "cannot stand in a line"),
+        (["-n", 2, "--sbatch", "exclusive", "run", "-p", "x"], "write it as --sbatch=--exclusive"),
         (["-n", 2, "-J", "../up", "run", "-p", "x"], "leave / out"),
         (["-n", 2, "--group", "ntasks=1", "run", "-p", "x"], "--ntasks and --group"),
         (["-n", 2, "--array", 2, "run", "-p", "x"], "--array shares out the requests of a `batch`"),

@@ -17,7 +17,7 @@ from pipeinfer.cluster.hosts.launch import rank_from_environment
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.requests import Finish
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.job.placement.capacity import EngineSettings
+from pipeinfer.job.placement.job_plan import EngineSettings
 from pipeinfer.policies import PipeInfer
 from tests.long.auditing import AuditedEngine, random_policy, random_sampling, some
 from tests.support.delayed import Pauses, pause_everywhere
@@ -60,7 +60,7 @@ def random_case(number: int) -> Case:
 
 
 def main() -> None:
-    from pipeinfer.cli.main import main as pipeinfer
+    from pipeinfer.cli import main as pipeinfer
     from pipeinfer.job.session import ranks, session  # initialise MPI
 
     if os.environ.get("SESSION_DELAYS"):

@@ -15,7 +15,7 @@ from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies import POLICIES
 from tests.support.delayed import run_delayed
 from tests.support.gguf_factory import Shape, write_model
-from tests.support.jobs import plain_tokens, run_json
+from tests.support.jobs import plain_tokens_after, run_json
 
 pytestmark = pytest.mark.long
 
@@ -53,7 +53,7 @@ def words_of(model: str, prompt: str, folder: Path) -> list[str]:
 def expected_tokens(words: Sequence[str]) -> list[int]:
     alone = run_json(1, [*words, "--policy", "iterative", "-t", "1"])  # one thread waits for no other
     tokens: list[int] = alone["tokens"]
-    return tokens if alone["temp"] > 0 else plain_tokens(Path(words[1]), alone["prompt_tokens"], N_PREDICT)
+    return tokens if alone["temp"] > 0 else plain_tokens_after(Path(words[1]), alone, N_PREDICT)
 
 
 @pytest.mark.parametrize("temp", TEMPERATURES)

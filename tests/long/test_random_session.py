@@ -44,7 +44,7 @@ def test_random_settings_on_devices() -> None:
 def check(n_ranks: int, options: list[str], delays: str, plain: PlainLlama) -> None:
     command = [*launcher(n_ranks), sys.executable, "-m", "tests.long.random_session", "run", "-p", "x", "-n", "1"]
     done = subprocess.run(
-        [*command, "-c", str(N_CTX), "-t", "1", *options],
+        [*command, "-c", str(N_CTX), "-t", "1", "--no-repack", *options],
         capture_output=True,
         text=True,
         stdin=subprocess.DEVNULL,

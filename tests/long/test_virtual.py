@@ -61,7 +61,7 @@ def _simulate(rng: random.Random, file: ProfileFile) -> tuple[AuditedEngine, str
         for number in range(1, len(profile.drafts))
     ]
     target = SimPipeline(profile, [choices], clock)
-    pipelines = (target, *(level.alone for level in drafts))
+    pipelines = (target, *(level.sim_pipeline for level in drafts))
     for pipeline in pipelines:
         pipeline.neighbours = pipelines
     pool = SequencePool(n_seq, n_cells, parked=rng.random() < 0.5)

@@ -19,7 +19,7 @@ from tests.models.test_architectures import possible_cuts, rows_of_whole
 from tests.models.test_llama_stage import TreeDriver, exact_params, loaded, make_batch, random_tokens, run
 from tests.support.architecture_factory import write_random_model
 from tests.support.architecture_models import MODELS
-from tests.support.jobs import finish, plain_tokens, run_json
+from tests.support.jobs import finish, plain_tokens_after, run_json
 
 __all__ = ["loaded"]
 Loader = Callable[..., list[LlamaStage]]
@@ -145,7 +145,7 @@ def test_long_prompts_read_as_in_plain_llama(tmp_path: Path, name: str) -> None:
     words = ["-m", str(path), "-p", "the model of a layer " * 20, "-n", "20", "--temp", "0", "--ignore-eos", "-t", "1"]
     alone = run_json(1, words)
     assert len(alone["prompt_tokens"]) > LARGEST
-    assert alone["tokens"] == plain_tokens(path, alone["prompt_tokens"], 20)
+    assert alone["tokens"] == plain_tokens_after(path, alone, 20)
 
 
 def test_a_job_guesses_for_layers_with_windows_and_experts(tmp_path: Path) -> None:

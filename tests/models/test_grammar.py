@@ -33,7 +33,7 @@ from pipeinfer.models.text.reasoning import Constraints
 from pipeinfer.models.text.tokenizer import Tokenizer, VocabularyFile
 from tests.cluster.test_samplers import OneBuffer
 from tests.support.gguf_factory import write_model
-from tests.support.jobs import finish, plain_tokens, run_json
+from tests.support.jobs import finish, plain_tokens_after, run_json
 
 ASSIGNMENT = 'root ::= [a-z]{1,8} " = " [0-9]{1,6} "\\n"'
 SCHEMA = """{"type": "object", "required": ["name", "n"], "properties": {"name": {"type": "string", "maxLength": 12},
@@ -172,7 +172,7 @@ def test_threads_choose_the_same_in_a_tree_with_wrong_branches(tokenizer: Tokeni
         if samplers:
             samplers.close()
             found = list(iter(samplers.ready, None))
-            assert worker.stats.n_left == len(found)
+            assert worker.stats.n_for_samplers == len(found)
         verdicts.append([verdict.tokens for verdict in found])
         assert len(worker._constraints) == 1
         worker._keep_books(transactions[-1])
@@ -365,7 +365,7 @@ def is_text(tokenizer: Tokenizer, token: int) -> bool:
 def test_greedy_text_is_plain_llama_cpps_at_every_rank_count() -> None:
     words = [*PROMPT, "--temp", "0", "--grammar", OBJECT]
     one = run_json(1, [*words, "--policy", "iterative"])
-    assert one["tokens"] == plain_tokens(Path(TARGET), one["prompt_tokens"], 64, OBJECT)
+    assert one["tokens"] == plain_tokens_after(Path(TARGET), one, 64, OBJECT)
     assert one["finish"] == "end" and set(json.loads(one["text"])) == {"name", "n"} and len(one["grammar"]) == 16
     assert run_json(2, [*words, "--policy", "iterative"])["tokens"] == one["tokens"]
     three = run_json(3, [*words, "--policy", "pipeinfer"])

@@ -24,10 +24,10 @@ from pipeinfer.models.llama.params import (
     TILED_ROWS,
     LlamaParams,
     TypeRows,
-    in_groups,
     in_whole_groups,
     largest_part,
     matrix_bytes,
+    types_in_groups,
     worth_repacking,
 )
 from pipeinfer.models.llama.repacking import N_GROUPS, N_OUT, Kernels, grouped_types, repacked_types
@@ -324,7 +324,7 @@ def test_groups_are_for_many_requests_where_parts_are_small(tmp_path: Path) -> N
     expected = tuple(TypeRows(type, GROUP, True) for type in sorted(types))
 
     def groups(info: ModelInfo, in_parts: tuple[TypeRows, ...], types: Iterable[int], n: int) -> tuple[TypeRows, ...]:
-        return in_groups(info, in_parts, [Q4_K], [(type, GROUP) for type in types], n)
+        return types_in_groups(info, in_parts, [Q4_K], [(type, GROUP) for type in types], n)
 
     assert len(expected) > 1 and groups(info, three, types, MANY) == expected
     assert groups(info, three, types, MANY - 1) == ()

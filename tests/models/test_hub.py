@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.errors import UserError
-from pipeinfer.job.placement.model_files import fetch_files
+from pipeinfer.job.placement.checks import fetch_files
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.hub import cached_models, choose_files, fetch, name_of, parse_name, quant_of

@@ -110,8 +110,8 @@ def test_trust_follows_what_was_right() -> None:
     assert [trust.of(length) for length in LENGTHS] == list(PRIOR)
     assert trust.of(5) == trust.of(4) and trust.of(LONGEST) == PRIOR[-1]
     for _ in range(100):
-        trust.judged(2, False)
-        trust.judged(7, True)
+        trust.count(2, False)
+        trust.count(7, True)
     assert trust.of(2) < 0.1 and trust.of(6) > 0.95 and trust.of(3) == PRIOR[1]
     drafter = LookupDrafter()
     drafter.trust = trust
@@ -165,7 +165,7 @@ def test_a_draft_is_asked_where_nothing_is_sure() -> None:
     assert [guess.probability for guess in merged] == pytest.approx([0.45, 0.4, 0.075]), "others share the rest"
     assert drafter.expand(request, {root: 3}, lambda: True) is None
     for _ in range(50):
-        drafter.trust.judged(2, True)
+        drafter.trust.count(2, True)
     model.asked.clear()
     assert drafter.expand(request, {root: 3}, never) == {root: [Guess(3, drafter.trust.of(2))]} and not model.asked
 
@@ -176,8 +176,8 @@ def test_auto_has_looked_up_before_a_draft_is_asked() -> None:
     for judged, asked, children in ((True, False, [3]), (False, True, [8, 3])):
         drafter = LookupDrafter(model)
         for _ in range(50 * judged):
-            drafter.trust.judged(2, True)
-            drafter.trust.judged(3, True)
+            drafter.trust.count(2, True)
+            drafter.trust.count(3, True)
         engine = toy_engine(toy_pipeline(random.Random(1), 2, 700, False), SequencePool(8, 700), drafter)
         request = Request(0, [1, 2, 3, 9, 1, 2], 20, SamplingParams(temp=0.0), 200)
         engine.add(request, Auto())

@@ -40,7 +40,7 @@ def held(fd: int) -> int:
 @pytest.fixture
 def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large pages are taken, whatever they cost here; without them nothing can be told."""
-    monkeypatch.setattr(writer, "MOST_SLOWER", math.inf)
+    monkeypatch.setattr(writer, "MAX_SLOWDOWN", math.inf)
     fd = os.memfd_create("probe", os.MFD_CLOEXEC)
     try:
         if not reserve_large_pages(fd, HUGE_PAGE, [(0, 1)]):
@@ -69,7 +69,7 @@ def test_where_large_pages_are_dear_only_a_few_are_tried(
     cheap: None, memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a virtual machine that gives what is free back to its host."""
-    monkeypatch.setattr(writer, "MOST_SLOWER", 0.0)
+    monkeypatch.setattr(writer, "MAX_SLOWDOWN", 0.0)
     assert not reserve_large_pages(memory, 12 * HUGE_PAGE, [(0, 12 * HUGE_PAGE)])
     assert held(memory) == writer.FIRST_BYTES and os.fstat(memory).st_size == 12 * HUGE_PAGE
 

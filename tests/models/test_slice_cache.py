@@ -142,7 +142,7 @@ info = read_model_info(sys.argv[1])
 def stall(*args):
     print("writing", flush=True)
     time.sleep(100)
-gguf_slice._cut = stall
+gguf_slice._write_slice = stall
 gguf_slice.open_slice(info, 1, 3, Path(sys.argv[2]))
 """
 

@@ -71,7 +71,7 @@ def test_long_texts_with_many_markers_take_time_by_their_length_alone(
     words = ["<s>", "</s>", "<unk>", "<b>", "<", ">", "<s", "/s>", " ", "\n", "  the model", "é", "a"]
     text = "".join(draw.choice(words) for _ in range(6000))
     whole = tokenizer.encode(text, add_special=False, parse_special=True)
-    monkeypatch.setattr("pipeinfer.models.text.tokenizer.PART", 50)
+    monkeypatch.setattr("pipeinfer.models.text.tokenizer.PART_CHARACTERS", 50)
     parts = list(tokenizer._parts(text))
     assert len(parts) > 100 and "".join(parts) == text
     assert tokenizer.encode(text, add_special=False, parse_special=True) == whole

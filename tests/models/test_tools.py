@@ -8,7 +8,6 @@ import pytest
 from pipeinfer.models.text.answers import AnswerReader
 from pipeinfer.models.text.chat_template import ChatMessage
 from pipeinfer.models.text.grammar_text import answer, lark_of, matcher, open_tokens
-from pipeinfer.models.text.thought_grammar import behind_reasoning
 from pipeinfer.models.text.tokenizer import ATTR_CONTROL
 from pipeinfer.models.text.tools import (
     CALLS,
@@ -16,6 +15,7 @@ from pipeinfer.models.text.tools import (
     STYLES,
     Style,
     Tools,
+    behind_reasoning,
     calls_grammar,
     knows_tools,
     plain_conversation,

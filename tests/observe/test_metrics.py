@@ -36,7 +36,7 @@ def test_latencies_from_timestamps() -> None:
 def test_what_a_service_tells_of_its_wait() -> None:
     """Who waits for room or another one's prompt waits until its first run; preempted it waits again."""
     turns = list[bool]()
-    metrics = RequestMetrics(on_turn=turns.append, submitted_s=10.0, n_prompt=5, n_kept=1, finished_s=20.0)
+    metrics = RequestMetrics(on_running=turns.append, submitted_s=10.0, n_prompt=5, n_kept=1, finished_s=20.0)
     metrics.opened(1)
     assert not turns and not metrics.is_running
     for now_s in (11.5, 11.75):

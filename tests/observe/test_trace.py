@@ -108,14 +108,16 @@ def test_marks_at_the_edges_are_whole_and_questions_are_no_runs() -> None:
         event("cancel", 15.0, runs=1),
         event("evaluate", 6.0, 4.0, 1, question=7),
         event("evaluate", 6.0, 4.0, 2, run=3),
+        event("evaluate", 1.0, 20.0, 3, run=4),  # begins before the picture, and ends after it
     ]
-    figure = paint([Trace("", {0: "rank 0: draft 1", 1: "rank 1: draft 2", 2: "rank 2: stage 0"}, events, 5.0)], 10.0)
+    labels = {0: "rank 0: draft 1", 1: "rank 1: draft 2", 2: "rank 2: stage 0", 3: "rank 3: stage 1"}
+    figure = paint([Trace("", labels, events, 5.0)], 10.0)
     (axes,) = figure.axes
     assert axes.get_xlim() == (0.0, 10.0)
     marks = [line for line in axes.lines if line.get_marker() in ("v", "x")]
     assert sorted(float(line.get_xdata()[0]) for line in marks) == [0.0, 10.0, 10.0]
     assert not any(line.get_clip_on() for line in marks)
-    assert {text.get_text() for text in axes.texts} == {"2", "1", "q7", "3"}
+    assert {text.get_text() for text in axes.texts} == {"2", "1", "q7", "3", "4"}
     assert "questions to a larger draft" in axes.get_xlabel()
     plt.close(figure)
 

@@ -13,7 +13,7 @@ from pipeinfer.core.policy import PAPER, PaperPolicy
 from pipeinfer.core.runs import Run
 from pipeinfer.core.settings import settings_of
 from pipeinfer.job.options.options import Speculation
-from pipeinfer.job.placement.capacity import capacity_of
+from pipeinfer.job.placement.job_plan import capacity_of
 from pipeinfer.observe.columns import settings_text, variant_text
 from pipeinfer.policies import POLICIES, Auto, FlowSpec, PipeDec, PipeInfer, PipeSpec, Speculative, make_policy
 from pipeinfer.virtual.choices import ranks_for, synthetic_team

@@ -133,6 +133,9 @@ def test_llama_server_s_own_endpoints(served: Served) -> None:
     lines = served.http.post("/completion", json=query | {"stream": True}).text.split("\n\n")
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
     assert "".join(event["content"] for event in events) == whole["content"] and events[-1]["stop"]
+    tokens = served.http.post("/completion", json=query | {"return_tokens": True}).json()["tokens"]
+    assert len(tokens) == 8 and [token for event in events for token in event["tokens"]] == tokens
+    assert whole["tokens"] == [] == events[-1]["tokens"], "only where they are asked for"
     query |= {"dry_multiplier": 1, "dry_sequence_breakers": ["a"], "samplers": ["dry", "min_p", "top_k"], "n_probs": 2}
     settings = served.http.post("/completion", json=query).json()["generation_settings"]
     assert settings["temperature"] == 1 and settings["dry_sequence_breakers"] == ["a"] and settings["n_probs"] == 2
@@ -144,6 +147,18 @@ def test_llama_server_s_own_endpoints(served: Served) -> None:
     prompt = served.http.post("/apply-template", json={"messages": USER}).json()["prompt"]
     assert prompt == "u What is 1 + 1?\na "
     assert "no tokens for a text with a hole" in served.http.post("/infill", json={"input_prefix": "a"}).text
+    assert (
+        served.http.post("/completions", json={"prompt": "def f(", "n_predict": 8}).json()["content"]
+        == whole["content"]
+    )
+    chat = {"messages": USER, "max_tokens": 4}
+    for path, body in (("/chat/completions", chat), ("/responses", {"input": "What?", "max_output_tokens": 4})):
+        short, full = (served.http.post(f"{version}{path}", json=body | {"seed": 1}).json() for version in ("", "/v1"))
+        assert short["object"] == full["object"] and short["usage"]["total_tokens"] == full["usage"]["total_tokens"]
+        for version in ("", "/v1"):
+            counted = served.http.post(f"{version}{path}/input_tokens", json=body).json()
+            n_tokens = short["usage"].get("prompt_tokens", short["usage"].get("input_tokens"))
+            assert counted == {"input_tokens": n_tokens, "object": "response.input_tokens"}
     missing = served.http.post("/v1/embeddings", json={"input": "a"})
     assert missing.status_code == 404 and "no embeddings" in missing.json()["error"]["message"]
 

@@ -111,7 +111,8 @@ def values_of(evaluation: dict[str, Any], task: str) -> list[Any]:
 
 @pytest.mark.skipif(not HARNESS.exists(), reason="`make .venv/stamp-lm-eval` installs lm-evaluation-harness")
 def test_its_figures_are_those_of_plain_llama(tmp_path: Path) -> None:
-    with Served(2, ["-m", str(TARGET), "--parallel", "3"]) as server:
+    # as the reference; repacked weights round otherwise
+    with Served(2, ["-m", str(TARGET), "--parallel", "3", "--no-repack"]) as server:
 
         def tokens(text: str) -> list[int]:
             return asked_for(server, "/tokenize", "tokens", prompt=text, add_special_tokens=False)

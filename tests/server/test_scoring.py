@@ -27,18 +27,17 @@ from tests.job.requests.test_logprobs import log_softmax
 from tests.support.plain_llama import prompt_logits
 found = []
 for prompt in json.loads(sys.argv[2]):
-    rows = list(map(log_softmax, prompt_logits(sys.argv[1], prompt)))
+    rows = list(map(log_softmax, prompt_logits(sys.argv[1], prompt, repacked=sys.argv[3] == "True")))
     found.append([[row[token] for row, token in zip(rows, prompt[1:], strict=True)], [row.max() for row in rows]])
 print(json.dumps(found))
 """
 
 
-def plain_scores(model: Path, prompts: Sequence[Sequence[int]]) -> list[list[list[float]]]:
+def plain_scores(model: Path, prompts: Sequence[Sequence[int]], repacked: bool = False) -> list[list[list[float]]]:
     """Of each prompt, in plain llama-cpp-python, log-probabilities of all tokens but the first: its own, and those of
     the likeliest."""
-    done = subprocess.run(
-        [sys.executable, "-c", PLAIN, str(model), json.dumps(prompts)], capture_output=True, text=True, cwd=ROOT
-    )
+    command = [sys.executable, "-c", PLAIN, str(model), json.dumps(prompts), str(repacked)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     scores: list[list[list[float]]] = json.loads(done.stdout.splitlines()[-1])
     return scores

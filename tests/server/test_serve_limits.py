@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("starlette", reason="the extra `serve` is not installed")
+import h11
 import httpx
 from click.testing import CliRunner
 
@@ -25,7 +26,7 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.requests.body import Defaults
 from pipeinfer.job.requests.fields import PassedOver
-from pipeinfer.server.access import Access
+from pipeinfer.server.access import CHUNK_BYTES, MOST_CHUNKS, Access, LimitedConnection
 from pipeinfer.server.front import HttpOptions, HttpServer
 from pipeinfer.server.prompting import parse_request
 from tests.support.jobs import command_of, descendants, finish
@@ -180,6 +181,25 @@ def test_a_body_of_two_lengths_is_refused_and_ends_the_connection(guarded: Serve
     assert (
         response.startswith(b"HTTP/1.1 400 ") and b"send one of them" in response and response.count(b"HTTP/1.1 ") == 1
     ), response
+
+
+@pytest.mark.parametrize(
+    ("n_chunks", "n_bytes", "is_read"),
+    [(MOST_CHUNKS + 1, 1, True), (2 * MOST_CHUNKS, 1, False), (2 * MOST_CHUNKS, CHUNK_BYTES, True)],
+)
+def test_a_body_of_very_many_small_chunks_is_refused(n_chunks: int, n_bytes: int, is_read: bool) -> None:
+    """Reading millions of them would keep all clients waiting for seconds."""
+    link = LimitedConnection(h11.SERVER, 1 << 16)
+    link.receive_data(b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n")
+    link.receive_data((b"%x\r\n%b\r\n" % (n_bytes, b" " * n_bytes)) * n_chunks + b"0\r\n\r\n")
+    events = iter(link.next_event, h11.NEED_DATA)
+    if is_read:
+        assert (
+            sum(isinstance(event, h11.Data) for event, _ in zip(events, range(n_chunks + 1), strict=False)) == n_chunks
+        )
+    else:
+        with pytest.raises(h11.RemoteProtocolError):
+            all(events)
 
 
 def test_what_is_no_endpoint_is_said_in_openai_s_form(guarded: Served) -> None:

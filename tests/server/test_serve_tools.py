@@ -206,14 +206,17 @@ def test_reasoning_ends_with_its_budget(served: Served) -> None:
     assert [block["type"] for block in reply.json()["content"]] == ["thinking", "text"], reply.text
 
 
-def test_a_request_without_guesses_has_the_same_text_and_others_keep_theirs(served: Served) -> None:
+def test_a_request_without_guesses_has_the_same_text() -> None:
+    """Beside one with guesses, and by a policy that guesses whether it pays or not."""
     query = {"prompt": "def read_lines(path):\n", "max_tokens": 48, "temperature": 0, "ignore_eos": True}
+    with Served(2, ["-c", "4096", "--parallel", "4", "--policy", "pipeinfer"]) as served:
 
-    def completion(more: dict[str, Any]) -> tuple[str, int]:
-        reply = served.http.post("/v1/completions", json={**query, **more}).json()
-        return reply["choices"][0]["text"], reply["timings"]["draft_n"]
+        def completion(more: dict[str, Any]) -> tuple[str, int]:
+            reply = served.http.post("/v1/completions", json={**query, **more}).json()
+            return reply["choices"][0]["text"], reply["timings"]["draft_n"]
 
-    with ThreadPoolExecutor(3) as threads:
-        asked: list[dict[str, Any]] = [{}, {"guesses": False}, {"speculative.n_max": 0}]
-        (text, n_guesses), *others = threads.map(completion, asked)
-    assert n_guesses and others == [(text, 0)] * 2
+        text, n_guesses = completion({})
+        with ThreadPoolExecutor(3) as threads:
+            asked: list[dict[str, Any]] = [{}, {"guesses": False}, {"speculative.n_max": 0}]
+            (beside, _), *others = threads.map(completion, asked)
+    assert n_guesses and beside == text and others == [(text, 0)] * 2

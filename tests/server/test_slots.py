@@ -9,21 +9,25 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
+from pipeinfer.errors import UserError
 from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.server.front import HttpOptions, HttpServer
 from tests.support.serving import Served
 
 PROMPT = " ".join(f"{word} {at}" for at, word in enumerate(["one", "two", "three", "five"] * 30))
 MODELS = ["-m", str(TARGET), "-md", str(DRAFT), "-c", "2048", "--parallel", "4"]
 
 
-def act(served: Served, slot: int, action: str, name: Any = None) -> httpx.Response:
+def act(served: Served, slot: int | str, action: str, name: Any = None) -> httpx.Response:
     return served.http.post(f"/slots/{slot}?action={action}", json={} if name is None else {"filename": name})
 
 
 def ask(served: Served, **more: Any) -> tuple[str, int]:
     body = {"prompt": PROMPT, "n_predict": 20, "seed": 7, **more}
     answer = served.http.post("/completion", json=body).json()
+    assert answer["id_slot"] == more.get("id_slot", 0)
     return answer["content"], answer["timings"]["cache_n"]
 
 
@@ -50,7 +54,9 @@ def test_a_slot_is_restored_after_a_restart(tmp_path: Path) -> None:
             (2, "restore", "gone.bin", "No such file"),
             (2, "restore", "../talk.bin", "without a folder"),
             (2, "restore", None, "without a folder"),
-            (4, "save", "talk.bin", "from -1 to 3"),
+            (4, "save", "talk.bin", "from 0 to 3"),
+            (-1, "erase", None, "from 0 to 3"),
+            ("a", "save", "talk.bin", 'id_slot is "a"'),
             (2, "forget", "talk.bin", "one of save, restore, erase"),
         ):
             answer = act(served, slot, action, name)
@@ -66,6 +72,7 @@ def test_a_slot_is_restored_after_a_restart(tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "slots" / ".other.bin.new")
         ask(served, prompt="another", id_slot=3)
         assert act(served, 3, "save", "other.bin").status_code == 400
+        assert not (tmp_path / "slots" / ".other.bin.new").exists()
         content = json.loads((tmp_path / "slots" / "talk.bin").read_text())
         for adapters, refusal in (([[0, 1.0]], "there is no adapter"), ([7], "no saved slot")):
             (tmp_path / "slots" / "other.bin").write_text(json.dumps({**content, "adapters": adapters}))
@@ -80,5 +87,13 @@ def test_a_slot_is_restored_after_a_restart(tmp_path: Path) -> None:
 
 def test_without_a_folder_or_a_disk_the_way_out_is_said(tmp_path: Path) -> None:
     with Served(1, [*MODELS, "--slot-save-path", str(tmp_path)]) as served:
-        answer = act(served, 0, "save", "talk.bin")
-        assert answer.status_code == 501 and "--kv-disk SIZE" in answer.json()["error"]["message"]
+        for slot in (0, -1, "a"):
+            answer = act(served, slot, "save", "talk.bin")
+            assert answer.status_code == 501 and "--kv-disk SIZE" in answer.json()["error"]["message"]
+        served.until(lambda: "--slot-save-path is without effect" in served.errors)
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"--slot-save-path .*/file/slots: Not a directory; name a directory"):
+        HttpServer(HttpOptions(port=0, slot_folder=tmp_path / "file" / "slots"))

@@ -58,4 +58,4 @@ def test_hosts_on_which_nothing_starts_are_found(tmp_path: Path) -> None:
     words = [str(launcher), "-f", str(tmp_path / "hosts"), "-np", "4", "pipeinfer", "run"]
     supervisor = Supervisor(read_launcher(words), 9, os.environ)
     supervisor._probe()
-    assert supervisor.lost.keys() == {"bad1", "bad2"}
+    assert supervisor.excluded.keys() == {"bad1", "bad2"}

@@ -60,6 +60,12 @@ def test_what_cannot_be_supervised(words: list[str]) -> None:
         read_launcher(words)
 
 
+def test_a_program_that_is_not_there_is_not_started_again_and_again() -> None:
+    with pytest.raises(UserError, match="/gone/pipeinfer: No such file or directory"):
+        read_launcher(["mpirun", "-np", "2", "/gone/pipeinfer", "run", "-p", "x"])
+    assert read_launcher(["mpirun", "-hosts", "a,b", "/gone/pipeinfer", "run"]).hosts, "it may be there"
+
+
 def test_what_the_watch_says() -> None:
     died = "rank 2 (host b, stage 1, layers 8-15) died of SIGKILL"
     assert loss_in(f"pipeinfer: {died}; ending the job; the same command goes on from x\n") == Loss(died, 2, "b")
@@ -68,4 +74,4 @@ def test_what_the_watch_says() -> None:
         "nothing comes from rank 1 (host a)"
     )
     assert loss_in("pipeinfer: guesses cost time") is None
-    assert Loss("rank 1 (host b) cannot be reached any more, its host or the way to it is down", 1, "b").is_cut
+    assert Loss("rank 1 (host b) cannot be reached any more, its host or the way to it is down", 1, "b").is_unreachable

@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any
 
 from pipeinfer.core.requests import Finish
-from pipeinfer.job.placement.capacity import EngineSettings
+from pipeinfer.job.placement.job_plan import EngineSettings
 from pipeinfer.policies import Iterative
 
 
 def main() -> None:
-    from pipeinfer.cli.main import main as pipeinfer
+    from pipeinfer.cli import main as pipeinfer
     from pipeinfer.job.session.session import Generation, Session  # initialises MPI
 
     generate = Session.generate

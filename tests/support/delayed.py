@@ -100,7 +100,7 @@ def run_delayed(n_ranks: int, arguments: Sequence[str], seed: int, timeout_s: fl
 
 
 def main() -> None:
-    from pipeinfer.cli.main import main as pipeinfer
+    from pipeinfer.cli import main as pipeinfer
     from pipeinfer.cluster.hosts import launch
     from pipeinfer.cluster.hosts.launch import rank_from_environment
 

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 COMMAND = [sys.executable, "-m", "pipeinfer"]
+WARM = ROOT / "tests" / "support" / "warm.py"
+SET_BY_PROGRAM = {"GOMP_SPINCOUNT", "GGML_NO_BACKTRACE", "OPENBLAS_NUM_THREADS"}
 
 
 def installed_script(folder: Path) -> Path:
@@ -47,6 +52,39 @@ def environment() -> dict[str, str]:
     }
 
 
+def warm_command() -> list[str]:
+    """In place of COMMAND, in less than half of its time; COMMAND itself if a test has changed the environment, which
+    modules look at when they are imported. The processes of the job are not those that the launcher started."""
+    path, variables = _warm()
+    return [sys.executable, "-ISs", str(WARM), path] if variables == _variables() else COMMAND
+
+
+@cache
+def _warm() -> tuple[str, Mapping[str, str]]:
+    """The process that forks ranks, which ends with this one: where it listens, and its environment."""
+    folder = mkdtemp(prefix="pipeinfer-warm-")
+    command = [sys.executable, "-m", "tests.support.warm", path := f"{folder}/listens"]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment()
+    )
+    atexit.register(_end, process, folder)
+    assert process.stdout and process.stdout.readline() == "ready\n", "no warm process"
+    return path, _variables()
+
+
+def _end(process: subprocess.Popen[str], folder: str) -> None:
+    process.communicate()
+    shutil.rmtree(folder)
+
+
+def _variables() -> dict[str, str]:
+    return {
+        name: value
+        for name, value in environment().items()
+        if not name.startswith("PYTEST_") and name not in SET_BY_PROGRAM
+    }
+
+
 def start(n_ranks: int, arguments: Sequence[str], **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [*launcher(n_ranks), *COMMAND, *arguments],
@@ -62,7 +100,7 @@ def start(n_ranks: int, arguments: Sequence[str], **options: Any) -> subprocess.
 def finish(n_ranks: int, arguments: Sequence[str], timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
     """Run to the end; a job that hangs is killed and fails the test."""
     return subprocess.run(
-        [*launcher(n_ranks), *COMMAND, *arguments],
+        [*launcher(n_ranks), *warm_command(), *arguments],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -102,12 +140,27 @@ def until(done: Callable[[], bool], timeout_s: float = 60) -> None:
         time.sleep(0.02)
 
 
+def repacks(job: Mapping[str, Any]) -> bool:
+    """Whether a job's exact numerics, such as exact-q8_0.32-1f3a, are with repacked weights."""
+    return "." in job["numerics_name"]
+
+
+def plain_tokens_after(model: Path, job: Mapping[str, Any], n_predict: int, grammar: str = "") -> list[int]:
+    """As `plain_tokens`, after a job's prompt, with weights repacked if they were there."""
+    return plain_tokens(model, job["prompt_tokens"], n_predict, grammar, repacked=repacks(job))
+
+
 def plain_tokens(
-    model: Path, prompt: Sequence[int], n_predict: int, grammar: str = "", adapters: Sequence[str] = ()
+    model: Path,
+    prompt: Sequence[int],
+    n_predict: int,
+    grammar: str = "",
+    adapters: Sequence[str] = (),
+    repacked: bool = False,
 ) -> list[int]:
     """Plain llama-cpp-python, in a process of its own."""
-    ids = ",".join(map(str, prompt))
-    command = [sys.executable, "-m", "tests.support.plain_llama", str(model), str(n_predict), ids, grammar, *adapters]
+    words = [str(model), str(n_predict), ",".join(map(str, prompt)), grammar, *adapters, *["--repacked"] * repacked]
+    command = [sys.executable, "-m", "tests.support.plain_llama", *words]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
     tokens: list[int] = json.loads(done.stdout.splitlines()[-1])

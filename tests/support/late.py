@@ -16,7 +16,7 @@ LATE_S = 30.0
 
 
 def main() -> None:
-    from pipeinfer.cli.main import main as pipeinfer
+    from pipeinfer.cli import main as pipeinfer
     from pipeinfer.cluster.hosts import host
     from pipeinfer.cluster.transport import Link  # initialises MPI
     from pipeinfer.job import launch

@@ -98,7 +98,7 @@ def missing() -> str:
 
 
 def main() -> None:
-    from pipeinfer.cli.main import main as pipeinfer
+    from pipeinfer.cli import main as pipeinfer
     from pipeinfer.cluster.hosts import host
     from pipeinfer.cluster.hosts.host import FreeMemory
 

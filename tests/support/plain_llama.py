@@ -1,12 +1,12 @@
 """Plain llama-cpp-python, whole model, one process, greedy: what every run must reproduce.
 
-Run as `python -m tests.support.plain_llama MODEL N ID,ID,… [GRAMMAR [ADAPTER:SCALE …]]`; prints the generated token
-ids as JSON, of a grammar up to the end of the text.
+Run as `python -m tests.support.plain_llama [--repacked] MODEL N ID,ID,… [GRAMMAR [ADAPTER:SCALE …]]`; prints the
+generated token ids as JSON, of a grammar up to the end of the text.
 
-A row alone: no repacked weights, flash attention, K in BF16 and V in F16 (the reverse elsewhere than on x86).
-A prompt of more than 64 tokens: all but the last of them in batches of 64, the last one of
-up to 127, with K and V in F16; after each K (or V) is rounded to BF16. Where libllama has no flash attention (grok)
-every row is computed alone.
+A row alone: no repacked weights unless that is said, flash attention, K in BF16 and V in F16 (the reverse elsewhere
+than on x86). A prompt of more than 64 tokens: all but the last of them in batches of 64, the last one of up to 127,
+with K and V in F16; after each K (or V) is rounded to BF16. Where libllama has no flash attention (grok) every row is
+computed alone.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ READING = (F16, F16)  # types of K and V
 PAIR, RECORD = struct.Struct("<II"), struct.Struct("<iQ")
 MAX_LAYERS = 1024
 WITHOUT_FLASH = ("grok",)
-FEW = 4  # rows that no kernel computes otherwise than one
+FEW = 4  # rows that no kernel for weights as in the file computes otherwise than one
+REPACKED = "--repacked"
 
 
 def greedy(
@@ -43,11 +44,13 @@ def greedy(
     grammar: str = "",
     see: Callable[[Any], object] = lambda logits: None,
     adapters: Sequence[str] = (),
+    repacked: bool = False,
 ) -> list[int]:
-    """`see` is shown each token's logits. `adapters`: each FILE:SCALE."""
+    """`see` is shown each token's logits. `adapters`: each FILE:SCALE. `repacked`: weights are, where libllama does
+    that; a row is alone then, since such kernels may add up several rows in another order."""
     llama_cpp.llama_log_set(SILENT, None)
     model_params = llama_cpp.llama_model_default_params()
-    model_params.use_extra_bufts = False
+    model_params.use_extra_bufts = repacked
     model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
     loras = load_adapters(model, adapters)
     context = make_context(model, len(prompt) + n_predict + 8, FEW, decoding(), n_threads, loras=loras)
@@ -60,7 +63,7 @@ def greedy(
         read_blocks(model, context, prompt[:-1], n_threads, loras)
         feed = prompt[-1:]
     while len(out) < n_predict:
-        decode(context, feed, [*range(0, len(feed), 1 if loras else FEW), len(feed)])
+        decode(context, feed, [*range(0, len(feed), 1 if loras or repacked else FEW), len(feed)])
         logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits_ith(context, -1), (n_vocab,))
         see(logits)
         out.append(best(sampler, logits) if sampler else int(np.argmax(logits)))
@@ -72,11 +75,11 @@ def greedy(
     return out
 
 
-def prompt_logits(path: str, prompt: list[int], n_threads: int = 2) -> list[Any]:
-    """The logits after each token of a prompt but the last."""
+def prompt_logits(path: str, prompt: list[int], n_threads: int = 2, repacked: bool = False) -> list[Any]:
+    """The logits after each token of a prompt but the last. `repacked`: as for `greedy`."""
     llama_cpp.llama_log_set(SILENT, None)
     model_params = llama_cpp.llama_model_default_params()
-    model_params.use_extra_bufts = False
+    model_params.use_extra_bufts = repacked
     model = llama_cpp.llama_model_load_from_file(path.encode(), model_params)
     context = make_context(model, len(prompt) + 8, FEW, decoding(), n_threads)
     n_vocab, rows = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model)), list[Any]()
@@ -87,7 +90,7 @@ def prompt_logits(path: str, prompt: list[int], n_threads: int = 2) -> list[Any]
     if len(prompt) > 64:
         read_blocks(model, context, prompt[:-1], n_threads, see=see)
     else:
-        decode(context, prompt[:-1], [*range(0, len(prompt) - 1, FEW), len(prompt) - 1], see)
+        decode(context, prompt[:-1], [*range(0, len(prompt) - 1, 1 if repacked else FEW), len(prompt) - 1], see)
     llama_cpp.llama_free(context)
     llama_cpp.llama_model_free(model)
     return rows
@@ -239,14 +242,16 @@ def records(state: memoryview, keys: bool) -> list[tuple[int, int]]:
 
 
 if __name__ == "__main__":
+    path, count, ids, *others = [word for word in sys.argv[1:] if word != REPACKED]
     print(
         json.dumps(
             greedy(
-                sys.argv[1],
-                [int(token) for token in sys.argv[3].split(",")],
-                int(sys.argv[2]),
-                grammar="".join(sys.argv[4:5]),
-                adapters=sys.argv[5:],
+                path,
+                [int(token) for token in ids.split(",")],
+                int(count),
+                grammar="".join(others[:1]),
+                adapters=others[1:],
+                repacked=REPACKED in sys.argv,
             )
         )
     )

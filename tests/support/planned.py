@@ -8,6 +8,7 @@ from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.job.options.options import JobModels, RunOptions
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.planning import deploy as planning
+from pipeinfer.job.planning.fit import PlanInputs
 from pipeinfer.models.drafts.head_files import read_drafts
 from pipeinfer.models.gguf.model_info import ModelInfo
 
@@ -21,7 +22,7 @@ def lay_out(
     options: RunOptions, hosts: Sequence[Host], info: ModelInfo, drafts: Sequence[ModelInfo], n_ctx: int, n_prompt: int
 ) -> JobPlan:
     """Whether it fits or not. Raises UserError, as planning does."""
-    return planning.lay_out(planning.PlanInputs(options, hosts, info, drafts, n_ctx, n_prompt))
+    return planning.lay_out(PlanInputs(options, hosts, info, drafts, n_ctx, n_prompt))
 
 
 def deploy(options: RunOptions, hosts: Sequence[Host], info: ModelInfo, n_ctx: int, n_prompt: int) -> JobPlan:

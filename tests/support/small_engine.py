@@ -85,7 +85,7 @@ class SmallEngine(PolicyView):
     def clock(self) -> float:
         return 0.0
 
-    def n_asked(self, draft: int) -> int:
+    def n_inflight_at(self, draft: int) -> int:
         return 0
 
     def run_s(self, n_rows: int) -> float:

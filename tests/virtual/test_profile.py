@@ -276,9 +276,10 @@ def test_what_was_measured_makes_a_profile(tmp_path: Path) -> None:
     assert profile.stages[1].seconds(4, 100) == pytest.approx(4.9e-3, rel=1e-3), "attention costs rows in batches less"
     assert profile.drafts[0].seconds(1, 0) == pytest.approx(0.5e-3, rel=1e-3)
     assert profile.blocks and profile.parked and profile.link.bytes_per_s == pytest.approx(1e9)
-    assert [profile.crowding(3, n_rows) for n_rows in (1, 32, 128)] == [2.0, 3.0, 3.0]
-    assert profile.crowding(2, 1) < profile.crowding(2, 16) < profile.crowding(2, 32) == profile.crowding(2, 64) == 1.5
-    assert profile.crowding(1, 64) == 1.0 and profile.crowding(9, 1) == 2.0
+    assert [profile.slowdown_at(3, n_rows) for n_rows in (1, 32, 128)] == [2.0, 3.0, 3.0]
+    of_two = [profile.slowdown_at(2, n_rows) for n_rows in (1, 16, 32, 64)]
+    assert of_two[0] < of_two[1] < of_two[2] == of_two[3] == 1.5
+    assert profile.slowdown_at(1, 64) == 1.0 and profile.slowdown_at(9, 1) == 2.0
 
 
 def measured_text(sizes: Sizes, counts: Sequence[int], rng: random.Random) -> str:
@@ -465,7 +466,7 @@ def refused(context, *arguments):
     return load(context, *arguments)
 
 loading.load_part = refused
-from pipeinfer.cli.main import main
+from pipeinfer.cli import main
 main()
 """
 
@@ -490,6 +491,7 @@ def test_measure_writes_a_profile_that_simulate_takes(tmp_path: Path) -> None:
     done = finish(2, ["measure", "-o", str(path), "-t", "1", "--tolerance", "9"])
     assert done.returncode == 0, done.stderr
     found = load_profile(str(path)).lay_out()
+    assert "timing the models" in done.stderr, "it takes minutes where they are large"
     assert found.n_stages == 1 and len(found.slowdown) == len(found.slowdown_of_many) == 2
     assert finish(1, ["simulate", "--profile", str(path), "-n", "32"]).returncode == 0
     alone = load_profile(str(path)).lay_out(has_draft=False)

@@ -31,9 +31,16 @@ def test_recorded_choices_survive_a_file(tmp_path: Path) -> None:
 def test_a_wrong_branch_has_the_guesses_that_were_recorded_there() -> None:
     after_wrong = [[(5, 0.9)], [(6, 0.8)]]
     text = replace(TEXT, off_path=[[], after_wrong])
-    assert text.guesses(2, (7,), 4) == [Guess(5, 0.9)] and text.guesses(2, (7, 5), 4) == [Guess(6, 0.8)]
-    assert text.guesses(2, (7, 5, 6, 6), 4) == [Guess(6, 0.8)], "the last ones go on"
-    assert text.guesses(1, (8,), 4) == [Guess(5, 0.9)], "a branch that was not recorded has those of one that was"
+    assert text.guesses(2, (7,), 1) == [Guess(5, 0.9)] and text.guesses(2, (7, 5), 1) == [Guess(6, 0.8)]
+    assert text.guesses(2, (7, 5, 6, 6), 1) == [Guess(6, 0.8)], "the last ones go on"
+    assert text.guesses(1, (8,), 1) == [Guess(5, 0.9)], "a branch that was not recorded has those of one that was"
+
+
+def test_as_many_guesses_as_are_wanted_come_after_the_recorded_ones() -> None:
+    """A tree of a given width is as wide as a real draft makes it."""
+    guesses = TEXT.guesses(1, (), 5)
+    assert guesses[:2] == TEXT.guesses(1, (), 2) and len({guess.token for guess in guesses}) == 5
+    assert not {3, 4} & {guess.token for guess in guesses[2:]} and guesses[1].probability > guesses[2].probability > 0
 
 
 @pytest.mark.parametrize("content", ["", "{}", "[1]", "x", '{"name":"a","n_prompt":1,"tokens":[],"known":[[]]}'])

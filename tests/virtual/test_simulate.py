@@ -16,13 +16,14 @@ from statistics import fmean
 
 import pytest
 from click.testing import CliRunner
+from matplotlib import pyplot as plt
 
 from experiments import reproduced_pipeinfer
 from pipeinfer.cli.simulate import simulate_command
 from pipeinfer.cluster.wire import encode
 from pipeinfer.core.runs import Row, Run
 from pipeinfer.errors import UserError
-from pipeinfer.observe.columns import KEY
+from pipeinfer.observe.columns import COLUMNS, KEY
 from pipeinfer.observe.figures import itl_s, ttft_s
 from pipeinfer.observe.table import RESULTS
 from pipeinfer.policies import POLICIES, USUAL, Auto, Iterative, PipeInfer, make_policy
@@ -31,6 +32,8 @@ from pipeinfer.virtual.costs import HeadCost, LinkCost, ModelCost, Profile, Work
 from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
 from pipeinfer.virtual.profile import load_profile
 from pipeinfer.virtual.simulation import Simulated, simulate
+from plots.frames import frame_of
+from plots.results import FIGURES
 from tests.support.jobs import ROOT
 
 LAYER_S, N_LAYERS = 0.01, 4
@@ -221,6 +224,14 @@ def test_every_policy_gives_the_targets_text(policy: str, acceptance: float) -> 
         assert done.request.tokens == [choices.target(position) for position in range(204)]
 
 
+@pytest.mark.parametrize("policy", ["iterative", "pipeinfer", "pipespec"])
+def test_all_time_of_a_rank_is_accounted_for(policy: str) -> None:
+    ranks = generate(policy, even_profile(4), n=20).result(defaultdict(str)).data["ranks"]
+    for rank in ranks:
+        parts = (rank[name] for name in ("busy_s", "cancelled_s", "waiting_s", "idle_s"))
+        assert sum(parts) == pytest.approx(rank["wall_s"]), rank["rank"]
+
+
 def test_iterative_is_the_sum_of_stages_and_hops() -> None:
     done = generate("iterative", even_profile(4, None), n=50)
     token_s = 4 * N_LAYERS * LAYER_S + 5 * 0.001
@@ -329,7 +340,7 @@ BLOCKED = """
 import sys
 for name in ("mpi4py", "llama_cpp", "gguf"):
     sys.modules[name] = None
-from pipeinfer.cli.main import main
+from pipeinfer.cli import main
 main(sys.argv[1:])
 """
 
@@ -372,8 +383,10 @@ def test_the_command_prints_a_table_and_writes_results_and_trace(tmp_path: Path)
         (["--profile", "pipeinfer-c", "--pair", "x"], "dolphin-tinyllama"),
         (["--profile", "pipeinfer-c", "--policy", "x"], "iterative"),
         (["--profile", "pipeinfer-c", "--acceptance", "2"], "0 to 1"),
+        (["--profile", "pipeinfer-c", "--no-repack"], "--no-repack"),
         (["--profile", "pipeinfer-c", "--ranks", "a,b"], "'a,b'"),
         (["--profile", "pipeinfer-c", "--ranks", "0.5", "--acceptance", "0.5"], "one of"),
+        (["--profile", "pipeinfer-c", "--json", "-o", "csv"], "give one of them"),
         ([], "--profile"),
     ],
 )
@@ -447,3 +460,20 @@ def test_rows_that_were_simulated_otherwise_are_told_apart(tmp_path: Path) -> No
     assert len({RESULTS.key_of(row) for row in rows}) == len(rows) == len(questions)
     assert [column for column in KEY if column not in rows[0]] == []
     assert {row["numerics"] for row in rows} == {"virtual"}
+
+
+def test_numbers_of_nodes_share_a_panel_and_edited_profiles_do_not(tmp_path: Path) -> None:
+    text = (ROOT / "pipeinfer" / "virtual" / "profiles" / "ethernet.toml").read_text()
+    results, profile = tmp_path / "results.csv", tmp_path / "office.toml"
+    common = ["--profile", str(profile), "--policy", "iterative,auto", "-n", "8", "--results", str(results)]
+    for content, nodes in ((text, 4), (text, 8), (text.replace("layer_mb = 37", "layer_mb = 40"), 8)):
+        profile.write_text(content)
+        done = CliRunner().invoke(simulate_command, [*common, "--nodes", str(nodes)])
+        assert done.exception is None, done.output
+    rows = RESULTS.read(results)
+    assert {row["model"] for row in rows} == {"office, llama-70b-1b"}
+    first, second, edited = ({row["model_hash"] for row in rows[at : at + 2]} for at in (0, 2, 4))
+    assert first == second != edited and len(first) == 1
+    figure = FIGURES["speed"](frame_of(rows[:4], COLUMNS))
+    assert figure and [label.get_text() for label in figure.axes[0].get_xticklabels()] == ["4", "8"]
+    plt.close(figure)

@@ -21,6 +21,7 @@ from pipeinfer.job.options.sections import Models
 from pipeinfer.job.options.text_sections import AnswerOptions, ChatOptions, GrammarOptions
 from pipeinfer.job.options.values import Listed
 from pipeinfer.models.demo import default_models
+from pipeinfer.models.gguf.model_info import OWN_HEAD
 from pipeinfer.models.hub import parse_name
 from pipeinfer.models.text.stops import check_stops
 from pipeinfer.models.text.tokenizer import BREAKERS_OPTION, breakers_json
@@ -147,7 +148,7 @@ def _unescaped(text: str | None, escape: bool, option: str) -> str | None:
     return unescape(text, option) if text and escape else text
 
 
-NONE, MTP, MTP_DRAFT = "none", "draft-mtp", Path("mtp")
+NONE, MTP = "none", "draft-mtp"
 DRAFTS = ("draft-simple", "draft-eagle3")
 N_GRAMS = ("ngram-simple", "ngram-map-k", "ngram-map-k4v", "ngram-mod", "ngram-cache")
 MISSING = ("draft-dflash", "draft-dspark")
@@ -185,22 +186,22 @@ def with_spec_types(values: dict[str, Any]) -> dict[str, Any]:
     types = values.pop("spec_types", ())
     if not types:
         return values
-    given = f"--spec-type {','.join(types)}"
+    option = f"--spec-type {','.join(types)}"
     names_draft = {*values["drafts"], *values["hf_drafts"]} - {NO_DRAFT}
     has_grams, has_draft = any(each in N_GRAMS for each in types), any(each in (MTP, *DRAFTS) for each in types)
     if NONE in types:  # as in llama.cpp, whatever else is named
         has_grams = has_draft = False
     if names_draft and not has_draft:
-        raise UserError(f"{given} has no draft, and -md names one; leave one of them out, or add draft-simple")
+        raise UserError(f"{option} has no draft, and -md names one; leave one of them out, or add draft-simple")
     if has_draft and not names_draft:
         if NO_DRAFT in values["drafts"] or MTP not in types:
-            raise UserError(f"{given} guesses with a draft, and -md names none; give -md FILE, or leave that out")
-        values["drafts"] = (MTP_DRAFT,)
+            raise UserError(f"{option} guesses with a draft, and -md names none; give -md FILE, or leave that out")
+        values["drafts"] = (OWN_HEAD,)
     if not has_draft:
         values["drafts"] = (NO_DRAFT,)
     if has_grams or not has_draft:
         if values["lookup"] not in (None, has_grams):
-            raise UserError(f"{given} and {'--lookup' if values['lookup'] else '--no-lookup'} contradict each other")
+            raise UserError(f"{option} and {'--lookup' if values['lookup'] else '--no-lookup'} contradict each other")
         if has_grams or values["policy"]:
             values["lookup"] = has_grams
         else:

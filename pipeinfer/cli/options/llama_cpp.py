@@ -52,7 +52,8 @@ def _read_data() -> None:
 
 _read_data()
 
-RANKS, NODES = "-np", "--nodes"  # the launcher's option for ranks, llama.cpp's for texts at a time; that for nodes
+RANKS = "-np"  # llama.cpp's option for texts at a time, mpirun's for ranks
+COUNTS = {"--nodes": "nodes", "--stages": "stages"}  # options of commands without ranks, and what these count instead
 VARIABLES: Mapping[str, str] = {
     f"{PREFIX}MODEL_DRAFT": "-md",
     f"{PREFIX}MLOCK": "--mlock",
@@ -64,7 +65,9 @@ VARIABLES: Mapping[str, str] = {
 GUESSING = frozenset(("--draft", "--spec-draft-n-max", "--spec-draft-p-split", "--spec-draft-p-min"))
 """Options that only some policies have: they are read from the command line alone."""
 
-OFF = ("off", "0", "false", "disabled", "auto", "-1")
+SWITCHED_OFF, ON = ("off", "0", "false", "disabled"), ("on", "1", "true", "enabled")
+OFF = (*SWITCHED_OFF, "auto", "-1")
+SWITCHES = {"--fit": "--no-fit", "-fit": "--no-fit"}  # flags that take llama.cpp's on and off, and their opposites
 
 
 def read_variables(option: click.Parameter) -> None:
@@ -159,8 +162,7 @@ def is_from_environment(ctx: click.Context, name: str) -> bool:
 
 def variable_of(param: click.Parameter) -> str:
     """The environment variable that gives a parameter its value."""
-    names = [param.envvar] if isinstance(param.envvar, str) else param.envvar or ()
-    return next((name for name in names if os.environ.get(name)), "the environment")
+    return next((name for name in _listed(param.envvar) if os.environ.get(name)), "the environment")
 
 
 class CommandGroup(click.Group):
@@ -198,7 +200,9 @@ def read_words(args: list[str], params: list[click.Parameter], implied: list[str
         name = _name(word, options)
         if word in implied:
             continue
-        if name in options:
+        if name in SWITCHES and name in options:
+            yield _switch(name, word[len(name) + 1 :], words)
+        elif name in options:
             yield name + word[len(name) :]
             if word == name and _takes_value(options[name]) and words:
                 yield words.popleft()
@@ -211,8 +215,9 @@ def read_words(args: list[str], params: list[click.Parameter], implied: list[str
             if not (interspersed or word.startswith("-")):
                 yield from words
                 return
-        elif name == RANKS and NODES in options:
-            raise click.UsageError(f"{RANKS}: here {NODES} N says how many nodes there are")
+        elif name == RANKS and (flags := COUNTS.keys() & options.keys()):
+            flag = flags.pop()
+            raise click.UsageError(f"{RANKS}: here {flag} N says how many {COUNTS[flag]} there are")
         elif name in HARMLESS:
             _check_harmless(name, HARMLESS[name], words)
         elif hint := INSTEAD.get(name) or OF_RUN.get(name):
@@ -233,6 +238,15 @@ def _name(word: str, options: dict[str, click.Parameter]) -> str:
         return word
     name = word.partition("=")[0]
     return name if name in options else name.replace("_", "-")
+
+
+def _switch(name: str, value: str, words: deque[str]) -> str:
+    """The flag of a switch, with its value or the next word, if there is one. Raises click.UsageError for another."""
+    if not value and words and words[0] in (*ON, *SWITCHED_OFF):
+        value = words.popleft()
+    if value and value not in (*ON, *SWITCHED_OFF):
+        raise click.UsageError(f"{name} {value}: give on, off, or no value")
+    return SWITCHES[name] if value in SWITCHED_OFF else name
 
 
 def _takes_value(param: click.Parameter) -> bool:

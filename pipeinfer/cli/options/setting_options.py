@@ -39,7 +39,7 @@ def command(
     has_variables: bool = False,
 ) -> Callable[[Callable[..., Any]], Command]:
     """A command with the options of these sections beside those of its function; `Policy`: the settings of all
-    policies. Of one name the first counts. `without`: settings that it lacks. `helps`, `defaults`: other ones.
+    policies. Of one name the first option counts. `without`: settings that it lacks. `helps`, `defaults`: other ones.
     `has_variables`: llama.cpp's variables give the sections' options too."""
 
     def make(function: Callable[..., Any]) -> Command:

@@ -1,6 +1,6 @@
-"""A rank's host: what it has, what ranks have found out about it, how fast a rank of it is, and how its ranks share its
-cores. Measures memory and arithmetic alone; knows no MPI and loads no model: it only keeps what others find out about
-them."""
+"""A rank's host: its cores, memory and devices, how fast a rank is there, and how its ranks share its cores. Measures
+the speed of memory and arithmetic alone; knows no MPI and loads no model: what `Host` has of models and devices is
+found out elsewhere."""
 
 import contextlib
 import math

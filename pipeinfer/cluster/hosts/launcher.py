@@ -1,5 +1,5 @@
-"""The words that start a job's ranks, MPICH's, Open MPI's or srun's: their hosts, and the same words without hosts that
-are lost. Knows command lines; starts nothing. Standard library alone."""
+"""The command line (its words) of a job's launcher, MPICH's, Open MPI's or srun: the hosts that it names, and the same
+command without hosts that are lost. Starts nothing. Standard library alone."""
 
 import os
 import re
@@ -29,7 +29,7 @@ class HostEntry(NamedTuple):
 
 
 def named_hosts(words: Sequence[str], environ: Mapping[str, str], folder: Path = Path()) -> tuple[HostEntry, ...]:
-    """Those that the words name, or srun's allocation. `folder`: where the launcher runs. Raises UserError."""
+    """The hosts that a launcher's words name, or srun's allocation. `folder`: where that runs. Raises UserError."""
     if words and os.path.basename(words[0]) == "srun":
         names = expand_nodes(environ.get("SLURM_JOB_NODELIST", ""))
         return tuple(HostEntry(name, name, 1) for name in names)
@@ -45,7 +45,7 @@ def named_hosts(words: Sequence[str], environ: Mapping[str, str], folder: Path =
 
 
 def index_of_pipeinfer(words: Sequence[str]) -> int:
-    """Its index among the words; their number if it is not there."""
+    """The index of `pipeinfer` among the words; their number if it is not there."""
     return next((at for at, word in enumerate(words) if os.path.basename(word) == "pipeinfer"), len(words))
 
 
@@ -186,6 +186,9 @@ def read_launcher(words: Sequence[str], environ: Mapping[str, str] = os.environ)
     if not {*words[at + 1 : at + 2]} & {*COMMANDS}:
         raise UserError(f"give the launcher and the command, as in mpirun -np 3 pipeinfer {'|'.join(COMMANDS)} …")
     launcher = Launcher(tuple(words[:first]), tuple(words[first:]), named_hosts(words[:first], environ))
+    program, is_here = words[at], not (launcher.hosts or launcher.is_srun)
+    if is_here and os.sep in program and not os.path.exists(program):
+        raise UserError(f"{program}: No such file or directory; check the path")
     if launcher.is_chat and "--json" in launcher.command:
         reason = "--json of a chat has other figures after each start, so it cannot be supervised"
         raise UserError(f"{reason}; leave --json out, or supervise serve")

@@ -38,9 +38,14 @@ class Memory:
 
     def __add__(self, other: "Memory") -> "Memory":
         """Both in one process."""
-        sums = (getattr(self, name) + getattr(other, name) for name in ("weights", "mapped", "kv", "buffers"))
-        most = {"loading": max(self.loading, other.loading), "runtime": max(self.runtime, other.runtime)}
-        return Memory(*sums, **most)
+        return Memory(
+            self.weights + other.weights,
+            self.mapped + other.mapped,
+            self.kv + other.kv,
+            self.buffers + other.buffers,
+            max(self.loading, other.loading),
+            max(self.runtime, other.runtime),
+        )
 
     @property
     def total(self) -> int:
@@ -66,7 +71,7 @@ class Pool(NamedTuple):
     ranks: Sequence[int]
     free: int
 
-    def left(self, needed: Sequence[int]) -> int:
+    def bytes_left(self, needed: Sequence[int]) -> int:
         """Bytes left once all its ranks have what they need, one entry a rank; negative if too few."""
         return self.free - sum(needed[rank] for rank in self.ranks)
 
@@ -93,10 +98,10 @@ def _spare(pools: Iterable[Pool], needed: Sequence[int]) -> list[int | None]:
     """Bytes left to each rank in the scarcest of its pools; None of a rank without one."""
     spare: list[int | None] = [None] * len(needed)
     for pool in pools:
-        left = pool.left(needed)
+        n_bytes = pool.bytes_left(needed)
         for rank in pool.ranks:
             before = spare[rank]
-            spare[rank] = left if before is None else min(left, before)
+            spare[rank] = n_bytes if before is None else min(n_bytes, before)
     return spare
 
 
@@ -119,12 +124,12 @@ def left_on_gpus(
 ) -> tuple[tuple[str, ...], dict[str, int]]:
     """A name for the devices of each of `ranks`, the same for all that share them, and the bytes that other ranks leave
     there. The name is empty if the free memory is unknown. `hosts`, `taken`: one entry a rank."""
-    names, left = dict.fromkeys(ranks, ""), {}
+    names, by_name = dict.fromkeys(ranks, ""), {}
     for pool in _gpu_pools(hosts):
         name = f"GPUs of rank {pool.ranks[0]}"
         names |= {rank: name for rank in pool.ranks if rank in names}
-        left[name] = pool.left([0 if rank in names else n for rank, n in enumerate(taken)])
-    return tuple(names.values()), left
+        by_name[name] = pool.bytes_left([0 if rank in names else n for rank, n in enumerate(taken)])
+    return tuple(names.values()), by_name
 
 
 def check_fits(hosts: Sequence[Host], memories: Sequence[Memory], way_out: str) -> None:
@@ -143,10 +148,10 @@ def check_fits(hosts: Sequence[Host], memories: Sequence[Memory], way_out: str) 
 
 def check_gpus(hosts: Sequence[Host], needed: Sequence[int], way_out: str) -> None:
     """Raises UserError when ranks' layers do not fit into their GPUs' memory. One entry a rank."""
-    short = [pool for pool in _gpu_pools(hosts) if pool.left(needed) < 0]
+    short = [pool for pool in _gpu_pools(hosts) if pool.bytes_left(needed) < 0]
     for rank, pool in sorted((min(filter(needed.__getitem__, pool.ranks)), pool) for pool in short):
         names = ", ".join(name for name, _ in hosts[rank].gpus)
-        others = pool.free - pool.left(needed) - needed[rank]
+        others = pool.free - pool.bytes_left(needed) - needed[rank]
         beside = f" and ranks beside it {size_text(others)}" if others else ""
         raise UserError(
             f"rank {rank} on {hosts[rank].name} puts {size_text(needed[rank])} on {names}{beside}, where "
@@ -158,10 +163,10 @@ def paging_lines(hosts: Sequence[Host], memories: Sequence[Memory]) -> list[str]
     """A warning for each host that has memory for what ranks need, but not for their mapped weights too."""
     lines, spare = [], spare_memory(hosts, memories)
     for ranks, _ in _host_pools(hosts):
-        mapped, left = sum(memories[rank].mapped for rank in ranks), spare[ranks[-1]]
-        if left is not None and 0 <= left < mapped:
+        mapped, room = sum(memories[rank].mapped for rank in ranks), spare[ranks[-1]]
+        if room is not None and 0 <= room < mapped:
             lines.append(
-                f"{hosts[ranks[0]].name} has {size_text(left)} of memory for {size_text(mapped)} of weights that are "
+                f"{hosts[ranks[0]].name} has {size_text(room)} of memory for {size_text(mapped)} of weights that are "
                 "mapped from the model's file: they will be read again and again, which is slow; take more hosts, or a "
                 "smaller quantisation"
             )

@@ -1,24 +1,34 @@
-"""Version, host and settings of each rank at the start of a job, and whether they fit together; and the MPI that is
-installed. Its library is loaded by a child process, so that no MPI starts here and a broken one does no harm."""
+"""Version, host and settings of each rank at the start of a job, and whether they fit together; their clocks and
+links; and the MPI that is installed. Its library is loaded by a child process, so that no MPI starts here and a broken
+one does no harm."""
 
 import hashlib
 import json
 import os
 import subprocess
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
 
 import pipeinfer
 from pipeinfer.child import python_command
 from pipeinfer.cluster.watch.rendezvous import own_location
+from pipeinfer.cluster.wire import Buffer
 from pipeinfer.errors import UserError
 from pipeinfer.text import shortened
+
+if TYPE_CHECKING:  # imports MPI
+    from pipeinfer.cluster.transport import Link
 
 RankInfo = tuple[str, str, str, dict[str, str]]
 """(version, host, location, settings by name): plain types, which another version of this program can unpickle."""
 
+MESSAGE_BYTES, N_MESSAGES = 1 << 22, 4  # of which the fastest tells a link's bandwidth
 COMMAND = "the command"  # the name of the entry with the settings' type, which differs between commands
 
 
@@ -109,3 +119,50 @@ def describe_mpi() -> dict[str, Any]:
     except ValueError:
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     return {"library": None, "standard": None, "mpi4py": None, "error": why}
+
+
+# -- clocks and links, timed: collective
+
+
+def clock_offset_s(link: "Link", clock: Callable[[], float], ranks: Iterable[int], n_rounds: int = 8) -> float:
+    """Seconds to add to this rank's clock to get rank 0's; 0 unless it is one of `ranks`, whose clocks may differ. The
+    round with the least delay counts."""
+    offset_s, time_s = 0.0, np.zeros(1)
+    for rank in ranks:
+        if link.rank == 0:
+            for _ in range(n_rounds):
+                link.receive_awake(time_s, rank)
+                time_s[0] = clock()
+                link.send_awake(time_s, rank)
+        elif link.rank == rank:
+            offset_s = min(_ask_clock(link, clock, time_s) for _ in range(n_rounds))[1]
+    return offset_s
+
+
+def _ask_clock(link: "Link", clock: Callable[[], float], time_s: npt.NDArray[np.float64]) -> tuple[float, float]:
+    """(delay, offset) of one question to rank 0."""
+    start_s = clock()
+    link.send_awake(time_s, 0)
+    link.receive_awake(time_s, 0)
+    delay_s = clock() - start_s
+    return delay_s, float(time_s[0]) - (start_s + delay_s / 2)
+
+
+def bandwidth_gbit(link: "Link") -> float:
+    """The bandwidth of the slowest link between neighbouring ranks, in Gbit/s. Needs two ranks."""
+    buffer, slowest_s = np.zeros(MESSAGE_BYTES, np.uint8), 0.0
+    for rank in range(1, link.size):
+        if link.rank == rank - 1:
+            slowest_s = max(slowest_s, min(_round_trip_s(link, buffer, rank) for _ in range(N_MESSAGES)))
+        elif link.rank == rank:
+            for _ in range(N_MESSAGES):
+                link.receive_awake(buffer, rank - 1)
+                link.send_awake(buffer, rank - 1)
+    return 8e-9 * 2 * MESSAGE_BYTES / max(link.all_gather(slowest_s))
+
+
+def _round_trip_s(link: "Link", buffer: Buffer, rank: int) -> float:
+    start_s = time.perf_counter()
+    link.send_awake(buffer, rank)
+    link.receive_awake(buffer, rank)
+    return time.perf_counter() - start_s

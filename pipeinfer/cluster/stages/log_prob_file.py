@@ -1,9 +1,9 @@
-"""llama-perplexity's file of what a model foretells in a text, for comparisons with another model. Knows no MPI and no
+"""llama-perplexity's file of what a model predicts in a text, for comparisons with another model. Knows no MPI and no
 model.
 
-It has `_logits_`; tokens of a chunk, of the vocabulary, and chunks, in 32 bits, as are the tokens of all chunks, which
-follow; then rows, of the tokens of each chunk's second half but its first: log-probabilities of the whole vocabulary,
-as a step and the least of them in float32, and each one's steps above the least in 16 bits."""
+The file has `_logits_`; the numbers of tokens of a chunk, of the vocabulary and of chunks; and the tokens of all
+chunks, all in 32 bits; then a row for each token of each chunk's second half but the first: log-probabilities of the
+vocabulary, as a step and the least of them in float32, and in 16 bits how many steps each is above the least."""
 
 import errno
 import math
@@ -104,12 +104,12 @@ def create(path: Path, n_vocab: int, chunks: Sequence[Sequence[int]]) -> None:
 
 
 def chunk_text(path: Path, chunk: int, is_new: bool) -> str:
-    """For `SamplingParams`: with which chunk a prompt is compared, or, of a new file, which one is made of it."""
+    """`SamplingParams.base_chunk`: the chunk that a prompt is compared with or, in a new file, written as."""
     return f"{'+' if is_new else ''}{chunk}:{path}"
 
 
 def compared(chunk: str, position: int, logits: FloatArray, token: int) -> Comparison | None:
-    """What `chunk_text` says, of the token at that position; None of a new file, and of a chunk's first half."""
+    """Compare or write the token at a position, as `chunk` says; None for a new file and in a chunk's first half."""
     number, _, path = chunk.partition(":")
     file = _opened(path, is_new := number.startswith("+"))
     if position <= file.n_ctx // 2:

@@ -17,8 +17,8 @@ from pipeinfer.core.types import Allowed, FloatArray
 NO_TOKENS = array("i")
 
 
-class Question(NamedTuple):
-    """Which token comes after a row of a run?"""
+class WantedRow(NamedTuple):
+    """A row of a run after which answers are wanted. `position`: of what follows. `history`: before it."""
 
     row: int
     params: SamplingParams
@@ -53,7 +53,7 @@ class PendingRun:
     start_s: float
     alive: list[int] = field(default_factory=list)
     rows: StageFuture[FloatArray] | StageFuture[DeviceRows] | None = None
-    questions: list[Question] = field(default_factory=list)
+    wanted_rows: list[WantedRow] = field(default_factory=list)
 
     @property
     def is_done(self) -> bool:

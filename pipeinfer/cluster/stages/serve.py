@@ -9,7 +9,7 @@ from pipeinfer.cluster.idle import NO_PROGRESS, Idle, Progress
 from pipeinfer.cluster.stages.pace import REAL_CLOCK, Courier, JobClock
 from pipeinfer.cluster.stages.runs import LocalPrunings, PendingRun, Samplers
 from pipeinfer.cluster.stages.stage import StageWorker
-from pipeinfer.cluster.transport import NOT_SENT, Comm, Inbox, Outbox, Request, Tag
+from pipeinfer.cluster.transport import NOT_SENT, Comm, Inbox, MpiRequest, Outbox, Tag
 from pipeinfer.cluster.verdicts import encode_verdict
 from pipeinfer.cluster.watch.protocol import Flow
 from pipeinfer.cluster.wire import (
@@ -144,7 +144,7 @@ class RunInbox:
         """Whether a run has come, or its first message."""
         return self._waiting is not None or self._inbox.holds()
 
-    def give_back(self, transaction: Transaction, sent: Request = NOT_SENT) -> None:
+    def give_back(self, transaction: Transaction, sent: MpiRequest = NOT_SENT) -> None:
         """Reuse the run's memory, once its message, if that is being sent on, is sent."""
         self._inbox.give_back(transaction.buffer, sent)
         if self._out_of_band and transaction.received_memory is not None:

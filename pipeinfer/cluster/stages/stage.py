@@ -11,8 +11,8 @@ import numpy as np
 
 from pipeinfer.cluster.stages.cell_store import CellStore
 from pipeinfer.cluster.stages.log_prob_file import compared
-from pipeinfer.cluster.stages.runs import Evaluated, PendingRun, Pruned, Question, Samplers, TokenHistory
-from pipeinfer.cluster.verdicts import scored
+from pipeinfer.cluster.stages.runs import Evaluated, PendingRun, Pruned, Samplers, TokenHistory, WantedRow
+from pipeinfer.cluster.verdicts import score_token
 from pipeinfer.cluster.wire import Buffer, SentRow, Transaction, WireType, feature_bytes
 from pipeinfer.core.drafting import guess_next
 from pipeinfer.core.interfaces import AsyncStage, Batch, DeviceRows, DeviceStage, FeatureStage, StageFuture, StageModel
@@ -29,7 +29,7 @@ class StageStats:
     n_skipped: int = 0  # cancelled runs that it never began
     n_stopped: int = 0  # cancelled runs that it left between layers
     n_layers_saved: int = 0  # layers that cancellation spared it
-    n_left: int = 0  # runs whose tokens samplers choose
+    n_for_samplers: int = 0  # runs whose tokens samplers choose
     n_rows_pruned: int = 0  # dead rows left out of runs that it evaluated
 
 
@@ -99,7 +99,7 @@ class StageWorker:
     def finish(self, pending: PendingRun, samplers: Samplers | None = None) -> Verdict | GuessVerdict | None:
         """Wait for the result. The last stage returns the verdict, or None if its samplers will have it; the verdict of
         a cancelled run has no rows. Other stages return None and put the residual stream into `activations`."""
-        transaction, questions, logits = pending.transaction, pending.questions, NO_LOGITS
+        transaction, wanted_rows, logits = pending.transaction, pending.wanted_rows, NO_LOGITS
         if not transaction.cancelled:
             logits = self._result(pending)
         answers: list[Any] = [] if transaction.cancelled else [self.NO_ANSWER] * transaction.n_rows
@@ -107,12 +107,12 @@ class StageWorker:
             answers = [transaction.n_joined]
 
         def answer(index: int, row_logits: FloatArray) -> None:
-            answers[questions[index].row] = self._answer(row_logits, questions[index])
+            answers[wanted_rows[index].row] = self._answer(row_logits, wanted_rows[index])
 
         samplers = samplers if samplers and samplers.take_next else None
         for_samplers = []
-        for index, question in enumerate(questions):
-            if samplers and question.is_long:
+        for index, wanted_row in enumerate(wanted_rows):
+            if samplers and wanted_row.is_long:
                 for_samplers.append(index)
             else:
                 answer(index, logits[index])
@@ -131,7 +131,7 @@ class StageWorker:
 
         if samplers is None:
             return verdict()
-        self.stats.n_left += bool(for_samplers)
+        self.stats.n_for_samplers += bool(for_samplers)
         samplers.submit(logits, for_samplers, answer, verdict)
         return None
 
@@ -178,10 +178,10 @@ class StageWorker:
                 transaction.cancel()
                 return
         if self.model.is_last:
-            pending.questions = self._questions(transaction, seqs)
+            pending.wanted_rows = self._wanted_rows(transaction, seqs)
 
     def _result(self, pending: PendingRun) -> FloatArray:
-        """The logits of each question on the last stage; else none, and the activations are in the transaction."""
+        """The logits of each wanted row on the last stage; else none, and the activations are in the transaction."""
         transaction, alive = pending.transaction, pending.alive
         result = pending.rows.result() if pending.rows else np.empty((0, self.model.n_embd), np.float32)
         if self._feature_stage:
@@ -224,10 +224,10 @@ class StageWorker:
             rows, seqs = rows[alive], [seqs[index] for index in alive]
             hidden = None if hidden is None else hidden[alive]
             out_of_band = out_of_band.pick(alive) if out_of_band else None
-        wanted = rows["n_wanted"] != 0
+        wants_logits = rows["n_wanted"] != 0
         first = self._opened.get(int(rows["request"][0]))
         how = transaction.span, first.adapters if first else None, out_of_band
-        batch = Batch(rows["token"], rows["position"], list(seqs), hidden, wanted, *how)
+        batch = Batch(rows["token"], rows["position"], list(seqs), hidden, wants_logits, *how)
         stop = partial(self._is_cancelled, pruned, transaction.run_id)
         if self.leaves_as:
             assert isinstance(self.model, DeviceStage), "there is no device to leave activations on"
@@ -242,9 +242,9 @@ class StageWorker:
         self._n_stop_checks += 1
         return pruned.is_cancelled(run_id)
 
-    def _questions(self, transaction: Transaction, seqs: Sequence[tuple[int, ...]]) -> list[Question]:
+    def _wanted_rows(self, transaction: Transaction, seqs: Sequence[tuple[int, ...]]) -> list[WantedRow]:
         assert self._history, "only the last stage answers"
-        questions = []
+        wanted_rows = []
         for index, (row, owners) in enumerate(zip(transaction.sent_rows, seqs, strict=True)):
             if row.dropped:
                 continue
@@ -253,8 +253,8 @@ class StageWorker:
                 params, position, chooses = self._opened[row.request].sampling, row.position + 1, row.n_wanted > 0
                 history = self._history.last(row.seq, position, params.looks_back) if chooses else ()
                 allowed = self._allowed(row) if chooses and row.request in self._constraints else None
-                questions.append(Question(index, params, position, history, row.n_wanted, allowed))
-        return questions
+                wanted_rows.append(WantedRow(index, params, position, history, row.n_wanted, allowed))
+        return wanted_rows
 
     def _allowed(self, row: SentRow) -> Allowed | None:
         """The tokens that may follow a row; None: any."""
@@ -263,20 +263,20 @@ class StageWorker:
         n_output = position - self._opened[row.request].n_prompt
         return self._constraints[row.request].after(self._history.last(row.seq, position, n_output))
 
-    def _answer(self, logits: FloatArray, question: Question) -> Any:
+    def _answer(self, logits: FloatArray, wanted_row: WantedRow) -> Any:
         """One row's part of the verdict: the target's token at the position after it, or the prompt's."""
-        params = question.params
-        if question.n_wanted < 0:
-            answer = scored(logits, -1 - question.n_wanted, params.n_prompt_logprobs)
+        params = wanted_row.params
+        if wanted_row.n_wanted < 0:
+            answer = score_token(logits, -1 - wanted_row.n_wanted, params.n_prompt_logprobs)
             if params.base_chunk:
-                answer.comparison = compared(params.base_chunk, question.position, logits, answer)
+                answer.comparison = compared(params.base_chunk, wanted_row.position, logits, answer)
             return answer
         changed = logits.copy() if params.n_logprobs >= 0 else logits  # in place
         try:
-            token = choose(changed, params, question.position, question.history, question.allowed)
+            token = choose(changed, params, wanted_row.position, wanted_row.history, wanted_row.allowed)
         except ConstraintFailed:
             return FAILED
-        return scored(logits, token, params.n_logprobs) if params.n_logprobs >= 0 else token
+        return score_token(logits, token, params.n_logprobs) if params.n_logprobs >= 0 else token
 
 
 def _spread(values: FloatArray | DeviceRows, rows: Sequence[int], n_rows: int) -> FloatArray | DeviceRows:
@@ -298,9 +298,9 @@ class DraftWorker(StageWorker):
 
     couple: bool
 
-    def _answer(self, logits: FloatArray, question: Question) -> list[Guess]:
-        wanted = question.n_wanted
-        return guess_next(logits, question.params, question.position, question.history, wanted, self.couple)
+    def _answer(self, logits: FloatArray, wanted_row: WantedRow) -> list[Guess]:
+        n_wanted = wanted_row.n_wanted
+        return guess_next(logits, wanted_row.params, wanted_row.position, wanted_row.history, n_wanted, self.couple)
 
 
 def room_for(message: Buffer, n_embd: int, wire_type: WireType = WireType.F32, n_features: int = 0) -> Transaction:

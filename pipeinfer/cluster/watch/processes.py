@@ -160,8 +160,8 @@ def end_slurm_step() -> None:
 
 
 class Inquiry:
-    """`command`: prints lines about the hosts of its arguments, which are the number of ranks, rank 0's host and those
-    of missing ranks; empty: there is none. A line `! HOST: …` says why no rank can start on a host."""
+    """Runs `command`, which prints lines about the hosts of missing ranks; empty: there is none. Its arguments are the
+    number of ranks, rank 0's host and those hosts. A line `! HOST: …` says why no rank can start on a host."""
 
     def __init__(self, command: Sequence[str], selector: selectors.BaseSelector) -> None:
         self._command, self._selector = command, selector

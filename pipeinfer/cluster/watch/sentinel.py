@@ -74,7 +74,7 @@ class Sentinel:
         self._abouts: dict[int, str] = {}
         self._processes = {0: Process(self.head_pid)}
         self._beside: dict[int, Process] = {}  # ranks on this host, until every rank has joined
-        self._gone, self._gone_s = "", math.inf  # a rank on this host that ended before all have joined
+        self._early_end, self._early_end_s = "", math.inf  # a line on a rank that ended before all joined, and when
         self._segments: set[Path] = set()
         self._stopping = False
         # epoll reports events in their order: the first death comes first, even if the launcher kills others meanwhile
@@ -112,8 +112,8 @@ class Sentinel:
         self._segments |= processes.segments_of(self.head_pid)
         if self._listener:
             self._admit(self._listener)
-        if time.monotonic() > self._gone_s + HEAD_GRACE_S:
-            self._end(self._gone)
+        if time.monotonic() > self._early_end_s + HEAD_GRACE_S:
+            self._end(self._early_end)
         if waited_s > self.join_s:
             here = "" if self._key else f", nor does it run on host {self._hosts[0]}"
             about = "".join(f"; {line}" for line in self._inquiry.lines)
@@ -264,8 +264,8 @@ class Sentinel:
         self._note_end(f"{self._title(rank)} ended{how} before all have joined")
 
     def _note_end(self, line: str) -> None:
-        if not self._gone:
-            self._gone, self._gone_s = line, time.monotonic()
+        if not self._early_end:
+            self._early_end, self._early_end_s = line, time.monotonic()
 
     def _lost(self, rank: int) -> None:
         if rank in self._beside:  # wait for the process: processes are reported in the order of their ends

@@ -123,8 +123,11 @@ class Watch:
         self._joined.set()
         self._send({"bye": True})
         if self._sentinel is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
+            try:
                 self._sentinel.wait(timeout=ABORT_GRACE_S)
+            except subprocess.TimeoutExpired:
+                # the launcher waits for it: one that was stopped (SIGSTOP) would keep the job for ever
+                self._sentinel.send_signal(signal.SIGCONT)
 
     def __enter__(self) -> "Watch":
         return self

@@ -18,15 +18,15 @@ from pipeinfer.errors import StopRequested, UserError
 from pipeinfer.job.batch.batch_file import WHAT, BatchFile, BatchOutput, BatchRequest, error_line, result_line
 from pipeinfer.job.launch import CLOCK, Context
 from pipeinfer.job.options.options import JobOutput, RunOptions
+from pipeinfer.job.placement.checks import read_adapters
 from pipeinfer.job.placement.job_plan import JobPlan
-from pipeinfer.job.placement.model_files import read_adapters
 from pipeinfer.job.planning.plan_table import show_start
 from pipeinfer.job.planning.prepare import defaults_of, deploy_largest, inputs_of, open_job, start_prepared
 from pipeinfer.job.process.streams import complain
 from pipeinfer.job.requests.answers import Entry, speller
 from pipeinfer.job.requests.body import Defaults
 from pipeinfer.job.requests.body_prompts import BodyPrompts
-from pipeinfer.job.requests.journal import Journal, model_id, open_journal
+from pipeinfer.job.requests.journal import Journal, ModelId, model_id, open_journal
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.session.ranks import MAX_RECORDS
 from pipeinfer.job.session.result import RankUses, describe_drafts, describe_model
@@ -54,7 +54,7 @@ class BatchOptions:
     strict: bool = False
 
     @property
-    def goes_on_from(self) -> Path:
+    def resume_file(self) -> Path:
         return self.output
 
 
@@ -90,7 +90,7 @@ class BatchWork:
                 check_grammar(self.prompts.tokenizer, request.sampling.grammar)
         except UserError as error:
             return error
-        return request if isinstance(request, UserError) else request.under(self.policy)
+        return request if isinstance(request, UserError) else request.with_policy(self.policy)
 
     def noted(self) -> Iterator[tuple[BatchRequest, str, GenerationRequest | UserError]]:
         """The same with their ids, and with their noted output."""
@@ -123,11 +123,11 @@ def _prepare(options: RunOptions, hosts: Sequence[Host], batch: BatchOptions) ->
         if work.n_left:
             sizes = _sizes(work, options.context.ctx_size, options.traffic.parallel)
             plan = deploy_largest(options, hosts, info, drafts, *sizes)
-        model = model_id(plan) if plan else (info.fingerprint, options.numerics.rounding)
+        model = model_id(plan) if plan else ModelId(info.fingerprint, options.numerics.rounding)
         work.journal = open_journal(options.output.resume, model)
         for _, id in work.output.ids():
             if id in work.journal.texts:  # an interruption may have left the notes of a result
-                work.journal.ended(id)
+                work.journal.end(id)
         if not plan:
             work.output.go_on()
             complain(f"{batch.output}: all {work.n_requests} results are there")
@@ -186,7 +186,7 @@ def _check_lines(work: BatchWork) -> None:
         raise UserError(f"{line}: {differs}; name another file, or remove the line")
 
 
-def _sizes(work: BatchWork, ctx_size: int, parallel: int) -> tuple[int, int, int]:
+def _sizes(work: BatchWork, ctx_size: int | None, parallel: int) -> tuple[int, int, int]:
     """(tokens of context: of -c, else --parallel times the longest request; of that; of the longest prompt)."""
     longest = longest_prompt = n_total = 1
     start_s, report_s = time.monotonic(), PATIENCE_S
@@ -273,7 +273,7 @@ class Batch:
         for each in outputs:
             self.progress.update(self._n_written, len(each.tokens))
             _, id, entries = each.opened.origin
-            self.work.journal.came(id, each.tokens)
+            self.work.journal.add_output(id, each.tokens)
             entries.extend(each.entries)
             if each.ended:
                 self._write(each.opened)
@@ -285,14 +285,14 @@ class Batch:
             self._refuse(line, id, TOO_MUCH)
             return
         self.work.output.write(result_line(id, line, opened, entries, self._spell, model))
-        self.work.journal.ended(id)
+        self.work.journal.end(id)
         self.n_completed += 1
         self.throughput.add(opened.metrics)
         self.progress.update(self._n_written, 0)
 
     def _refuse(self, line: BatchRequest, id: str, message: str) -> None:
         self.work.output.write(error_line(id, line, message))
-        self.work.journal.ended(id)
+        self.work.journal.end(id)
         self.n_failed += 1
 
     # -- the end
@@ -305,8 +305,8 @@ class Batch:
         if self.printing.json:
             print(json_text(result), flush=True)
         if flag.reason:
-            kept = f"{self.work.output.path} has what is complete" if self._n_written else "no result is complete yet"
-            complain(f"{flag.reason}; {kept}, the same command goes on from there")
+            text = f"{self.work.output.path} has what is complete" if self._n_written else "no result is complete yet"
+            complain(f"{flag.reason}; {text}, the same command goes on from there")
         return flag.exit_code
 
     def _figures(self) -> dict[str, Any]:

@@ -106,10 +106,6 @@ class BatchFile:
                     raise UserError(f"{self.path} line {index + 1}: {error}") from None
             index += 1
 
-    @property
-    def n_bytes(self) -> int:
-        return os.fstat(self._file.fileno()).st_size
-
     def close(self) -> None:
         self._file.close()
 
@@ -235,9 +231,9 @@ def result_line(
     """The result of a request that has ended. `model`: its name."""
     form = chat_logprobs if line.body.messages else completion_logprobs
     logprobs = form(entries, spell) if line.body.sampling.n_logprobs >= 0 else None
-    request, text, finish = opened.state, opened.printer.text, opened.finish
-    n_prompt, n_predicted = len(request.prompt), opened.n_output
-    n_cached, seed = opened.metrics.n_kept, request.sampling.seed
+    state, text, finish = opened.state, opened.printer.text, opened.finish
+    n_prompt, n_predicted = len(state.prompt), opened.n_output
+    n_cached, seed = opened.metrics.n_kept, state.sampling.seed
     if not line.url:
         times = {name: value for name, value in timings(opened.metrics).items() if name in TIMES}
         counts = {"tokens_evaluated": n_prompt, "tokens_cached": n_cached, "tokens_predicted": n_predicted}
@@ -248,7 +244,7 @@ def result_line(
         reader = reader_of(line.body, opened.request.thought)
         parts = [*reader.push(text), *reader.finish(finish == "length" or opened.printer.was_cut)]
         answer, finish = {"message": message_of(parts)}, finish_of(finish, reader)
-        n_reasoning = count_reasoning(reader, request.tokens[n_prompt : n_prompt + n_predicted], spell)
+        n_reasoning = count_reasoning(reader, state.tokens[n_prompt : n_prompt + n_predicted], spell)
         details = {"completion_tokens_details": {"reasoning_tokens": n_reasoning}}
     body = {
         "id": id,

@@ -14,8 +14,8 @@ from pipeinfer.job.bench.sweep import GenerationCase, Group, Key, LoadCase, Swee
 from pipeinfer.job.launch import Crew, start_job
 from pipeinfer.job.loading.load import run_stage
 from pipeinfer.job.options.options import with_plan
+from pipeinfer.job.placement.checks import fetch_files
 from pipeinfer.job.placement.job_plan import JobPlan
-from pipeinfer.job.placement.model_files import fetch_files
 from pipeinfer.job.planning.prepare import check_outputs, find_hosts, get_ready, with_files
 from pipeinfer.job.process.streams import complain
 from pipeinfer.job.requests.bench_prompts import BenchTurn
@@ -28,7 +28,7 @@ from pipeinfer.observe.figures import load_figures, percentiles, stamp
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.observe.report import stderr_console
 from pipeinfer.observe.summary import falls_behind, print_loads, print_summary
-from pipeinfer.text import milliseconds, number
+from pipeinfer.text import count_text, milliseconds, number
 from pipeinfer.virtual.simulation import arrivals_s
 
 USES = ("busy_s", "cancelled_s", "waiting_s", "idle_s", "peak_rss_bytes")
@@ -130,7 +130,7 @@ class Arrivals:
 
 
 class Bench:
-    """The part of rank 0. `arrivals`: of the load that is measured."""
+    """Rank 0's part. `arrivals`: of the load that is measured, if one is."""
 
     def __init__(self, crew: Crew, sweep: Sweep, groups: Sequence[Group]) -> None:
         self.crew, self.sweep, self.groups = crew, sweep, groups
@@ -149,9 +149,9 @@ class Bench:
         flag, code, link = self.crew.flag, 0, self.crew.link
         cases = [case for group in self.groups for case in group.cases]
         n_requests = sum(case.n_requests for case in cases)
-        loads = f"{len(cases)} loads to measure, {n_requests} requests"
-        about = loads if self.sweep.loads else f"{n_requests} generations to measure"
-        self.console.print(f"{about}, {link.size} ranks")
+        loads = f"{count_text(len(cases), 'load')} to measure, {count_text(n_requests, 'request')}"
+        about = loads if self.sweep.loads else f"{count_text(n_requests, 'generation')} to measure"
+        self.console.print(f"{about}, {count_text(link.size, 'rank')}")
         flag.orderly = True  # rows are kept
         self.progress.update(self.task, total=n_requests)
         with self.progress:
@@ -293,7 +293,7 @@ class Bench:
     # -- rows
 
     def _keep(self, columns: Record) -> Record:
-        """Save a row; returns it as it is read."""
+        """Save a row; returns it as it is read back from the table."""
         self.rows.append(row := self.sweep.table.as_read(columns))
         if results := self.sweep.base.output.results:
             try:

@@ -1,7 +1,8 @@
-"""Time the models on this cluster, and what a run of a job without speculation costs beyond them, in a stage, between
-two stages and on the head; and write a profile of both for `simulate`."""
+"""Time the models on this cluster, and what runs without speculation take beyond them: in a stage, between two stages
+and on the head. Write a profile of both for `simulate`."""
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from pipeinfer.cluster.hosts.host import ranks_there
-from pipeinfer.cluster.link_times import bandwidth_gbit
+from pipeinfer.cluster.hosts.roster import bandwidth_gbit
 from pipeinfer.cluster.timed_runs import Seconds, evaluate, forget, time_chunk, time_in_turns, time_run
 from pipeinfer.core.blocks import BLOCK
 from pipeinfer.core.interfaces import LoadedModel, StageModel
@@ -39,9 +40,9 @@ CONTEXT = 256  # tokens, for the cost of attention
 SIZES_IN_CONTEXT = (1, 128, 64, 32)  # single rows and chunks of prompts first; in blocks these attend in another way
 PROMPT = CONTEXT + SIZES[-1] + BLOCK  # rows of a prompt that is never read to its end, so that its context stays
 REPEATS, CHUNK_REPEATS = 15, 3
-REST_S = 0.003
+REST_S = 0.003  # a pause after which the threads of a run must wake
 ALONE_S, BESIDE_S = 0.3, 0.8  # for runs of a size, on one rank of a host, on several at once
-TIMING_S = 2.0
+TIMING_S = 2.0  # for a model
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class ModelToTime:
 
 
 def time_model(timed: ModelToTime, clock: Seconds, budget_s: float) -> ModelTimes:
-    """The cache is empty afterwards."""
+    """Times of runs of all SIZES, within about `budget_s`. The cache is empty afterwards."""
     model, blocks, n_cells = timed.model, timed.blocks, timed.n_cells
     start_s, until_s = clock(), clock() + budget_s
 
@@ -175,7 +176,7 @@ def overheads(
     draft_steps_s: Sequence[float],
     draft: ModelTimes | None,
 ) -> Overheads:
-    """Means of a job that sent single rows; all on one clock. `draft_steps_s`: of one row each."""
+    """The overheads in a job that sent single rows, means of times on one clock. `draft_steps_s`: of one row each."""
     by_run = [{run_id: (start_s, end_s) for run_id, _, start_s, end_s, _ in runs} for runs in stages]
     answered_s = {run_id: at_s for at_s, run_id in ledger.verdicts}
     # the first run carries the prompt
@@ -219,6 +220,7 @@ def _measure(crew: Crew, options: RunOptions, output: Path, tolerance: float) ->
         check_separate({"--output": output}, inputs_of(options))
         check_writable(output, "--output")
         plan, (request, _) = prepare(options, hosts, is_users=False)
+        print("loading and timing the models, then a job of them; large ones take minutes", file=sys.stderr)
         return plan
 
     plan = link.agree(make_plan)

@@ -13,11 +13,10 @@ from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.options.text_sections import Loads
-from pipeinfer.job.placement.capacity import EngineSettings, engine_settings
-from pipeinfer.job.placement.job_plan import JobPlan
-from pipeinfer.job.placement.model_files import open_models
+from pipeinfer.job.placement.checks import open_models
+from pipeinfer.job.placement.job_plan import EngineSettings, JobPlan, engine_settings
 from pipeinfer.job.planning.deploy import deploy
-from pipeinfer.job.planning.prepare import make_request
+from pipeinfer.job.planning.prepare import make_request, with_trained_context
 from pipeinfer.job.requests.bench_prompts import BenchPrompt, BenchTurn, Conversation, conversation_of, first_turns
 from pipeinfer.job.requests.request import GenerationRequest, fit_context
 from pipeinfer.job.session.result import ExperimentSettings, experiment_columns
@@ -253,6 +252,7 @@ def _changes(policy: Policy, ablations: Sequence[str]) -> Iterator[dict[str, Any
 def generation_group(options: RunOptions, policies: Sequence[Policy], sweep: Sweep, hosts: Sequence[Host]) -> Group:
     """The cases of policies that share loaded models. Raises UserError for what does not fit."""
     info, drafts, tokenizer = open_models(options.models.target, options.drafts_in_use)
+    options = with_trained_context(options, info)
     conversations = [conversation_of(prompt, tokenizer, sweep.cut) for prompt in sweep.prompts]
     n_predict = max(sweep.predicts)
     n_prompt = _longest_prompt(options.context.ctx_size, n_predict, info, conversations)
@@ -270,7 +270,9 @@ def generation_group(options: RunOptions, policies: Sequence[Policy], sweep: Swe
     )
 
 
-def _longest_prompt(ctx_size: int, n_predict: int, info: ModelInfo, conversations: Sequence[Conversation]) -> int:
+def _longest_prompt(
+    ctx_size: int | None, n_predict: int, info: ModelInfo, conversations: Sequence[Conversation]
+) -> int:
     """Tokens of the longest prompt. Raises UserError if only first turns fit into the context."""
     lengths = [conversation.lengths(n_predict) for conversation in conversations]
     first, longest = max(turns[0] for turns in lengths), max(map(max, lengths))
@@ -289,12 +291,13 @@ def n_requests(loads: Loads, n_prompts: int) -> int:
 
 
 def load_group(options: RunOptions, policies: Sequence[Policy], sweep: Sweep, hosts: Sequence[Host]) -> Group:
-    """The same for loads."""
+    """The cases of loads of policies that share loaded models. Raises UserError for what does not fit."""
     info, drafts, tokenizer = open_models(options.models.target, options.drafts_in_use)
+    options = with_trained_context(options, info)
     loads, ctx_size, parallel = sweep.loads or Loads(), options.context.ctx_size, options.traffic.parallel
     prompts = first_turns(sweep.prompts, n_requests(loads, len(sweep.prompts)), tokenizer, sweep.cut)
     n_predict, n_prompt = max(sweep.predicts), max(map(len, prompts))
-    request = make_request(options.changed(predict=n_predict, ctx_size=0), info, tokenizer, prompts[0], n_prompt)
+    request = make_request(options.changed(predict=n_predict, ctx_size=None), info, tokenizer, prompts[0], n_prompt)
     n_ctx = ctx_size or min(len(prompts), parallel) * (n_prompt + n_predict)
     _check_room(ctx_size, n_ctx, n_prompt + n_predict, loads)
     plan = deploy(options, hosts, info, drafts, n_ctx, n_prompt)
@@ -323,7 +326,7 @@ def _requests(
     )
 
 
-def _check_room(ctx_size: int, n_ctx: int, longest: int, loads: Loads) -> None:
+def _check_room(ctx_size: int | None, n_ctx: int, longest: int, loads: Loads) -> None:
     """Raises UserError if the requests of all clients cannot be open at a time."""
     most = max(loads.concurrencies, default=1)
     if n_ctx < most * longest:

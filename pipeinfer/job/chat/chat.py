@@ -13,7 +13,7 @@ from pipeinfer.job.chat.history import ChatNotes, History, Turn
 from pipeinfer.job.chat.lines import PipedLines, open_lines
 from pipeinfer.job.launch import CLOCK, Context
 from pipeinfer.job.options.options import RunOptions
-from pipeinfer.job.options.sections import OutputOptions
+from pipeinfer.job.options.text_sections import OutputOptions
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.planning.deploy import deploy
 from pipeinfer.job.planning.plan_table import show_start
@@ -21,7 +21,14 @@ from pipeinfer.job.planning.prepare import open_job, start_prepared
 from pipeinfer.job.process.streams import complain
 from pipeinfer.job.requests.chat_format import ChatFormat, open_format
 from pipeinfer.job.requests.journal import model_id, open_journal
-from pipeinfer.job.requests.request import DEFAULT_CTX, GenerationRequest, end_tokens, read_prompt, settled
+from pipeinfer.job.requests.request import (
+    DEFAULT_CTX,
+    GenerationRequest,
+    end_tokens,
+    least_context,
+    read_prompt,
+    settled,
+)
 from pipeinfer.job.session.result import ExperimentSettings, experiment_columns, generation_result
 from pipeinfer.job.session.session import Generation, open_session
 from pipeinfer.models.text.grammar import TOO_MUCH
@@ -43,6 +50,7 @@ HELP = {
     "/quit": "end the chat; also /exit, /bye, Ctrl-D",
 }
 LEAVE = ("/quit", "/exit", "/bye")
+READ = ("/read", "/glob")  # llama-cli's, each with a file's name or a pattern behind it
 INTERRUPTED = 130
 
 
@@ -65,18 +73,19 @@ def _prepare(options: RunOptions, hosts: Sequence[Host]) -> "tuple[JobPlan, Chat
         (), n_predict, n_ctx, settled(sampling, tokenizer), ends, format.stops, markers=True, keep=True
     )
     request = replace(request, policy=options.speculation.policy)
-    plan = deploy(options, hosts, info, drafts, n_ctx, n_ctx)
-    noted = replace(request, sampling=replace(request.sampling, seed=sampling.seed))
-    model, others = model_id(plan), ["special"] if text.special_in_messages else []
+    plan = deploy(options, hosts, info, drafts, n_ctx, n_ctx, least_context(context, n_ctx, 0))
+    as_given = replace(request, sampling=replace(request.sampling, seed=sampling.seed))
+    model, further = model_id(plan), ["special"] if text.special_in_messages else []
     if text.reasoning_budget >= 0:
-        others.append(f"reasoning {text.reasoning_budget} {text.reasoning_message}")
-    others += [f"template {text.template}"] if text.template else []
-    key = digest((noted, text.chat, model[0], options.numerics.rounding, *others))
+        further.append(f"reasoning {text.reasoning_budget} {text.reasoning_message}")
+    further += [f"template {text.template}"] if text.template else []
+    key = digest((as_given, text.chat, model[0], options.numerics.rounding, *further))
     notes = ChatNotes(open_journal(options.output.resume, model), key)
+    request = request.within(plan.capacity.n_ctx)
     return plan, Chat(plan, request, format, first, notes, options.output, ExperimentSettings.of(options))
 
 
-class Interrupts:
+class ChatInterrupts:
     """Ctrl-C in a chat: it stops the answer; a second one, or one at the prompt, ends the job. `is_stopped`: whether
     the user has stopped the answer in another way; called in every wait, so it must be quick."""
 
@@ -138,7 +147,7 @@ class Chat:
         if notes.past:
             self.sampling = replace(self.sampling, seed=notes.past[0].seed)
         self.n_answered = self.n_refused = 0  # turns
-        self.interrupts = Interrupts(lambda: self.lines.next_is(STOP))
+        self.interrupts = ChatInterrupts(lambda: self.lines.next_is(STOP))
 
     def run(self, context: Context) -> int:
         """Returns the exit code."""
@@ -171,7 +180,7 @@ class Chat:
             message = None if self.context.flag.reason else self._read()
         if self.interrupts.ends_chat:
             return INTERRUPTED
-        # a user has read why there is no answer, a script learns it from the code
+        # a user has read why there is no answer, a script learns of it by the code
         return 2 if self.n_refused and not self.n_answered and isinstance(self.lines, PipedLines) else 0
 
     def _read(self) -> str | None:
@@ -199,19 +208,23 @@ class Chat:
     def _act(self, message: str, turn: Turn | None = None) -> None:
         """Do a command, or answer a message. `turn`: the note that has it, if any."""
         word = message.strip()
+        name, _, rest = word.partition(" ")
+        is_command = word.startswith("/") and (not rest or name in READ)
         if word == "/clear":
             self.history.clear()
             if not turn:
                 self.notes.clear()
         elif word == "/regen":
             self._answer_again(turn)
-        elif turn and turn.is_whole and word.startswith("/") and " " not in word:
+        elif turn and turn.is_whole and is_command:
             pass  # the user has read its result
-        elif word == "/help" or (word.startswith("/") and word not in HELP and " " not in word):
-            if word != "/help":
+        elif word == "/help" or (is_command and word not in HELP):
+            if name in READ:
+                complain(f"there is no {name}; paste the text of files, or give one with -f FILE when the chat starts")
+            elif word != "/help":
                 complain(f"there is no {word}; a text may begin with / if there is a space in it")
-            for name, does in HELP.items():
-                self.console.print(f"{name:8}{does}", markup=False)
+            for command, does in HELP.items():
+                self.console.print(f"{command:8}{does}", markup=False)
         elif word and word != STOP:
             self._answer(message, turn)
 
@@ -239,7 +252,7 @@ class Chat:
         sampling = self.history.format.limited(self.sampling, prompt.tokens, prompt.thought)
         request = self.notes.begin(replace(request, sampling=sampling), turn)
         progress = ProgressBar(self.console, CLOCK, "prompt", len(request.prompt) - 1, "tokens")
-        answer = self.session.generate(request, self.notes.came, progress.update, self.output.json)
+        answer = self.session.generate(request, self.notes.add_output, progress.update, self.output.json)
         progress.close()
         self.history.answered(answer.request.tokens, answer.text, whole=not answer.was_cut)
         if not (self.context.flag.reason or is_whole):

@@ -146,7 +146,7 @@ class ChatNotes:
         self.journal.open(self._key, seed)
 
     def begin(self, request: GenerationRequest, turn: Turn | None) -> GenerationRequest:
-        """The request for an answer. `turn`: as noted; of a whole one only the last token is generated again."""
+        """The request for an answer. `turn`: its note, if any; of a whole answer the last token alone is generated."""
         if not turn:
             return request
         if not turn.is_whole:
@@ -155,15 +155,15 @@ class ChatNotes:
         self._key = ""
         return replace(request, begun=tuple(turn.tokens[:-1]), n_predict=len(turn.tokens))
 
-    def came(self, tokens: Sequence[int]) -> None:
+    def add_output(self, tokens: Sequence[int]) -> None:
         """Note further tokens of the answer."""
         if self._key:
-            self.journal.came(self._key, tokens)
+            self.journal.add_output(self._key, tokens)
 
     def clear(self) -> None:
         """Remove all notes before the newest message."""
         for key in [key for key in self.journal.texts if key != self._key]:
-            self.journal.ended(key)
+            self.journal.end(key)
 
     def _read(self, key: str) -> tuple[str, int, str]:
         """(supervisor, bytes of standard input, message) of a note."""

@@ -26,7 +26,7 @@ from pipeinfer.job.process.supervised import ERRORS, own_attempt, redirect
 POLL_S = 0.1
 READ_BYTES = 1 << 16
 PASTE_S = 0.05  # how long the rest of a pasted text may take to arrive
-ALL_SHOWN = b"\0"  # marks the end of readline's output, which has none
+ALL_SHOWN = b"\0"  # is written after readline's output, to mark its end
 LEAVES = b"\x15\x04"  # the keys that clear the line and end the input
 BEGINS_S, ENDS_S = 0.5, 1.0  # how long readline may take to start a line, and to end one
 LOOK_S = 0.005
@@ -166,8 +166,8 @@ def end_of_line(keys: bytes) -> int:
 
 
 class KeyLines(TerminalLines):
-    """`terminal`: the descriptor of the keys' terminal, -1 if it is on another host. `raw`: has set it, and acts on
-    Ctrl-C and Ctrl-Z. `n_taken`: bytes of standard input to skip."""
+    """Lines of another process's terminal, edited by readline here. `terminal`: its descriptor, -1 if it is on another
+    host. `raw`: has set it, and acts on Ctrl-C and Ctrl-Z. `n_taken`: bytes of standard input to skip."""
 
     def __init__(self, leaves: Callable[[], bool], terminal: int, raw: RawTerminal | None, n_taken: int) -> None:
         self._n_read = n_taken

@@ -34,6 +34,7 @@ def main() -> None:
 
 
 def absent_lines(size: str, names: Sequence[str], launcher: str) -> Iterator[str]:
+    """The lines about `names`: rank 0's host, and those of missing ranks. `size`: the number of ranks."""
     settled_s = time.monotonic() + SETTLE_S
     hosts = read_host_list(",".join(names), launcher)
     with host_sessions(hosts) as reports:
@@ -57,7 +58,7 @@ def absent_lines(size: str, names: Sequence[str], launcher: str) -> Iterator[str
 
 
 def _line(fault: Finding, report: HostReport, size: str) -> str:
-    """Where the program cannot run and no rank runs, none can start."""
+    """The line of a fault; a fatal one where the program cannot run and no rank runs, as then none can start."""
     is_late = report.facts_failure and report.facts_failure.code is None
     is_fatal = fault.check in FATAL_CHECKS and not is_late and not _ranks(report, size)
     return f"{FATAL if is_fatal else ''}{fault.host}: {fault}"

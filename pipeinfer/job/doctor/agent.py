@@ -21,7 +21,8 @@ import threading
 import time
 
 MARK = "pipeinfer-doctor "
-OPEN_FILES, LOCKED_MEMORY, ADDRESS_SPACE = "open files (-n)", "locked memory (-l)", "address space (-v)"
+OPEN_FILES, LOCKED_MEMORY = "open files (-n)", "locked memory (-l)"
+ADDRESS_SPACE, FILE_SIZE = "address space (-v)", "file size (-f)"
 BLOCK_BYTES, N_PINGS, PINGS_S = 1 << 16, 9, 0.2
 REPLY_S = 30.0  # a busy host's agent takes its time, and its system does not
 PING, DATA = b"p", b"d"
@@ -93,7 +94,7 @@ def shared_memory() -> dict:
 def limits() -> dict:
     """Soft limits; -1: none."""
     numbers = {OPEN_FILES: resource.RLIMIT_NOFILE, LOCKED_MEMORY: resource.RLIMIT_MEMLOCK}
-    numbers[ADDRESS_SPACE] = resource.RLIMIT_AS
+    numbers.update({ADDRESS_SPACE: resource.RLIMIT_AS, FILE_SIZE: resource.RLIMIT_FSIZE})
     values = {name: resource.getrlimit(number)[0] for name, number in numbers.items()}
     return {name: -1 if value == resource.RLIM_INFINITY else value for name, value in values.items()}
 
@@ -258,9 +259,9 @@ def resolve(host: str) -> str:
 
 def measure(host: str, seconds: float) -> dict:
     """Over an open connection: seconds of a message one way, and bytes a second."""
-    link, pinged_s = links.pop(host), time.perf_counter() + PINGS_S
+    link, pings_end_s = links.pop(host), time.perf_counter() + PINGS_S
     times: list = []
-    while len(times) < N_PINGS and time.perf_counter() < pinged_s:
+    while len(times) < N_PINGS and time.perf_counter() < pings_end_s:
         start_s = time.perf_counter()
         link.sendall(PING)
         receive(link, 1)

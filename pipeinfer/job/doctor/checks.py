@@ -1,4 +1,4 @@
-"""Checks between hosts and of models; all checks, in the order in which they are made and told."""
+"""Checks between hosts and of models; all checks, in the order in which they are made and reported."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ from pipeinfer.text import size_text
 VIRTUAL = re.compile(r"docker|virbr|br-|veth|cni|flannel|cali|podman|lxc|lxd|tun|tap|wg|zt|tailscale")
 """Interfaces whose addresses other hosts have too, or cannot reach."""
 
-SLOWER = 3.0  # a way is slow whose bandwidth is this part of the median, timed for a second
+SLOWER = 3.0  # a way is slow if its bandwidth, timed for a second, is less than the median divided by this
 WARNING = Severity.WARNING
 
 
@@ -233,8 +233,8 @@ NO_HASH = Fault("no hash of {path} came from there: {error}", "{at}pipeinfer mod
 def hashes(report: HostReport, cluster: Cluster) -> Result:
     for path in cluster.hashed if report.base else ():
         if path not in report.hashes:
-            errors = str(report.hashes_failure or "").strip().splitlines() or ["no answer"]
-            return NO_HASH.on(report, path=path, error=errors[-1])
+            lines = str(report.hashes_failure or "").strip().splitlines() or ["no answer"]
+            return NO_HASH.on(report, path=path, error=lines[-1])
     present = {path: each for path, each in report.hashes.items() if each["error"] != os.strerror(errno.ENOENT)}
     for path, entry in present.items():
         source, n_alike, is_most = _most_alike(path, cluster)
@@ -249,7 +249,7 @@ def hashes(report: HostReport, cluster: Cluster) -> Result:
 
 
 def _most_alike(path: str, cluster: Cluster) -> tuple[HostReport, int, bool]:
-    """The host to compare with, how many files are like its own, and whether those are most; else the first one."""
+    """(the host to compare with, the first one unless more than half agree; how many agree; whether that is so)."""
     read = [report for report in cluster.reports.values() if report.hashes.get(path, {}).get("sha256")]
     counts = Counter(report.hashes[path]["sha256"] for report in read)
     digest, n_alike = next(iter(counts.most_common(1)), ("", 0))
@@ -259,7 +259,7 @@ def _most_alike(path: str, cluster: Cluster) -> tuple[HostReport, int, bool]:
 
 
 def _copy(report: HostReport, source: HostReport, path: str, is_good: bool) -> str:
-    """How a file gets to a host. `is_good`: that of `source`, as far as is known."""
+    """The fix that brings a file to a host. `is_good`: that of `source` is, as far as is known."""
     if report is source or not is_good:
         return f"get {shlex.quote(path)} again from its source"
     words = [path if host.is_here else f"{host.name}:{path}" for host in (source, report)]

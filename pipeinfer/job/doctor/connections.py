@@ -33,8 +33,8 @@ R = TypeVar("R")
 
 @dataclass(slots=True)
 class Way:
-    """From one host to another. `state`: OPEN, SILENT, REFUSED or an error; `resolved`: the other's address there;
-    `interface`: the first's, which was taken. 0: not measured; port 0: the first takes no connections itself."""
+    """A connection between hosts. `state`: OPEN, SILENT, REFUSED or an error; `resolved`: the address of `to`, and
+    `interface`: the one taken, at `start`. Figures are 0 if not measured, `port` if `start` takes no connections."""
 
     start: str
     to: str
@@ -226,7 +226,7 @@ def run_ring(hosts: HostList, names: Sequence[str], environ: Mapping[str, str] =
     if answer:
         ranks, libraries = zip(*answer["ring"], strict=True)
         return Ring(ranks, answer["s"], "", False, [library_name(each) for each in libraries])
-    return Ring((), 0.0, _last_line("".join(errors)) or f"exit code {job.returncode}", False)
+    return Ring((), 0.0, _error_line("".join(errors)) or f"exit code {job.returncode}", False)
 
 
 def _read(stream: IO[str], take: Callable[[str], object]) -> None:
@@ -236,8 +236,8 @@ def _read(stream: IO[str], take: Callable[[str], object]) -> None:
     take("")
 
 
-def _last_line(errors: str) -> str:
-    """The last line that says more than how a launcher ends."""
+def _error_line(errors: str) -> str:
+    """The last line that says more than that the launcher ends."""
     lines = [line.strip(" =-") for line in errors.splitlines()]
     telling = [line for line in lines if line and not line.startswith(("srun: error: ", "[mpiexec@"))]
     return (telling or [line for line in lines if line] or [""])[-1]

@@ -28,10 +28,10 @@ class Severity(IntEnum):
 
 @dataclass(slots=True)
 class HostReport:
-    """What was found out of a host. `has_address`: its name leads to one here. `failure`: of its session,
-    `facts_failure`: of the program there. `clock_s`: how much its clock is ahead of this machine's, beyond what the
-    answer took. `hashes`: path -> of the whole file, `hashes_failure`: of reading them. `ranks`: those
-    that run there; `other_facts`: of those behind the first, where ranks have RPC servers of their own."""
+    """What is known of a host. `has_address`: its name resolves here. `failure`: of its session, `facts_failure`: of
+    the program there. `clock_s`: seconds that its clock is ahead of this machine's, beyond what the answer took.
+    `hashes`: path -> that of the whole file, `hashes_failure`: of reading them. `ranks`: those that run there;
+    `other_facts`: by rank, of those after the first, where ranks have RPC servers of their own."""
 
     name: str
     is_here: bool
@@ -55,8 +55,8 @@ class HostReport:
 
 @dataclass(slots=True)
 class Cluster:
-    """All hosts. `is_timed`: `ways` were, for long enough. `other_ways`: over interfaces that are not taken. `ring`:
-    None where it was not tried. `hashed`: the paths of which whole files were read."""
+    """All hosts. `is_timed`: `ways` were timed for a second each. `other_ways`: over interfaces that are not taken.
+    `ring`: None where it was not tried. `hashed`: the paths of the files that were read as a whole."""
 
     hosts: HostList
     options: RunOptions
@@ -105,16 +105,16 @@ class Fault:
             "host": host.name,
             "at": "" if host.is_here else f"ssh {host.name} ",
             "python": sys.executable,
-            "copy": _copy(host.name),
-            "replace": _copy(host.name, is_there=True),
+            "copy": _copy_program(host.name),
+            "replace": _copy_program(host.name, is_there=True),
         } | fields
         words = {name: value if name in COMMANDS else shlex.quote(_shown(value)) for name, value in values.items()}
         return Finding("", host.name, self.level, _shown(self.text.format(**values)), _shown(self.fix.format(**words)))
 
 
-def _copy(host: str, is_there: bool = False) -> str:
-    """How the program gets to a host: as a copy where it is in an environment of its own. `is_there`: files of another
-    one are moved away, as a copy over them would leave those that it lacks."""
+def _copy_program(host: str, is_there: bool = False) -> str:
+    """The fix that brings the program to a host: a copy, where it is in an environment of its own. `is_there`: another
+    version is there and is moved away first, as files that the copy lacks would stay."""
     program = Path(ROOT if Path(sys.prefix).is_relative_to(ROOT) else sys.prefix)
     if sys.prefix == sys.base_prefix or not Path(ROOT).is_relative_to(program):
         return f"on {host}: make install, at the same path as here"
@@ -129,13 +129,13 @@ def _shown(text: object) -> str:
     return "".join(each for each in " ".join(str(text).split()) if each.isprintable())
 
 
-Result = Finding | str | None  # of a look: a fault, or what is right; None: nothing, where another check tells why
+Result = Finding | str | None  # of a look: a fault; what is right; None: nothing is known, and another check says why
 Look = Callable[[HostReport, Cluster], Result]
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`faults`: all that `look` may find. `needs`: a fact, or "base", without which, and `of_all`: once, it is made."""
+    """`faults`: all that `look` may find. `needs`: a fact, or "base", without which it is not made. `of_all`: once."""
 
     look: Look
     meaning: str
@@ -150,10 +150,10 @@ class Check:
     def finding(self, report: HostReport, cluster: Cluster) -> Finding | None:
         if self.needs and not (report.base if self.needs == "base" else self.needs in report.facts):
             return None
-        found = self.look(report, cluster)
-        if isinstance(found, str):
-            found = Finding("", report.name, Severity.OK, _shown(found))
-        return found and replace(found, check=self.name, host="" if self.of_all else found.host)
+        result = self.look(report, cluster)
+        if isinstance(result, str):
+            result = Finding("", report.name, Severity.OK, _shown(result))
+        return result and replace(result, check=self.name, host="" if self.of_all else result.host)
 
 
 def check(meaning: str, *faults: Fault, needs: str = "", of_all: bool = False) -> Callable[[Look], Check]:

@@ -17,7 +17,7 @@ from pipeinfer.outputs import write_file
 
 STEP_BYTES = 1 << 24
 N_AT_ONCE = 4
-SAYING = Lock()
+OUTPUT_LOCK = Lock()
 MANIFEST = "SHA256SUMS"  # lines as those of sha256sum
 
 
@@ -36,7 +36,7 @@ def _hash_here(path: str) -> dict[str, object]:
 
 
 def _say(value: dict[str, object]) -> None:
-    with SAYING:  # two threads must not mix their lines
+    with OUTPUT_LOCK:  # two threads must not mix their lines
         print(json.dumps(value), flush=True)
 
 

@@ -10,7 +10,7 @@ from pipeinfer.cluster.hosts.roster import check_alike, version_text
 from pipeinfer.cluster.watch.processes import RANK_BYTES
 from pipeinfer.errors import UserError
 from pipeinfer.job.doctor import agent
-from pipeinfer.job.doctor.agent import ADDRESS_SPACE, LOCKED_MEMORY, OPEN_FILES
+from pipeinfer.job.doctor.agent import ADDRESS_SPACE, FILE_SIZE, LOCKED_MEMORY, OPEN_FILES
 from pipeinfer.job.doctor.findings import NO_JOB, Cluster, Fault, Finding, HostReport, Result, Severity, check, problems
 from pipeinfer.job.doctor.host_list import HostList, host_named
 from pipeinfer.job.doctor.host_session import CONNECTED, CONNECTING, FACTS_S
@@ -229,13 +229,13 @@ def kernels(report: HostReport, cluster: Cluster) -> Result:
     return f"{len(ours['repacked'])} types of weights are repacked"
 
 
-NO_DEVICE = Fault("a device cannot be used: {error}", "{at}pipeinfer info")
+BAD_DEVICE = Fault("a device cannot be used: {error}", "{at}pipeinfer info")
 
 
-@check("processor, cores, memory, GPUs", NO_DEVICE, needs="gpus")
+@check("processor, cores, memory, GPUs", BAD_DEVICE, needs="gpus")
 def machine(report: HostReport, cluster: Cluster) -> Result:
     if error := report.facts.get("host_error"):
-        return NO_DEVICE.on(report, error=error)
+        return BAD_DEVICE.on(report, error=error)
     if "host" not in report.facts:
         return None
     host, gpus = report.facts["host"], report.facts["gpus"]
@@ -290,9 +290,10 @@ def limits(report: HostReport, cluster: Cluster) -> Result:
     if 0 <= values[OPEN_FILES] < LEAST_FILES:
         value, most = str(values[OPEN_FILES]), 65536  # without a limit, an older PAM lets nobody in
         return LOW_LIMIT.on(report, name=OPEN_FILES, value=value, needed=LEAST_FILES, item="nofile", most=most)
-    if values[ADDRESS_SPACE] >= 0:
-        value = size_text(values[ADDRESS_SPACE])
-        return LOW_LIMIT.on(report, name=ADDRESS_SPACE, value=value, needed="the whole model", item="as", most=NO_LIMIT)
+    for name, item in ((ADDRESS_SPACE, "as"), (FILE_SIZE, "fsize")):  # shared memory is files too
+        if values[name] >= 0:
+            value = size_text(values[name])
+            return LOW_LIMIT.on(report, name=name, value=value, needed="the whole model", item=item, most=NO_LIMIT)
     if report.base["has_fabric"] and 0 <= values[LOCKED_MEMORY] < LEAST_LOCKED_BYTES:
         value = size_text(values[LOCKED_MEMORY])
         return LOW_LIMIT.on(report, name=LOCKED_MEMORY, value=value, needed="more", item="memlock", most=NO_LIMIT)

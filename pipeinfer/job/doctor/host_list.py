@@ -67,9 +67,9 @@ def read_host_list(text: str | None, launcher: str | None, environ: Mapping[str,
 
 def full_words(words: Sequence[str]) -> list[str]:
     """With the path of this program's mpirun, unless the shell finds that one."""
-    found, own = shutil.which("mpirun"), own_program("mpirun")
-    is_other = words[0] == "mpirun" and not (found and os.path.exists(own) and os.path.samefile(found, own))
-    return [own if is_other else words[0], *words[1:]]
+    in_path, ours = shutil.which("mpirun"), own_program("mpirun")
+    is_other = words[0] == "mpirun" and not (in_path and os.path.exists(ours) and os.path.samefile(in_path, ours))
+    return [ours if is_other else words[0], *words[1:]]
 
 
 def program_words() -> str:

@@ -23,7 +23,7 @@ from pipeinfer.job.doctor.agent import MARK
 CONNECT_S = 8.0  # for a host's system to take the connection: it is tried four times, in 7 s
 SILENT_S, LIMIT_S = 20.0, 120.0  # the longest between two signs of a host, as lines of ssh's log, and in all
 FACTS_S = 60.0  # the longest between two facts: kernels that are tried first take some seconds
-CLOSE_S, LOOK_S = 1.0, 0.5
+CLOSE_S, LOOK_S = 1.0, 0.5  # how long an agent may take to end; between looks whether an answer is late
 PIPE_BYTES = 1 << 18
 """More than is sent to a host before it answers: writing to one that hangs does not wait. A user's pipes together may
 be refused more than 64 MiB."""
@@ -60,7 +60,7 @@ class NoAnswer(Exception):
 @contextmanager
 def one_connection(launcher: str) -> Iterator[Mapping[str, str]]:
     """The environment in which sessions and the launcher share a connection to each host: keys are agreed upon once,
-    which takes both ends 0.15 s of a core. As it is where the launcher has a way of its own."""
+    which takes both ends 0.15 s of a core. Unchanged where the launcher does not use ssh, or the user chose its ssh."""
     name, ssh = AGENT_VARIABLES.get(launcher, ""), shutil.which("ssh")
     with tempfile.TemporaryDirectory(prefix="pi-", ignore_cleanup_errors=True) as folder:
         script = Path(folder, "ssh")

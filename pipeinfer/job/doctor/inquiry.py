@@ -30,6 +30,7 @@ from pipeinfer.job.doctor.host_session import FACTS_S, HostSession, NoAnswer, re
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.models.gguf.model_info import part_paths
 from pipeinfer.observe.report import ProgressBar
+from pipeinfer.outputs import working_folder
 
 ALL_FACTS_S = 300.0
 HASH_S, ALL_HASHES_S = 120.0, 24 * 3600.0  # the longest between two lines of hashes, and in all
@@ -40,7 +41,7 @@ AGENT_S = 10.0  # how much longer the agent may take that ends the program
 def host_sessions(
     hosts: HostList, disk: Path = Path("/"), facts: Sequence[str] = (), environ: Mapping[str, str] = os.environ
 ) -> Iterator[dict[str, HostReport]]:
-    """`disk`: the folder for slices; `facts`: the command that reads them, if any; `environ`: the launcher's."""
+    """Reports, with sessions until the end. `disk`: for slices; `facts`: their command; `environ`: the launcher's."""
     ranks = {name: [rank for rank, node in enumerate(hosts.nodes) if node.host.name == name] for name in hosts.names}
     reports = {name: HostReport(name, name in hosts.here, ranks=ranks[name]) for name in hosts.names}
 
@@ -64,7 +65,7 @@ def _open(report: HostReport, launcher: str, disk: Path, launcher_environ: Mappi
     start_s = time.monotonic()
     # hydra and srun hand the whole environment on
     environ = dict(os.environ) if launcher == "mpich" and not report.is_here else {}
-    place: dict[str, Any] = {"python": sys.executable, "folder": os.getcwd(), "disk": str(disk.expanduser())}
+    place: dict[str, Any] = {"python": sys.executable, "folder": str(working_folder()), "disk": str(disk.expanduser())}
     try:
         report.session = HostSession(remote_words(launcher, report.name, report.is_here, launcher_environ))
         sent_s = time.time()
@@ -89,19 +90,20 @@ def _is_of_one_host(address: str) -> bool:
 
 
 def read_facts(reports: Iterable[HostReport], command: Sequence[str]) -> None:
-    """Of hosts with this Python."""
+    """Read facts of hosts with this Python. `command`: see `facts_command`."""
     at_once(partial(_read_facts, words=command), reports)
 
 
 def read_libraries(reports: Iterable[HostReport]) -> None:
-    """The MPI library of hosts where the program starts, loaded by itself."""
+    """Read the name of the MPI library, loaded in a process of its own, of hosts where the program starts."""
     words = python_command("from pipeinfer.job.inspect.host_facts import tell_library; tell_library()")
     present = [report for report in reports if "version" in report.facts]
     at_once(lambda report: _run(report, words, FACTS_S, FACTS_S, partial(_take, report.facts)), present)
 
 
 def facts_command(options: RunOptions, names: Sequence[str] = ()) -> Sequence[str]:
-    """`options`: of a job, with files for names; for the same version. `names`: of each rank's host."""
+    """The command that prints a host's facts. `options`: of a job, with files for names; only the same version
+    reads them. `names`: of each rank's host."""
     arguments = version_text(), b64encode(pickle.dumps((options, names))).decode()
     return python_command("from pipeinfer.job.inspect.host_facts import main; main()", *arguments)
 
@@ -121,7 +123,7 @@ def _take(facts: dict[str, Any], fact: tuple[str, Any]) -> None:
 
 
 def read_hashes(reports: Iterable[HostReport], paths: Sequence[Path]) -> None:
-    """Of files at the same paths on all hosts. The bar takes them to be as long there as here."""
+    """Read hashes of files at the same paths on all hosts. The progress bar takes them to be as long there as here."""
     words = python_command("from pipeinfer.job.doctor.hashes import main; main()", *map(os.path.abspath, paths))
     n_bytes = sum(path.stat().st_size for path in paths if path.exists())
     reachable, lock = [report for report in reports if report.session], threading.Lock()

@@ -30,8 +30,8 @@ from pipeinfer.job.inspect.host_facts import host_of
 from pipeinfer.job.inspect.plan import plan_lines, plan_report
 from pipeinfer.job.options.options import JobModels, RunOptions
 from pipeinfer.job.options.values import TextType
+from pipeinfer.job.placement.checks import fetch_models
 from pipeinfer.job.placement.devices import check_servers, device_text, gpu_layers_text, rank_options, servers_text
-from pipeinfer.job.placement.model_files import fetch_models
 from pipeinfer.job.planning.planner import ETHERNET
 from pipeinfer.models.gguf.model_info import part_paths
 from pipeinfer.models.hub import name_of
@@ -98,7 +98,7 @@ def doctor(options: RunOptions, request: DoctorRequest) -> int:
 
 
 def _with_files(models: JobModels) -> JobModels:
-    """With files in place of names; a file that is missing is the checks' to tell."""
+    """With files in place of names; a file that is missing is left to the checks."""
     try:
         return fetch_models(models)
     except UserError:
@@ -108,7 +108,7 @@ def _with_files(models: JobModels) -> JobModels:
 
 
 class _Report:
-    """Findings, told as they come; with `as_json` all at the end."""
+    """Findings, printed as they come; with `as_json` all at the end."""
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
@@ -167,18 +167,18 @@ def _line(finding: Finding) -> str:
 
 
 def _node(rank: int, node: Node, cluster: Cluster) -> Node:
-    """As it is, but with the memory and the speed that the user says."""
+    """A rank's node by the facts of its host, with the limit of memory and the speed of the hosts file."""
     facts = cluster.reports[node.host.name].facts_of(rank)
     if "host" not in facts:
         raise UserError(f"{node.host.name}: the program there does not say what its host is; try pipeinfer info there")
     host = host_of(facts["host"], node.host.name)
     if node.host.memory.host < UNLIMITED:
         host = replace(host, memory=FreeMemory(min(host.memory.host, node.host.memory.host), host.memory.process))
-    return Node(host, node.machine, node.source, node.gpu or ", ".join(facts["gpus"]))
+    return replace(node, host=host, gpu=node.gpu or ", ".join(facts["gpus"]))
 
 
 def _link(cluster: Cluster) -> LinkCost:
-    """As the median pair was timed."""
+    """The link of the median pair of hosts; ETHERNET if none was timed."""
     ways = [way for way in cluster.ways if way.bytes_per_s]
     if not ways:
         return ETHERNET

@@ -15,8 +15,7 @@ from pipeinfer.cluster.hosts.host import UNLIMITED, this_host
 from pipeinfer.cluster.hosts.launch import is_launched
 from pipeinfer.cluster.hosts.roster import describe_mpi, version_text
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.rank_sections import Servers
-from pipeinfer.job.options.sections import PlacementOptions
+from pipeinfer.job.options.sections import PlacementOptions, Servers
 from pipeinfer.job.placement.devices import check_servers
 from pipeinfer.models.llama.ggml import describe_build
 from pipeinfer.models.llama.rpc import connect
@@ -40,19 +39,19 @@ Facts = Mapping[str, Any]
 @dataclass(frozen=True, slots=True)
 class InfoQuestion:
     json: bool = False
-    ranks: Servers = field(default_factory=Servers)
+    servers: Servers = field(default_factory=Servers)
 
 
 def info(question: InfoQuestion) -> int:
     """Returns the exit code. MPI is started only if a launcher has started ranks."""
     if not is_launched():
-        connect(question.ranks.servers_of(0, 1))
+        connect(question.servers.servers_of(0, 1))
         print_report(question, [info_facts()])
         return 0
     from pipeinfer.job.launch import start_job  # initialises MPI
 
-    ranks = PlacementOptions(rank_timeout_s=question.ranks.rank_timeout_s)
-    return start_job(lambda crew: _info_of_ranks(crew, question), question, ranks)
+    placement = PlacementOptions(rank_timeout_s=question.servers.rank_timeout_s)
+    return start_job(lambda crew: _info_of_ranks(crew, question), question, placement)
 
 
 def _info_of_ranks(crew: "Crew", question: InfoQuestion) -> int:
@@ -62,7 +61,7 @@ def _info_of_ranks(crew: "Crew", question: InfoQuestion) -> int:
     hosts = link.all_gather(socket.gethostname())
 
     def use_servers() -> None:
-        servers = [question.ranks.servers_of(rank, link.size) for rank in range(link.size)]
+        servers = [question.servers.servers_of(rank, link.size) for rank in range(link.size)]
         check_servers(servers, hosts)
         connect(servers[link.rank])
 

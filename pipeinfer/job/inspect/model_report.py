@@ -14,9 +14,8 @@ from pipeinfer.job.options.limits import MAX_CTX
 from pipeinfer.job.options.options import Speculation
 from pipeinfer.job.options.sections import Numerics
 from pipeinfer.job.options.text_sections import ContextOptions
-from pipeinfer.job.placement.capacity import capacity_of
 from pipeinfer.job.placement.devices import DevicePlan, RankDevices
-from pipeinfer.job.placement.job_plan import sizes_of
+from pipeinfer.job.placement.job_plan import capacity_of, sizes_of
 from pipeinfer.job.placement.memory import MemoryNeeds
 from pipeinfer.job.placement.numerics import numerics_of
 from pipeinfer.job.requests.request import DEFAULT_CTX
@@ -133,7 +132,7 @@ def _stages(info: ModelInfo, ctx_size: int, numerics: str) -> dict[str, Any]:
 # -- text
 
 
-def info_lines(report: Mapping[str, Any]) -> Iterator[str]:
+def file_lines(report: Mapping[str, Any]) -> Iterator[str]:
     """The lines of `describe_file`'s report."""
     yield f"{report['path']}: {report['name'] or UNKNOWN}, {size_text(report['n_bytes'])}"
     yield from labelled(_rows(report), WIDTH)
@@ -183,7 +182,7 @@ def _vocabulary_rows(vocabulary: Mapping[str, Any]) -> Iterator[tuple[str, str]]
 
 
 def _head_rows(head: Mapping[str, Any] | None) -> Iterator[tuple[str, str]]:
-    if head and head["own"]:
+    if head and head["is_mtp"]:
         yield "head", "of its own (MTP): -md mtp guesses with it"
     elif head:
         layers, lacks = ", ".join(map(str, head["target_layers"])), head["lacks"]

@@ -19,7 +19,7 @@ from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.models.text.tokenizer import Tokenizer
 
-N_ROWS = 32
+N_ROWS = 32  # tokens a batch
 N_DIFFERENCES = 20  # in the text; --json has all
 
 
@@ -93,8 +93,6 @@ def check_lines(report: Mapping[str, Any]) -> Iterator[str]:
         yield f"acceptance    {report['acceptance_rate']:.3f} of {report['predicted_n']} greedy tokens after {texts}"
 
 
-ROWS = 32  # tokens a batch
-
 TEXTS = (
     "def fibonacci(n):\n",
     "Once upon a time there was a warrior",
@@ -144,15 +142,15 @@ def acceptance(
 
 def _load(path: Path, n_cells: int, n_threads: int) -> LoadedModel:
     info = read_model_info(path)
-    params = LlamaParams(n_cells, n_seq_max=2, n_batch=ROWS, n_outputs_max=ROWS, n_threads=n_threads)
+    params = LlamaParams(n_cells, n_seq_max=2, n_batch=N_ROWS, n_outputs_max=N_ROWS, n_threads=n_threads)
     return LlamaStage(open_slice(info, 0, info.n_layer), params)
 
 
 def _logits(model: LoadedModel, tokens: Sequence[int], start: int) -> FloatArray:
     """(n, n_vocab) after each of tokens[start:], whose predecessors the model has evaluated."""
     parts = []
-    for first in range(start, len(tokens), ROWS):
-        chunk = np.array(tokens[first : first + ROWS], np.int32)
+    for first in range(start, len(tokens), N_ROWS):
+        chunk = np.array(tokens[first : first + N_ROWS], np.int32)
         positions = np.arange(first, first + len(chunk), dtype=np.int32)
         batch = Batch(chunk, positions, [(0,)] * len(chunk), None, np.ones(len(chunk), np.bool_))
         logits = model.evaluate(batch, lambda: False)

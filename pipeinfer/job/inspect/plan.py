@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeinfer.cluster.hosts.host import Host, this_host
 from pipeinfer.cluster.hosts.launch import is_launched
-from pipeinfer.cluster.link_times import bandwidth_gbit
+from pipeinfer.cluster.hosts.roster import bandwidth_gbit
 from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
 from pipeinfer.job.doctor.checks import models
@@ -18,12 +18,12 @@ from pipeinfer.job.inspect.host_facts import model_facts
 from pipeinfer.job.options.limits import MAX_GBIT, MAX_TOKENS
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.options.values import PROBABILITY, File, Number, TextType, Whole
+from pipeinfer.job.placement.checks import open_models
 from pipeinfer.job.placement.job_plan import SHARED_CORES
-from pipeinfer.job.placement.model_files import open_models
 from pipeinfer.job.placement.numerics import may_repack
 from pipeinfer.job.planning.plan_table import plan_cells, plan_rows
 from pipeinfer.job.planning.planner import ETHERNET, N_PROMPT, UNFIT, Planner, Prediction
-from pipeinfer.job.planning.prepare import find_hosts, with_files
+from pipeinfer.job.planning.prepare import find_hosts, with_files, with_trained_context
 from pipeinfer.job.planning.suggestions import shortage_text, suggestions, with_best_hosts
 from pipeinfer.job.profiling.describe import describe_host, gpu_names
 from pipeinfer.job.profiling.speeds import host_speeds, rank_speed, with_speeds
@@ -69,12 +69,13 @@ class PlanQuestion:
 def plan_report(
     options: RunOptions, nodes: Sequence[Node], link: LinkCost, question: PlanQuestion | None = None
 ) -> dict[str, Any]:
-    """Plain data; without a question the nodes are described hosts. `shortage`: what is missing, with the nearest ways
-    out; empty if it fits. Raises UserError if no plan is possible."""
+    """Plain data; without a question, as from `doctor`, the nodes are described hosts. `shortage`: what is missing,
+    with the nearest ways out; empty if it fits. Raises UserError if no plan is possible."""
     is_described = not question or bool(question.profile or question.hosts)
     question = question or PlanQuestion()
     info, _, tokenizer = open_models(options.models.target, options.drafts_in_use)
     tokenizer.close()
+    options = with_trained_context(options, info)
     drafts = read_drafts(options.models.drafts, info)  # also those that another policy needs
     n_prompt = question.n_prompt or min(N_PROMPT, max(1, (options.context.ctx_size or info.n_ctx_train) // 2))
     if question.gbit is not None:
@@ -91,7 +92,7 @@ def plan_report(
         "model": str(options.models.target),
         "drafts": [str(draft.path) for draft in planner.drafts_in_use],
         "policy": policy,
-        "n_ctx": planner.n_ctx,
+        "n_ctx": plan.capacity.n_ctx,
         "prompt_n": planner.n_prompt,
         "numerics": options.numerics.numerics,
         "numerics_name": plan.numerics.name,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from pipeinfer.cluster.transport import Link, Request, Tag
+from pipeinfer.cluster.transport import Link, MpiRequest, Tag
 from pipeinfer.cluster.wire import Buffer
 from pipeinfer.errors import UserError
 from pipeinfer.job.launch import CLOCK, Context
@@ -38,7 +38,7 @@ END, FAILED = 0, -1
 def send_chunks(link: Link, rank: int, pieces: Iterable[bytes | memoryview], on_sent: Callable[[int], object]) -> None:
     """Send pieces to a rank that calls `receive_chunks`. `on_sent` is called with the size of each chunk. Raises the
     UserError that `pieces` raises, after a message to the other rank."""
-    pending: deque[Request] = deque()
+    pending: deque[MpiRequest] = deque()
 
     def send(content: Buffer, n_bytes: int) -> None:
         header = np.array([(n_bytes, zlib.crc32(content.data))], HEADER).view(np.uint8)
@@ -83,12 +83,12 @@ def receive_chunks(link: Link, rank: int, n_bytes: int) -> Iterator[memoryview]:
         raise UserError(f"what rank {rank} sends of the model is not whole; start again, and see what it says")
 
 
-def _post(link: Link, rank: int) -> tuple[Request, Buffer]:
+def _post(link: Link, rank: int) -> tuple[MpiRequest, Buffer]:
     buffer = np.empty(HEADER.itemsize + CHUNK_BYTES, np.uint8)
     return link.comm.Irecv(buffer, rank, Tag.STREAM), buffer
 
 
-class Want(NamedTuple):
+class ModelPart(NamedTuple):
     """A part of a model that a rank needs. `number`: of a draft, or TARGET."""
 
     number: int
@@ -99,7 +99,7 @@ class Want(NamedTuple):
 
 
 class StreamFeed:
-    """A Feed of the bytes that another rank sends."""
+    """The bytes that another rank sends, as a `Feed`."""
 
     def __init__(self, chunks: Iterator[memoryview]) -> None:
         self._chunks, self._rest = chunks, memoryview(b"")
@@ -166,22 +166,22 @@ class _Transfer:
         for number in missing[link.rank]:
             with self._collected():
                 models[number] = self._open(number)
-        wants = link.all_gather(
+        parts = link.all_gather(
             [
-                Want(number, what, model.first, model.last, contents(model.info, what, model.first, model.last)[0])
+                ModelPart(number, what, model.first, model.last, contents(model.info, what, model.first, model.last)[0])
                 for number, model in models.items()
                 for what in model.missing()
             ]
         )
-        for rank, wants_there in enumerate(wants):
-            if link.rank == 0 and wants_there:
-                self._announce(rank, wants_there)
-            for want in wants_there:
+        for rank, parts_there in enumerate(parts):
+            if link.rank == 0 and parts_there:
+                self._announce(rank, parts_there)
+            for part in parts_there:
                 with self._collected():
                     if link.rank == 0 and self.progress:
-                        send_chunks(link, rank, _pieces(self.plan.file(want.number), want), self.progress.advance)
+                        send_chunks(link, rank, _pieces(self.plan.file(part.number), part), self.progress.advance)
                     elif link.rank == rank:
-                        self._receive(models[want.number], want)
+                        self._receive(models[part.number], part)
             if self.progress:
                 self.progress.close()
         slices: dict[int, SliceFile] = {}
@@ -194,6 +194,7 @@ class _Transfer:
 
     @contextmanager
     def _collected(self) -> Iterator[None]:
+        """The first UserError is kept, to be raised at the end."""
         try:
             yield
         except UserError as error:
@@ -207,30 +208,30 @@ class _Transfer:
             self.context.vocabulary = VocabularyFile(headers.files[0])
         return model
 
-    def _receive(self, model: RemoteModel, want: Want) -> None:
-        feed = StreamFeed(receive_chunks(self.link, 0, want.n_bytes))
+    def _receive(self, model: RemoteModel, part: ModelPart) -> None:
+        feed = StreamFeed(receive_chunks(self.link, 0, part.n_bytes))
         try:
-            model.take(want.what, feed)
+            model.take(part.what, feed)
         except UserError as error:
-            self.failed.add(want.number)
+            self.failed.add(part.number)
             self.error = self.error or str(error)
         feed.drop()  # another job may have put it into the cache
 
-    def _announce(self, rank: int, wants: Sequence[Want]) -> None:
+    def _announce(self, rank: int, parts: Sequence[ModelPart]) -> None:
         from pipeinfer.observe.report import ProgressBar, stderr_console  # only rank 0 pays for importing them
         from pipeinfer.text import size_text
 
-        host, n_bytes = self.plan.hosts[rank].name, sum(want.n_bytes for want in wants)
-        files = ", ".join(sorted({str(self.plan.file(want.number).path) for want in wants}))
+        host, n_bytes = self.plan.hosts[rank].name, sum(part.n_bytes for part in parts)
+        files = ", ".join(sorted({str(self.plan.file(part.number).path) for part in parts}))
         advice = "" if self.cache else "; --slice-cache DIR keeps it there for the next time"
         complain(f"rank {rank} ({host}) has no {files}: {size_text(n_bytes)} go there{advice}")
         self.progress = ProgressBar(stderr_console(), CLOCK, f"to rank {rank}", n_bytes, "MB")
 
 
-def _pieces(file: ModelFile, want: Want) -> Iterator[bytes | memoryview]:
+def _pieces(file: ModelFile, part: ModelPart) -> Iterator[bytes | memoryview]:
     """Raises UserError for any fault while they are read, so that the other rank gets the error."""
     try:
-        yield from contents(_read(file), want.what, want.first, want.last)[1]
+        yield from contents(_read(file), part.what, part.first, part.last)[1]
     except OSError as error:
         raise UserError(f"the model cannot be read any more: {error.strerror}; start again") from None
 

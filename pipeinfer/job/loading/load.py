@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from pipeinfer.cluster.assignment import StagePlan
-from pipeinfer.cluster.stages.cell_store import BlockFiles, CellStore
+from pipeinfer.cluster.stages.cell_store import BlockFiles, BlockMemory, CellStore
 from pipeinfer.cluster.stages.pace import Courier, PacedHead, PacedStage
 from pipeinfer.cluster.stages.serve import N_POSTED, N_UNDER_WAY, Pipe, StageLoop
 from pipeinfer.cluster.stages.stage import DraftWorker, StageWorker
 from pipeinfer.cluster.transport import Outbox, progress_between
 from pipeinfer.cluster.verdicts import verdict_bytes
 from pipeinfer.cluster.watch.protocol import Flow
-from pipeinfer.core.interfaces import CellStage, HeadModel, LoadedModel
+from pipeinfer.core.interfaces import Blocks, CellStage, HeadModel, LoadedModel
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.settings import MAX_RUN, MAX_WIDTH
 from pipeinfer.disk_cache import cache_folder
@@ -83,7 +83,7 @@ def load_own(context: Context, plan: JobPlan) -> tuple[LoadedModel | None, dict[
     """This rank's stage of the target, if it has one, and its drafts by number, each with a KV cache for as many tokens
     as the target's. Collective. Raises UserError."""
     received, adapters = fetch_layers(context, plan), fetch_adapters(context, plan)
-    if plan.kv_disk and TARGET in plan.parts(context.rank):
+    if plan.room and TARGET in plan.parts(context.rank):
         context.blocks = open_blocks(context, plan)  # what is wrong with the folder is said before minutes of loading
     models = {
         number: load_part(context, plan, number, part, received.get(number), adapters)
@@ -156,7 +156,7 @@ def _read(file: ModelFile, target: ModelFile) -> ModelInfo:
 
 def stage_report(context: Context, plan: JobPlan, stage: LoadedModel) -> dict[str, Any]:
     """The report of a loaded stage: `costs` of its runs, a `RunCosts`, its `gpu`, as in `gpu_of`, and the keys of its
-    `blocks` on disk, if it stores any. Raises UserError."""
+    `blocks`, if it stores any. Raises UserError."""
     if context.blocks:
         model = stage.model if isinstance(stage, PacedStage) else stage
         assert isinstance(model, CellStage), "the plan has no such stages"
@@ -165,12 +165,15 @@ def stage_report(context: Context, plan: JobPlan, stage: LoadedModel) -> dict[st
     return report | ({"blocks": context.store.files.keys} if context.store else {})
 
 
-def open_blocks(context: Context, plan: JobPlan) -> BlockFiles:
-    """The blocks of this rank's stage on this host's disk, apart from those of other ranks. Raises UserError."""
+def open_blocks(context: Context, plan: JobPlan) -> Blocks:
+    """The blocks of this rank's stage on this host's disk, apart from those of other ranks, or in memory. Raises
+    UserError."""
+    notice = lambda line: complain(f"{context.name}: {line}")  # noqa: E731
+    if plan.kv_ram:
+        return BlockMemory(plan.kv_ram, notice)
     part, device = plan.parts(context.rank)[TARGET], plan.ranks[context.rank].target
     slice = f"{plan.model.fingerprint} {part.layers} {plan.numerics} {device.decisions} {describe_build()}"
     folder = (plan.kv_dir or cache_folder() / "kv") / f"rank-{context.rank}"
-    notice = lambda line: complain(f"{context.name}: {line}")  # noqa: E731
     return BlockFiles(folder, slice, plan.kv_disk, notice, plan.kv_read_only)
 
 

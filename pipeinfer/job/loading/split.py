@@ -17,7 +17,7 @@ from pipeinfer.text import size_text
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenFile:
     """A file in the directory. `is_new`: it was not there, or was not what it should be."""
 
     path: Path
@@ -28,10 +28,10 @@ class Written:
 
 def write_slices(
     target: Path, split: Sequence[float] | None, n_stages: int, output: Path, only: Sequence[int] = ()
-) -> Iterator[Written]:
-    """One after another; `n_stages` where no split says how many: by size. `only`: those of these stages, else of all.
-    Beside a first stage's the token table, for hosts that have no file of the model. Raises UserError, before anything
-    is written where the disk has no room for all of it."""
+) -> Iterator[WrittenFile]:
+    """Write one file after another. `n_stages`: without a `split`, which is then by size. `only`: the stages to write;
+    empty: all. With the first stage comes the token table, for hosts that have no file of the model. Raises UserError,
+    before anything is written where the disk has no room for all of it."""
     info = read_model_info(target)
     assignment = assign(len(split) if split else n_stages, [], sizes_of(info), split)
     if len(assignment.stages) == 1:
@@ -50,11 +50,11 @@ def write_slices(
         before = path.stat().st_ino if path.exists() else None
         part = open_slice(info, stage.first, stage.last, output)
         part.close()
-        yield Written(path, stage.layers, part.n_bytes, path.stat().st_ino != before)
+        yield WrittenFile(path, stage.layers, part.n_bytes, path.stat().st_ino != before)
     if 0 in stages:
         was_there = cached_table(info, output).is_good
         table = write_table(info, output)
-        yield Written(table, "token table", table.stat().st_size, not was_there)
+        yield WrittenFile(table, "token table", table.stat().st_size, not was_there)
 
 
 def _missing(info: ModelInfo, stage: StagePlan, output: Path) -> int:

@@ -46,8 +46,8 @@ def load_layers(
     return TorchStage(open_layers(), TorchParams(*sizes, *place, params.exact))
 
 
-def experiment_key(what: str, device: DevicePlan, hosts: Sequence[Host], threads: Sequence[int], rank: int) -> str:
-    """The name under which times are kept, with everything that they depend on. `threads`: of each rank."""
+def timing_key(what: str, device: DevicePlan, hosts: Sequence[Host], threads: Sequence[int], rank: int) -> str:
+    """The name under which times of runs are kept, with everything that they depend on. `threads`: of each rank."""
     host, there = hosts[rank], " ".join(map(str, threads_there(hosts, threads, rank)))
     where = " ".join(filter(None, [f"-ngl {device.n_gpu_layers}", device.name, device.places.text]))
     by = f"{device.backend} {torch_version()}" if device.is_torch else where
@@ -83,7 +83,7 @@ def time_stage(context: "Context", plan: JobPlan, model: LoadedModel) -> RunCost
     if plan.pace:
         return RunCosts(costs.stage_rows(plan.pace.stages[index]))
     part = f"{plan.model.fingerprint} {plan.assignment.stages[index].layers} {plan.numerics.name}"
-    key = experiment_key(part, plan.ranks[context.rank].target, plan.hosts, plan.threads, context.rank)
+    key = timing_key(part, plan.ranks[context.rank].target, plan.hosts, plan.threads, context.rank)
     rows, chunk = recall_rows(model, time.monotonic, user_cache(), f"row times: {key}"), None
     context_s: float | None = None  # states could not be rewound to time a run again, and cost the same in any context
     if plan.model.rewinds:
@@ -103,7 +103,7 @@ def time_draft(context: "Context", plan: JobPlan, model: LoadedModel, number: in
         return RunCosts(costs.stage_rows(plan.pace.drafts[number]))
     layers, types = plan.parts(context.rank)[number].layers, " ".join(plan.numerics.draft_cache)
     part = f"{plan.drafts[number].fingerprint} {layers} of a draft, {types}"
-    key = experiment_key(part, plan.ranks[context.rank].draft, plan.hosts, plan.threads, context.rank)
+    key = timing_key(part, plan.ranks[context.rank].draft, plan.hosts, plan.threads, context.rank)
     rows = recall_rows(model, time.monotonic, user_cache(), f"row times: {key}")
     expect(RunCost(rows).seconds(plan.capacity.n_guess_rows, 0))
     return RunCosts(rows)

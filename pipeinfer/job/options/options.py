@@ -67,7 +67,7 @@ class JobPlacement(sections.PlacementOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Speculation(sections.Ablations, sections.Guesses):
-    """The policy and its guesses. `by_ranks`: the number of ranks decides on it. `also`: others on the same models."""
+    """The policy and its guesses. `by_ranks`: the number of ranks chooses it. `also`: others with the same models."""
 
     policy: Policy = field(default_factory=Iterative)
     by_ranks: bool = False
@@ -102,7 +102,7 @@ class Speculation(sections.Ablations, sections.Guesses):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobOutput(sections.OutputOptions, sections.Records, text_sections.Machines):
+class JobOutput(text_sections.OutputOptions, text_sections.Records, text_sections.Machines):
     """What is printed and written."""
 
 
@@ -142,7 +142,7 @@ class RunOptions:
         return replace(self, **changes, **values)
 
     @property
-    def goes_on_from(self) -> Path | None:
+    def resume_file(self) -> Path | None:
         """The file from which the same command resumes when the job was ended."""
         return self.output.resume
 
@@ -160,18 +160,18 @@ class RunOptions:
     def target_ranks(self, n_ranks: int) -> list[int]:
         """The target's ranks, if no rank is chosen for the draft. Raises UserError for too few ranks."""
         drafts = self.drafts_in_use
-        ranks = self.placement if drafts else JobPlacement()
-        return stage_ranks(n_ranks, draft_widths(len(drafts), ranks.draft_split), ranks.draft_rank or 0)
+        placement = self.placement if drafts else JobPlacement()
+        return stage_ranks(n_ranks, draft_widths(len(drafts), placement.draft_split), placement.draft_rank or 0)
 
     @property
     def may_choose_draft_rank(self) -> bool:
         """Whether the planner chooses the draft's rank: of one draft, if no option is by rank or stage."""
-        ranks = self.placement
-        by_role = bool(ranks.layer_split or self.experiments.pace or self.speculation.lookup) or any(
-            len(values) > 1 for values in (ranks.n_gpu_layers, ranks.device, ranks.backend, ranks.n_cpu_moe)
-        )
-        by_role = by_role or ranks.n_gpu_layers_draft != AUTO_LAYERS  # its speed there is not timed
-        return ranks.draft_rank is None and len(self.drafts_in_use) == 1 and not by_role
+        placement = self.placement
+        by_rank = placement.n_gpu_layers, placement.device, placement.backend, placement.n_cpu_moe
+        by_role = bool(placement.layer_split or self.experiments.pace or self.speculation.lookup)
+        by_role = by_role or any(len(values) > 1 for values in by_rank)
+        by_role = by_role or placement.n_gpu_layers_draft != AUTO_LAYERS  # its speed there is not timed
+        return placement.draft_rank is None and len(self.drafts_in_use) == 1 and not by_role
 
     def check_draft_rank(self, n_ranks: int) -> None:
         """Raises UserError for a rank that does not exist, or if only rank 0 can draft."""

@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class PlanFile:
-    """`decisions`: those of a `JobPlan`."""
+    """A plan that was read from `path`. `decisions`: those of a `JobPlan`."""
 
     path: Path
     decisions: Mapping[str, Any]

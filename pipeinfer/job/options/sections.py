@@ -1,17 +1,18 @@
-"""The options that several commands have, in sections: models, ranks, numerics, guesses, output. `text_sections` has
-the rest. Each is declared once, with its flags, type, limits and help. A command names its sections. Some are records
+"""The options that several commands have, in sections: models, ranks, numerics, guesses. `text_sections` has the
+rest. Each is declared once, with its flags, type, limits and help. A command names its sections. Some are records
 of `RunOptions`; `cli/options/job_options.py` makes fields of the rest."""
 
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import click
 
+from pipeinfer.cluster.watch.protocol import LEAST_S, MOST_S, Limits
 from pipeinfer.cluster.wire import WireType
 from pipeinfer.core.settings import setting
-from pipeinfer.job.options.limits import AUTO, AUTO_LAYERS, MAX_LAYERS, MAX_SAMPLERS, MAX_SEQUENCES, OFF, ON
+from pipeinfer.job.options.limits import ALL_LAYERS, AUTO, AUTO_LAYERS, MAX_LAYERS, MAX_SAMPLERS, MAX_SEQUENCES, OFF, ON
 from pipeinfer.job.options.plan_file import SPLIT
-from pipeinfer.job.options.rank_sections import Servers, TensorOptions
 from pipeinfer.job.options.values import (
     BACKEND,
     DEVICES,
@@ -19,12 +20,16 @@ from pipeinfer.job.options.values import (
     PACE,
     REPO,
     SCALED,
+    SERVERS,
+    WHOLE,
     Backend,
     File,
     Folder,
     Joined,
     Listed,
+    Number,
     Pace,
+    Parsed,
     ScaledFile,
     TextType,
     Threads,
@@ -34,7 +39,24 @@ from pipeinfer.job.options.values import (
 from pipeinfer.models.gguf.layers import CACHE_TYPES, F16_CACHE, CacheTypes
 from pipeinfer.models.hub import HubName
 from pipeinfer.models.llama.params import NUMA_STRATEGIES
+from pipeinfer.models.llama.tensor_places import TensorPlace
 from pipeinfer.policies import POLICIES
+
+TIMEOUT_HELP = (
+    f"Seconds without a sign of a rank after which it is named and the job ends. [default: {Limits().link_s:g} where "
+    f"its host cannot be reached, {Limits().silent_s:g} where its process stands still]"
+)
+
+
+def _expert_layers(text: str) -> int:
+    if text != "all" and not (WHOLE.fullmatch(text) and 0 <= int(text) <= MAX_LAYERS):
+        raise ValueError(f"is neither a number of layers, 0 to {MAX_LAYERS}, nor all")
+    return ALL_LAYERS if text == "all" else int(text)
+
+
+EXPERT_LAYERS = Parsed("number or all", _expert_layers)
+TENSOR_PLACE = Parsed("pattern=device", TensorPlace.parse)
+
 
 # -- models
 
@@ -97,6 +119,43 @@ class Adapters:
 
 
 # -- ranks
+
+
+@dataclass(frozen=True, kw_only=True)
+class Servers:
+    """How ranks are watched, and their devices that are not in their hosts.
+
+    rpc: llama.cpp's RPC servers, whose devices are devices of a rank, RPC0 and so on: HOST:PORT, or several,
+        HOST:PORT+HOST:PORT; none. One value, or one a rank: a server serves one rank at a time.
+    """
+
+    heading = "Ranks"
+    rank_timeout_s: float | None = setting(None, "--rank-timeout", type=Number(LEAST_S, MOST_S), help=TIMEOUT_HELP)
+    rpc: tuple[tuple[str, ...], ...] = setting(((),), "--rpc", type=Listed(SERVERS), written="none", column=True)
+
+    def servers_of(self, rank: int, n_ranks: int) -> tuple[str, ...]:
+        """A lone rank has all."""
+        return self.rpc[rank % len(self.rpc)] if n_ranks > 1 else tuple(chain.from_iterable(self.rpc))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorOptions:
+    """Tensors of -ngl layers that are not on the devices of their layers.
+
+    n_cpu_moe: Of models with experts: those of the first N layers of each rank's slice stay in its host's memory, and
+        its CPU computes them; all. One value, or one a rank: 4,all,0.
+    cpu_moe: The same of all layers, on every rank.
+    override_tensor: Tensors whose names match are on that device: CPU, or one of the rank's, as --device names it. A
+        regular expression, with layers of the whole model: "blk.(2|3).ffn_.*_exps=CPU"; several with commas, or the
+        option again. The first that matches counts, before -ncmoe and -cmoe.
+    """
+
+    heading = "Ranks"
+    n_cpu_moe: tuple[int, ...] = setting((0,), "--n-cpu-moe", "-ncmoe", type=Listed(EXPERT_LAYERS), column=True)
+    cpu_moe: bool = setting(False, "--cpu-moe", "-cmoe", column=True)
+    override_tensor: tuple[TensorPlace, ...] = setting(
+        (), "--override-tensor", "-ot", type=Joined(TENSOR_PLACE), repeated=True, column=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,34 +341,3 @@ class Experiments:
     pace: Pace | None = setting(None, "--pace", type=PACE)
     prepare_ahead: bool = setting(True, "--no-prepare-ahead", column=True)
     post_ahead: bool = setting(True, "--no-post-ahead", column=True)
-
-
-# -- output
-
-
-@dataclass(frozen=True, kw_only=True)
-class Records:
-    """Files that are written beside the text, and that outlive the job.
-
-    results: Append a row of figures to this CSV file.
-    trace: Write the timeline of all ranks, as Chrome trace events.
-    resume: Note in this file what comes; where an earlier job noted the same there, go on from it.
-    """
-
-    heading = "Output"
-    results: Path | None = setting(None, "--results", type=File())
-    trace: Path | None = setting(None, "--trace", type=File())
-    resume: Path | None = setting(None, "--resume", type=File())
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputOptions:
-    """How the result is printed.
-
-    json: Print one JSON object instead of the text.
-    verbose: More about loading and about each rank.
-    """
-
-    heading = "Output"
-    json: bool = setting(False, "--json")
-    verbose: bool = setting(False, "--verbose", "-v")

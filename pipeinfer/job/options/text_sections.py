@@ -1,4 +1,5 @@
-"""Sections of options about texts: the prompt, chats, constraints, lengths, loads of many. See `sections`."""
+"""Sections of options about texts: the prompt, chats, constraints, lengths, loads of many; and about output. See
+`sections`."""
 
 import math
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ from pipeinfer.job.options.values import LOGIT_BIAS, SIZE, Delay, File, Folder, 
 
 ESCAPES = r"\n is a new line; so are \t, \r, \', \", \\, and \x with two digits."
 MAX_REQUESTS, MIN_RATE, MAX_RATE = 100_000, 1e-6, 1e6
+LEAST_CTX = 4096  # tokens, as in llama.cpp
 KV_DISK = 10_000_000_000  # bytes a rank where a folder is named and no size
 PARALLEL = 32  # the default number of open requests that arrive at a rate, as in a batch
 PARALLEL_HELP = (
@@ -34,7 +36,7 @@ class PromptOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asking:
+class ChatModes:
     """Whether the prompt is continued or answered.
 
     chat: Ask the model with its chat template, once.
@@ -158,38 +160,69 @@ class SamplerTexts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ContextOptions:
+class FitOptions:
+    """What is given up where a plan does not fit. `fitted`: what was chosen for an earlier job that goes on; empty:
+    nothing.
+
+    fit: Where the plan does not fit, experts go to their hosts' memory, then layers off GPUs, then the context gets
+        smaller; on or off, as in llama.cpp. [default: on without -c, and with -c 0]
+    fit_target: MiB that stay free on each GPU and of each host's memory where --fit chooses. [default: 1024, or 5% of
+        what is free where that is more]
+    fit_ctx: The smallest context that --fit chooses, in tokens, unless what is asked for takes fewer or more.
+    """
+
+    heading = "Context and length"
+    fitted: str = ""
+    fit: bool | None = setting(None, "--fit/--no-fit", "-fit", type=bool)
+    fit_target: int | None = setting(None, "--fit-target", "-fitt", type=Whole(0))
+    fit_ctx: int = setting(LEAST_CTX, "--fit-ctx", "-fitc", least=1, most=MAX_CTX)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ContextOptions(FitOptions):
     """The length of texts, the context, and the chunks of prompts.
 
     predict: Tokens to generate; -1 or -2: until the model ends or the context is full.
     ignore_eos: Go on after an end-of-generation token.
-    ctx_size: Context in tokens; 0: what prompt and -n need, within what the model was trained for.
+    ctx_size: Context in tokens; 0: what the model was trained for. [default: what prompt and -n need, within that]
     batch_size: Prompt tokens a run at most, up to 2048; a prompt is cut into smaller chunks where that fills the
         pipeline.
     kv_disk: Keep keys and values of texts on each rank's disk, up to so much a rank (500M, 20G): a text that begins
         like one of an earlier job goes on from there. [default: 0, or 10G with --kv-dir]
     kv_dir: Where --kv-disk keeps them. [default: pipeinfer/kv in the user's cache folder]
     kv_read_only: Read what --kv-dir has, and write nothing there; several jobs can do so at a time.
+    cache_ram: Keep keys and values of texts in each rank's memory until the job ends, up to so many MiB a rank: a text
+        that begins like an earlier one goes on from there, also where its cells had to make room for others.
     """
 
     heading = "Context and length"
     predict: int = setting(-1, "--predict", "--n-predict", "-n", least=-2, first=True)
     ignore_eos: bool = setting(False, "--ignore-eos")
-    ctx_size: int = setting(0, "--ctx-size", "-c", most=MAX_CTX, first=True, column=True)
+    ctx_size: int | None = setting(None, "--ctx-size", "-c", type=Whole(0, MAX_CTX), first=True, column=True)
     batch_size: int = setting(128, "--batch-size", "-b", least=1, column=True)
     kv_disk: int = setting(0, "--kv-disk", type=SIZE, column=True)
     kv_dir: Path | None = setting(None, "--kv-dir", "--prompt-cache", type=Folder())
     kv_read_only: bool = setting(False, "--kv-read-only", "--prompt-cache-ro", column=True)
+    cache_ram: int = setting(0, "--cache-ram", "-cram", least=0, column=True)
 
     def __post_init__(self) -> None:
         if self.kv_dir and not self.kv_disk:
             object.__setattr__(self, "kv_disk", KV_DISK)
 
+    @property
+    def kept_by(self) -> str:
+        """The option that keeps cells of texts; empty: none does."""
+        return "--kv-disk" if self.kv_disk else "-cram" if self.cache_ram else ""
+
+    @property
+    def may_fit(self) -> bool:
+        return not self.ctx_size if self.fit is None else self.fit
+
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Requests that share a job. `parallel`: the most that are open at a time; `n_expected`: so many as exact numerics
-    are laid out for.
+    """Requests that share a job. `parallel`: the most that are open at a time; `n_expected`: the number by which exact
+    numerics choose whether rows are computed in groups.
 
     max_delay_s: Seconds that the tokens of a text may come later because prompts of others are read meanwhile: these
         are cut into chunks that take all stages together so long. chunk: what one of -b tokens takes; none: no limit.
@@ -255,3 +288,34 @@ def check_once(option: str, values: Sequence[object]) -> None:
     twice = [value for value in values if values.count(value) > 1]
     if twice:
         raise UserError(f"{option} has {twice[0]} twice; give it once, -r says how often everything is measured")
+
+
+# -- output
+
+
+@dataclass(frozen=True, kw_only=True)
+class Records:
+    """Files that are written beside the text, and that outlive the job.
+
+    results: Append a row of figures to this CSV file.
+    trace: Write the timeline of all ranks, as Chrome trace events.
+    resume: Note in this file what comes; where an earlier job noted the same there, go on from it.
+    """
+
+    heading = "Output"
+    results: Path | None = setting(None, "--results", type=File())
+    trace: Path | None = setting(None, "--trace", type=File())
+    resume: Path | None = setting(None, "--resume", type=File())
+
+
+@dataclass(frozen=True, kw_only=True)
+class OutputOptions:
+    """How the result is printed.
+
+    json: Print one JSON object instead of the text.
+    verbose: More about loading and about each rank.
+    """
+
+    heading = "Output"
+    json: bool = setting(False, "--json")
+    verbose: bool = setting(False, "--verbose", "-v")

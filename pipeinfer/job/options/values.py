@@ -43,7 +43,7 @@ SERVER = re.compile(r"[A-Za-z0-9_.-]{1,253}:[0-9]{1,5}")
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """`text`: of --pace: a profile's name or path, a pair of it or empty, and real seconds that count as one."""
+    """--pace. `profile`: name or path; `pair`: of its models, or empty; `dilation`: real seconds that count as one."""
 
     text: str
     profile: str
@@ -67,7 +67,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """device, dtype: those of `TorchParams`, for torch alone."""
+    """What computes layers. `device`, `dtype`: those of `TorchParams`, for torch alone."""
 
     name: str = LLAMA
     device: str = AUTO
@@ -114,7 +114,7 @@ class ScaledFile:
 
 
 class Numeral(click.ParamType):
-    """A number in one spelling, in the range of the next base. Raises click.BadParameter with what is `expected`."""
+    """A number that matches `spelling`, in the range of click's type, the next base. `expected`: in the error."""
 
     name = "number"
     spelling = DECIMAL
@@ -231,7 +231,7 @@ class Listed(click.ParamType):
 
 
 class Joined(Listed):
-    """Of a repeated option: the values of all are one tuple. As in llama.cpp, one with a comma is in double quotes."""
+    """All values of a repeated option, as one tuple. As in llama.cpp, a value with a comma is in double quotes."""
 
     def _parts(self, value: str) -> list[str]:
         try:

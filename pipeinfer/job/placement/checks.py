@@ -1,19 +1,27 @@
-"""Whether models, devices and numerics go together. Loads nothing."""
+"""Whether models, devices and numerics go together; and files of models, downloaded and opened. Loads no weights."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from pipeinfer.cluster.assignment import Assignment, Stages
 from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.core.blocks import LARGEST
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS
+from pipeinfer.job.options.options import JobModels
 from pipeinfer.job.options.sections import Numerics
 from pipeinfer.job.placement.devices import RankDevices
 from pipeinfer.job.placement.job_plan import JobPlan
-from pipeinfer.models.gguf.adapter import ScaledAdapter, check_cut, check_exact
+from pipeinfer.job.process.streams import complain
+from pipeinfer.models.drafts.head_files import has_mtp_head, read_drafts
+from pipeinfer.models.drafts.translation import check_drafts
+from pipeinfer.models.gguf.adapter import ScaledAdapter, check_cut, check_exact, check_fits, check_order, read_adapter
 from pipeinfer.models.gguf.layers import F16_CACHE, block_length
-from pipeinfer.models.gguf.model_info import ModelInfo, layer_of
+from pipeinfer.models.gguf.model_info import OWN_HEAD, ModelInfo, layer_of, read_model_info
+from pipeinfer.models.hub import fetch, name_of
 from pipeinfer.models.llama.tensor_places import HOST, TensorPlace, TensorPlaces, check_names
+from pipeinfer.models.text.tokenizer import Tokenizer
 
 F16_WAY_OUT = "leave them out, or give f16"
 
@@ -34,8 +42,8 @@ def check_head(draft_rank: int | None, drafts: Sequence[ModelInfo]) -> None:
 
 
 def not_on_disk(info: ModelInfo, exact: bool) -> str:
-    """Why --kv-disk does not keep this model's cells; empty: it does. `exact`: the numerics are, with which no cell is
-    taken for another while a text has it, also outside of its layers' window."""
+    """Why --kv-disk does not keep this model's cells; empty: it does. `exact`: the numerics are; then no cell of a text
+    is reused while it is open, even outside of its layers' window."""
     layers, name = info.layers, info.path.name
     if not layers.window:
         return ""
@@ -43,7 +51,7 @@ def not_on_disk(info: ModelInfo, exact: bool) -> str:
         return (
             f"layers of {name} have a sliding window, and {'others keep states' if exact else 'numerics are not exact'}"
         )
-    # libllama takes no cells out that are outside of the window of the block's last one
+    # libllama's state of a block lacks cells outside of the window of the block's last one
     return f"layers of {name} have a sliding window of {layers.window}" if layers.window <= LARGEST else ""
 
 
@@ -145,7 +153,7 @@ def check_one_backend(devices: Sequence[RankDevices], ranks: Sequence[int]) -> N
     """Raises UserError if ranks of the target have several backends or types: exact numerics cannot hold then."""
     by_kernels: dict[str, list[int]] = {}
     for rank in ranks:
-        by_kernels.setdefault(str(devices[rank].target.kernels), []).append(rank)
+        by_kernels.setdefault(str(devices[rank].target.numeric_backend), []).append(rank)
     if len(by_kernels) > 1:
         shown = ", ".join(
             f"rank{'s' * (len(same) > 1)} {' '.join(map(str, same))} {kernels}"
@@ -191,3 +199,37 @@ def _why_inexact(plan: JobPlan) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
+
+
+# -- files of models
+
+
+def open_models(target: Path, drafts: Sequence[Path]) -> tuple[ModelInfo, list[ModelInfo], Tokenizer]:
+    """The target's header, those of the drafts as `read_drafts` has them, and the target's vocabulary. Raises UserError
+    when a model is unusable or a draft does not fit."""
+    info, tokenizer = read_model_info(target), Tokenizer(target)
+    headers = read_drafts(drafts, info)
+    check_drafts(headers, info)
+    return info, headers, tokenizer
+
+
+def read_adapters(models: JobModels, target: ModelInfo) -> tuple[ScaledAdapter, ...]:
+    """Their headers. Raises UserError for a file that is no adapter of the target."""
+    adapters = tuple(ScaledAdapter(read_adapter(each.path), each.scale) for each in models.adapters)
+    for adapter, _ in adapters:
+        check_fits(adapter, target)
+    check_order(adapters)
+    return adapters
+
+
+def fetch_models(models: JobModels) -> JobModels:
+    """With files for names, and the target's own head as the draft where that is wanted. Raises UserError."""
+    target, *drafts = fetch_files([models.target, *models.drafts], models.offline, models.hf_token)
+    if models.finds_head and has_mtp_head(read_model_info(target)):
+        drafts = [OWN_HEAD]
+    return replace(models, target=target, drafts=tuple(drafts))
+
+
+def fetch_files(paths: Sequence[Path], offline: bool = False, token: str | None = None) -> list[Path]:
+    """The same of single paths. `token`: for the hub; None: huggingface_hub finds it, as in HF_TOKEN."""
+    return [fetch(name, offline, complain, token) if (name := name_of(path)) else path for path in paths]

@@ -33,8 +33,12 @@ class DevicePlan:
     def uses_gpus(self) -> bool:
         return self.n_gpu_layers != 0 and not self.is_torch
 
+    def n_on_gpus(self, n_layers: int) -> int:
+        """How many of a slice's layers libllama puts on GPUs: the last ones."""
+        return n_layers if self.n_gpu_layers < 0 else min(n_layers, self.n_gpu_layers)
+
     @property
-    def kernels(self) -> Backend:
+    def numeric_backend(self) -> Backend:
         """The backend and its type, without the device: what decides the bits."""
         return Backend(self.backend.name, dtype=self.backend.dtype)
 
@@ -108,7 +112,7 @@ def _target(options: RankOptions, offloads: bool, turn: int) -> DevicePlan:
 
 
 def _draft(options: JobPlacement, target: DevicePlan) -> DevicePlan:
-    """Those of the target's layers there, or of -ngld; a draft's tensors are where its layers are."""
+    """The devices of a draft: those of the rank's target layers, or by -ngld. Its tensors are where its layers are."""
     target = replace(target, places=TensorPlaces())
     n_gpu_layers = options.n_gpu_layers_draft
     if n_gpu_layers == AUTO_LAYERS or (n_gpu_layers and target.is_torch):
@@ -121,7 +125,7 @@ def _draft(options: JobPlacement, target: DevicePlan) -> DevicePlan:
 def _with_share(
     plan: DevicePlan, rank: int, there: Sequence[int], targets: Sequence[DevicePlan], hosts: Sequence[Host]
 ) -> DevicePlan:
-    """With this rank's share of GPUs that ranks of its host, `there`, see too, and that the user did not name."""
+    """With this rank's share of its host's GPUs, unless the user named them. `there`: the ranks of that host."""
     names, host = hosts[rank].gpu_names, hosts[rank]
     if targets[rank].is_named or not plan.uses_gpus or not names:
         return plan

@@ -14,7 +14,10 @@ from pipeinfer.cluster.assignment import Assignment, Sizes, StagePlan
 from pipeinfer.cluster.hosts.host import Host, crowded_hosts, crowding
 from pipeinfer.cluster.hosts.resources import Memory, check_fits, check_gpus, paging_lines, spare_memory, spare_on_gpus
 from pipeinfer.core.blocks import LARGEST
-from pipeinfer.job.placement.capacity import Capacity, EngineSettings
+from pipeinfer.core.stored_blocks import Room, StoredBytes
+from pipeinfer.errors import UserError
+from pipeinfer.job.options.options import Speculation
+from pipeinfer.job.options.plan_file import PlanFile
 from pipeinfer.job.placement.devices import DevicePlan
 from pipeinfer.job.placement.numerics import NumericsPlan
 from pipeinfer.models.drafts.translation import Translation, translation_note
@@ -23,9 +26,88 @@ from pipeinfer.models.gguf.contents import FileState
 from pipeinfer.models.gguf.model_info import DraftHead, ModelInfo, layers_read
 from pipeinfer.virtual.costs import Profile
 
+MAX_BATCH = 2048  # prompt tokens a run: every rank has buffers for so many rows
+N_CELLS_SPARE = 512  # cells above the context, for guesses and, with exact numerics, for parked cells
+CELLS_PADDING = 256  # libllama's
+MAX_PROMPTS = 4  # in blocks that are read at a time: each has a context of its own meanwhile
+MEANINGS = "tokens of context,cells,prompt tokens a run,guesses a run,nodes a run,requests,prompts at a time,branches"
+MEANINGS += ",sequences,guesses at a time"
+"""Of the fields of `Capacity`, for users."""
+
 TARGET = -1  # in the place of a draft's number
 N_DIGITS = 12  # of a plan's hash
 SHARED_CORES = "ranks share cores, and predictions do not know who waits: with guesses they are off by up to a quarter"
+
+
+# -- capacity: rows, cells, sequences and requests that contexts, caches and buffers have room for
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Counts, of all requests together."""
+
+    n_ctx: int  # tokens of all requests that are open at a time
+    n_cells: int  # of every KV cache
+    n_batch: int  # tokens of a prompt that a run carries at most
+    n_guess_rows: int  # rows of a run with guesses, and of a draft's step, at most
+    n_nodes: int  # guesses and roots of requests that a run carries at most
+    n_requests: int  # open at a time
+    n_prompts: int  # prompts in blocks that are read at a time
+    n_seq: int  # sequences that trees may lease
+    n_target_seq: int  # the same of the target: few where each has a state
+    n_target_guesses: int  # of a target that does not rewind: guesses at a time, each in a sequence of its own
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of a run outside of blocks, at most: a chunk of the prompt with the root, or guesses."""
+        return max(self.n_batch + 1, self.n_nodes)
+
+    @property
+    def n_outputs(self) -> int:
+        """Rows of a run that may want logits, and one."""
+        return max(self.n_guess_rows, self.n_seq) + 1
+
+
+def capacity_of(speculation: Speculation, n_requests: int, batch_size: int, n_ctx: int, rewinds: bool) -> Capacity:
+    """`rewinds`: whether a sequence of the target can lose its newest tokens."""
+    n_guess_rows = speculation.n_guess_rows
+    rows = min(batch_size, MAX_BATCH, n_ctx), n_guess_rows, max(n_guess_rows, n_requests)
+    n_target_seq = speculation.n_target_seq(n_requests, rewinds)
+    of_trees = speculation.n_seq(n_requests), n_target_seq, speculation.n_target_guesses(n_requests, rewinds)
+    return Capacity(n_ctx, cells_for(n_ctx), *rows, n_requests, min(MAX_PROMPTS, n_requests), *of_trees)
+
+
+def planned_capacity(plan: PlanFile, needed: Capacity) -> Capacity:
+    """The capacity in a plan. Raises UserError where the job needs more."""
+    planned = Capacity(**plan.decisions["capacity"])
+    for (name, n), meaning in zip(asdict(needed).items(), MEANINGS.split(","), strict=True):
+        if n > (room := getattr(planned, name)):
+            lack = f"has room for {room} {meaning}, and this job needs {n}"
+            raise UserError(f"--plan {plan.path} {lack}; plan with the same --policy, --parallel and -c")
+    return planned
+
+
+def cells_for(n_ctx: int) -> int:
+    """KV cells of every cache for contexts of `n_ctx` tokens."""
+    return -(-(n_ctx + N_CELLS_SPARE) // CELLS_PADDING) * CELLS_PADDING
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Settings of the engine that an ablation or another policy changes while models stay loaded."""
+
+    cancel: bool  # runs whose rows are all dead are cancelled
+    looks_up: bool  # guesses are looked up too
+    n_seq: int  # of drafts, as in `Capacity`
+    n_target_seq: int  # of the target
+
+
+def engine_settings(speculation: Speculation, n_requests: int, rewinds: bool) -> EngineSettings:
+    sequences = speculation.n_seq(n_requests), speculation.n_target_seq(n_requests, rewinds)
+    return EngineSettings(speculation.cancel, speculation.looks_up, *sequences)
+
+
+# -- the plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,14 +168,23 @@ class JobPlan:
     dilation: float = 1.0  # real seconds that count as one of the profile
     slice_cache: Path | None = None  # directory in which hosts keep slices
     kv_disk: int = 0  # bytes of cells that a rank keeps on its disk; 0: none
+    kv_ram: int = 0  # the same in its memory
+    kv_bytes: StoredBytes = StoredBytes(0, 0)  # noqa: RUF009 (of its blocks there, where they are largest)
     kv_dir: Path | None = None  # the folder for them; None: in the user's cache
     kv_read_only: bool = False  # nothing is written there
     send_layers: bool = True  # rank 0 sends layers to hosts that lack a file
     prepare_ahead: bool = True
     post_ahead: bool = True
     resumed_numerics: str = ""  # name of the numerics of resumed texts; empty: none is resumed
+    fitted: str = ""  # what --fit chose, for a job that goes on from this one; empty: nothing
     unused: tuple[str, ...] = ()  # options without effect, a line each
     notes: tuple[str, ...] = ()
+
+    @property
+    def room(self) -> Room | None:
+        """For blocks of cells on each rank's disk, or in its memory; None: they are not kept."""
+        n_bytes = self.kv_disk or self.kv_ram
+        return Room(n_bytes, self.kv_bytes) if n_bytes else None
 
     @property
     def text_numerics(self) -> str:

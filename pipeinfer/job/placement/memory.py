@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
+from typing import NamedTuple
 
-from pipeinfer.cluster.assignment import Assignment, Stages
+from pipeinfer.cluster.assignment import Assignment, StagePlan, Stages
 from pipeinfer.cluster.hosts.host import Host, free_memory
 from pipeinfer.cluster.hosts.resources import Memory, check_fits, left_on_gpus
 from pipeinfer.cluster.spread import StageRoom
-from pipeinfer.cluster.stages.cell_store import WAITING_BYTES
+from pipeinfer.cluster.stages.cell_store import HEADER, ID_BYTES, WAITING_BYTES
 from pipeinfer.cluster.stages.runs import N_BUFFERS
 from pipeinfer.core.blocks import LARGEST
-from pipeinfer.job.placement.capacity import CELLS_PADDING, Capacity
+from pipeinfer.core.stored_blocks import StoredBytes
 from pipeinfer.job.placement.devices import DevicePlan, RankDevices
+from pipeinfer.job.placement.job_plan import CELLS_PADDING, Capacity
 from pipeinfer.job.placement.numerics import NumericsPlan
 from pipeinfer.models.drafts.model_drafter import N_UNREAD
 from pipeinfer.models.gguf.layers import F16_CACHE, CacheTypes
 from pipeinfer.models.gguf.model_info import ModelInfo, layer_of, layers_read
-from pipeinfer.models.gguf.slice import slice_bytes
-from pipeinfer.models.llama.cell_state import STATE_CELLS
+from pipeinfer.models.gguf.slice import last_table_bytes, slice_bytes
+from pipeinfer.models.llama.cell_state import STATE_CELLS, state_bytes
 from pipeinfer.models.llama.params import (
     GROUP_CELLS,
     buffer_bytes,
@@ -34,10 +36,10 @@ from pipeinfer.models.torch.params import AUTO, BF16, CACHE_BYTES, CPU, F32, HEA
 
 N_SPARE_STATES = 2  # of sequences beside those of requests
 N_MESSAGES = 4  # on their way in and out of a rank at a time
-TOKEN_BYTES, MERGE_BYTES = 250, 200  # of a vocabulary, on rank 0 (measured)
-RANK_0_BYTES = 4_000_000  # of modules that rank 0 alone imports (measured)
+TOKEN_BYTES, MERGE_BYTES, EMPTY_TOKEN_BYTES = 250, 150, 40  # of a vocabulary (measured); slices have empty tokens
+RANK_0_BYTES = 3_000_000  # of modules that rank 0 alone imports (measured)
 TORCH_BYTES = 290_000_000  # of Python, MPI, libllama and torch's build for CPUs on a rank without a model (measured)
-N_WIDE = 6  # rows of gates and up projections that torch holds at a time
+N_WIDE = 6  # intermediate results of a row, as gates and up projections, that torch holds at a time
 
 Place = tuple[DevicePlan, frozenset[str]]  # the devices of a rank's layers, and the models without a file there
 
@@ -59,7 +61,8 @@ class MemoryNeeds:
     in_cache: bool = False  # slices are kept on disks
     has_samplers: bool = False
     adapter_bytes: Sequence[int] = ()  # of each layer of the target; empty: it has no adapters
-    stores: bool = False  # the target's cells go to disks
+    stores: bool = False  # the target's cells go to disks, or stay in memory
+    kv_ram: int = 0  # bytes of these
 
     def of_ranks(self, assignment: Assignment) -> tuple[Memory, ...]:
         return tuple(self._of_ranks(assignment.n_ranks, (*assignment.drafts, assignment.stages)))
@@ -77,17 +80,21 @@ class MemoryNeeds:
         places = [self._place(number, rank) for rank in ranks]
         on_gpus = self._on_gpus(len(hosts), placed)
         gpus, free_on_gpus = left_on_gpus(hosts, ranks, on_gpus)
-        memory = cache(self._of_layers)
 
-        def gpu_bytes(place: Place, first: int, last: int) -> int:
-            return self._layers(number, place, first, last).gpu_bytes
+        @cache
+        def needed(stage: int, first: int, last: int) -> int:
+            return (needs[ranks[stage]] + self._of_layers(number, places[stage], first, last)).needed
+
+        @cache
+        def gpu_bytes(stage: int, first: int, last: int) -> int:
+            return on_gpus[ranks[stage]] + self._layers(number, places[stage], first, last).gpu_bytes
 
         return StageRoom(
-            needed=lambda stage, first, last: (needs[ranks[stage]] + memory(number, places[stage], first, last)).needed,
+            needed=needed,
             hosts=tuple(hosts[rank].name for rank in ranks),
             free=free | free_on_gpus,
             limits=tuple(hosts[rank].memory.process for rank in ranks),
-            on_gpus=lambda stage, first, last: on_gpus[ranks[stage]] + gpu_bytes(places[stage], first, last),
+            on_gpus=gpu_bytes,
             gpus=gpus,
         )
 
@@ -96,8 +103,8 @@ class MemoryNeeds:
         row_bytes = (4 + 2 * len(self.layers_read)) * self.info.n_embd  # activations, and features in bf16
         needs = [Memory(buffers=N_MESSAGES * row_bytes * self.capacity.n_rows)] * n_ranks
         needs[0] += Memory(loading=sum(self.adapter_bytes))  # of all ranks
-        # drafts' vocabularies are freed before weights are loaded
-        needs[0] += Memory(buffers=RANK_0_BYTES + vocabulary_bytes(self.info))
+        # drafts' vocabularies are freed before weights are loaded; the target's has memory in which its texts were read
+        needs[0] += Memory(buffers=RANK_0_BYTES + vocabulary_bytes(self.info) * 3 // 4)
         n_features = len(self.layers_read) * self.info.n_embd  # of a token; the draft keeps some
         needs[0] += Memory(buffers=4 * n_features * min(self.capacity.n_cells, N_UNREAD))
         for number, stages in enumerate(placed):
@@ -127,12 +134,13 @@ class MemoryNeeds:
         (device, lacks), n_rows = place, capacity.n_guess_rows if is_draft else capacity.n_rows
         is_mapped = not numerics.repack or (exact and not numerics.repacked)
         is_sent, at_once = str(info.path) in lacks and not self.in_cache, 0 if is_draft else numerics.at_once
+        n_wanted = n_rows if is_draft else self._in_groups(capacity.n_nodes + 1)
         # with states blocks are evaluated in the same context, and those of a prompt that is scored want all logits
         n_least = LARGEST if numerics.blocks and not info.layers.rewinds and not is_draft else 0
-        numbers = first, last, capacity.n_cells, n_rows, max(self._n_outputs, n_least)
-        cache = numerics.draft_cache if is_draft else numerics.cache
+        numbers = first, last, capacity.n_cells, n_rows, max(self._n_outputs, n_least), max(n_wanted, n_least)
+        types = numerics.draft_cache if is_draft else numerics.cache
         adapters = () if is_draft else self.adapter_bytes
-        return Layers(info, *numbers, device, exact, cache, is_mapped, self.in_cache, is_sent, at_once, adapters)
+        return Layers(info, *numbers, device, exact, types, is_mapped, self.in_cache, is_sent, at_once, adapters)
 
     def _of_layers(self, number: int, place: Place, first: int, last: int) -> Memory:
         """Of layers [first, last) of that model, with everything that they have beside their context."""
@@ -151,10 +159,11 @@ class MemoryNeeds:
             return needs
         if self.stores:  # what waits to be written, and a text that is read back
             states = sum(info.layers.state_bytes[first:last])
-            n_waiting = min(WAITING_BYTES, capacity.n_cells * layers.cell_bytes + states)
-            needs += Memory(buffers=n_waiting + capacity.n_ctx * layers.cell_bytes + states)
+            n_most = WAITING_BYTES + LARGEST * layers.cell_bytes + states  # it is exceeded by a block
+            n_waiting = min(n_most, capacity.n_cells * layers.cell_bytes + states)
+            needs += Memory(buffers=self.kv_ram + n_waiting + capacity.n_ctx * layers.cell_bytes + states)
         if rows_in_groups(numerics.repacked):
-            needs += Memory(kv=GROUP_CELLS * sum(info.kv_bytes_per_cell[first:last]))
+            needs += Memory(kv=GROUP_CELLS * info.cell_bytes(first, last))
         if not info.layers.rewinds:
             n_states = capacity.n_target_seq + N_SPARE_STATES
             return needs + Memory(kv=n_states * sum(info.layers.state_bytes[first:last]))
@@ -165,19 +174,21 @@ class MemoryNeeds:
             needs += prefill_memory(info, first, last, n_prompts, n_rows, capacity.n_rows)
         return needs
 
-    @property
+    @cached_property
     def _n_outputs(self) -> int:
-        n_outputs, group = self.capacity.n_outputs, rows_in_groups(self.numerics.repacked)
-        return in_whole_groups(n_outputs, group) if group else n_outputs
+        return self._in_groups(self.capacity.n_outputs)
 
-    @property
+    def _in_groups(self, n_rows: int) -> int:
+        group = rows_in_groups(self.numerics.repacked)
+        return in_whole_groups(n_rows, group) if group else n_rows
+
+    @cached_property
     def layers_read(self) -> tuple[int, ...]:
         return layers_read(draft.head for draft in self.drafts)
 
 
-@dataclass(frozen=True)
-class Layers:
-    """Layers [first, last) of a model with one context for runs of up to `n_rows`."""
+class Layers(NamedTuple):
+    """Layers [first, last) of a model; its context holds runs of `n_rows`, `n_wanted` logits, room for `n_outputs`."""
 
     info: ModelInfo
     first: int
@@ -185,7 +196,8 @@ class Layers:
     n_cells: int
     n_rows: int
     n_outputs: int
-    device: DevicePlan = DevicePlan()  # noqa: RUF009 (it is frozen)
+    n_wanted: int
+    device: DevicePlan = DevicePlan()
     exact: bool = True
     cache: CacheTypes = F16_CACHE
     is_mapped: bool = True  # the weights are not repacked
@@ -205,13 +217,12 @@ class Layers:
     @property
     def n_on_gpu(self) -> int:
         """Layers on a GPU, which are the last ones."""
-        n_layers, n_on_gpu = self.last - self.first, self.device.n_gpu_layers
-        return n_layers if n_on_gpu < 0 else min(n_layers, n_on_gpu)
+        return self.device.n_on_gpus(self.last - self.first)
 
     @property
     def cell_bytes(self) -> int:
         """Of one cell of all layers."""
-        return sum(self.cache.cell_bytes(self.info.kv_shapes[self.first : self.last]))
+        return self.info.cell_bytes(self.first, self.last, self.cache)
 
     @property
     def memory(self) -> Memory:
@@ -226,7 +237,7 @@ class Layers:
         has_head = self.is_last and not 0 <= self.device.n_gpu_layers <= self.last - self.first
         weights = self.device.places.gpu_bytes(info, self.first, self.last, self.n_on_gpu, has_head)
         weights += sum(self.adapter_bytes[on_gpu])
-        kv = self.n_cells * sum(self.cache.cell_bytes(info.kv_shapes[on_gpu]))
+        kv = self.n_cells * info.cell_bytes(self.last - self.n_on_gpu, self.last, self.cache)
         n_rows = min(self.n_rows, self.at_once or self.n_rows)
         moves_all = self.device.places.moves_experts(self.last - self.first - 1)
         return weights + kv + graph_bytes(info, has_head, self.n_cells, n_rows, self.n_outputs, not moves_all)
@@ -242,13 +253,14 @@ class Layers:
         has_head_again = not self.is_mapped and self.is_last and (info.tied or not self.is_whole)
         on_host = slice(first, last - self.n_on_gpu)
         adapters = sum(self.adapter_bytes[first:last])
-        has_twice = self.exact and self.device.n_gpu_layers == 0  # for rows, and for blocks of prompts
+        has_twice = self.exact and self.device.n_gpu_layers == 0  # a context for rows, another for blocks
         n_adapters = 2 * adapters if has_twice else sum(self.adapter_bytes[on_host])
         return Memory(
-            weights=weights - n_mapped + n_adapters + (info.input_bytes if has_head_again else 0),
+            weights=weights - n_mapped + n_adapters + (last_table_bytes(info) if has_head_again else 0),
             mapped=n_mapped,
-            kv=self.n_cells * sum(self.cache.cell_bytes(info.kv_shapes[on_host])),
-            buffers=buffer_bytes(info, self.is_last, self.n_cells, self.n_rows, self.n_outputs)
+            kv=self.n_cells * info.cell_bytes(first, last - self.n_on_gpu, self.cache),
+            buffers=buffer_bytes(info, self.is_last, self.n_cells, self.n_rows, self.n_outputs, self.n_wanted)
+            + (vocabulary_bytes(info) if is_file else EMPTY_TOKEN_BYTES * info.n_vocab * self.is_last)
             + (packing_bytes(info, first, last, self.n_cells) if self.exact else 0),
             # weights that are not mapped are read out of the slice, which is freed afterwards
             loading=2 * adapters + (0 if self.is_mapped or in_file else weights),
@@ -271,7 +283,7 @@ class Layers:
         gathered = self.n_cells * n_bytes // 2 * max(info.kv_bytes_per_cell[first:last])
         return Memory(
             weights=model + weight_bytes(info, first, last, dtype),
-            kv=self.n_cells * n_bytes // 2 * sum(info.kv_bytes_per_cell[first:last]),
+            kv=self.n_cells * n_bytes // 2 * info.cell_bytes(first, last),
             buffers=rows + logits + mask + gathered,
             loading=loading,
             runtime=TORCH_BYTES,
@@ -288,29 +300,37 @@ def check_alone(models: Sequence[tuple[ModelInfo, bool]], n_cells: int, n_rows: 
     """Raises UserError when this host has no memory for whole models, each (model, exact), in this process."""
     total = Memory()
     for info, exact in models:
-        total += Layers(info, 0, info.n_layer, n_cells, n_rows, n_rows, exact=exact, is_mapped=exact).memory
+        total += Layers(info, 0, info.n_layer, n_cells, n_rows, n_rows, n_rows, exact=exact, is_mapped=exact).memory
     check_fits([Host("this host", frozenset(), 0, free_memory())], [total], "use a smaller -n")
 
 
 def prefill_memory(info: ModelInfo, first: int, last: int, n_prompts: int, n_in_blocks: int, n_rows: int) -> Memory:
-    """Of the contexts of so many prompts with `n_in_blocks` rows together, beside the other, and of the cells of a run
-    of `n_rows` on their way from one to the other."""
-    n_padded = n_in_blocks + (n_prompts - 1) * (CELLS_PADDING - 1)  # each is
+    """The memory of a context for each of `n_prompts` prompts in blocks, with `n_in_blocks` rows together, and of the
+    cells of a run of `n_rows` on their way to the main context."""
+    n_padded = n_in_blocks + (n_prompts - 1) * (CELLS_PADDING - 1)  # each prompt's cells are padded
     n_cells = -(-n_padded // CELLS_PADDING) * CELLS_PADDING
-    cell_bytes = sum(info.kv_bytes_per_cell[first:last])
-    one = buffer_bytes(info, last == info.n_layer, n_cells // n_prompts, LARGEST, N_SEQ)
+    cell_bytes = info.cell_bytes(first, last)
+    one = buffer_bytes(info, last == info.n_layer, n_cells // n_prompts, LARGEST, N_SEQ, N_SEQ)
     return Memory(kv=n_cells * cell_bytes, buffers=n_prompts * one + min(n_cells, n_rows) * cell_bytes)
 
 
 def packing_bytes(info: ModelInfo, first: int, last: int, n_cells: int) -> int:
-    """Of the copy through which tombstoned cells are won back: of some cells, or of a sequence with its state."""
+    """Bytes of the copy through which parked cells are freed: of some cells, or of a sequence with its state."""
     n_copied = n_cells if not info.layers.rewinds else min(n_cells, STATE_CELLS)
-    return n_copied * sum(info.kv_bytes_per_cell[first:last]) + sum(info.layers.state_bytes[first:last])
+    return n_copied * info.cell_bytes(first, last) + sum(info.layers.state_bytes[first:last])
+
+
+def stored_bytes(info: ModelInfo, cache: CacheTypes, stages: Sequence[StagePlan]) -> StoredBytes:
+    """Of blocks that stages keep, where they are largest."""
+    layers = [(stage.first, stage.last) for stage in stages]
+    sizes = [state_bytes(last - first, info.cell_bytes(first, last, cache)) for first, last in layers]
+    block, row = map(max, zip(*sizes, strict=True))
+    return StoredBytes(HEADER.size + block, ID_BYTES + row)
 
 
 @lru_cache(maxsize=1 << 16)
 def weight_bytes(info: ModelInfo, first: int, last: int, dtype: str, device: str = CPU) -> int:
-    """Torch's, of layers [first, last), with the output head and norm on the last slice."""
+    """Bytes of torch's weights of layers [first, last), with the output head and norm on the last slice."""
     n_elements = sum(
         tensor.n_elements
         for tensor in info.tensors

@@ -19,22 +19,22 @@ from pipeinfer.models.llama.params import (
     MANY_TILED,
     LlamaParams,
     TypeRows,
-    in_groups,
     rows_in_groups,
+    types_in_groups,
     worth_repacking,
 )
 
 Devices = Iterable[DevicePlan]
 
 N_DIGITS = 4  # of a digest of what repacked kernels add up to: they differ between processors
-IN_GROUPS = re.compile(r"\.x(\d)")  # in the names of numerics whose rows come in groups; see `named`
+IN_GROUPS = re.compile(r"\.x(\d)")  # in the names of numerics whose rows come in groups; see `named_numerics`
 
 
 @dataclass(frozen=True, slots=True)
 class NumericsPlan:
     """Jobs of the same name give the same texts. `repacked`: types of the target's weights that are repacked with
-    `exact`, and how rows of each are computed. `at_once`: with layers on GPUs, rows that each device computes at once,
-    with the bits that they have alone on any; 0: there are none."""
+    `exact`, and how rows of each are computed. `at_once`: with layers on GPUs, how many rows a device computes at once
+    such that each has the bits that it has alone, on every device; 0: no number is proven."""
 
     name: str = ""
     exact: bool = True  # a row has the same bits in every batch and tree
@@ -66,11 +66,11 @@ def repacked_alike(hosts: Sequence[Host], info: ModelInfo, n_requests: int, name
         group = IN_GROUPS.search(name)
         n_requests = 1 if group is None else MANY if int(group[1]) == GROUP else MANY_TILED
     repacked, alike = [each[0] for each in hosts[0].repacked], [each[:2] for each in hosts[0].grouped]
-    return in_groups(info, in_parts, repacked, alike, n_requests) or in_parts
+    return types_in_groups(info, in_parts, repacked, alike, n_requests) or in_parts
 
 
 def numerics_of(options: Numerics, repacked: tuple[TypeRows, ...], at_once: int, blocks: bool) -> NumericsPlan:
-    """Before ranks have their layers; its name is of the options alone."""
+    """The numerics before ranks have their layers, with the options' part of the name alone."""
     exact, types = options.numerics == "exact", (options.wire_type, options.cache, options.draft_cache)
     return NumericsPlan(options.rounding, exact, options.repack, repacked, at_once, blocks, False, *types)
 
@@ -79,7 +79,7 @@ def unnamed_numerics(
     options: Numerics, hosts: Sequence[Host], info: ModelInfo, devices: Devices, n_requests: int = 1, name: str = ""
 ) -> NumericsPlan:
     """The numerics before layers are assigned. `devices`: of the target's ranks; `n_requests`, `name`: see
-    `repacked_alike`. Drafts may be on GPUs; with layers of the target there rows come in the parts that were tried."""
+    `repacked_alike`. With layers of the target on GPUs no weights are repacked, and rows come in the proven parts."""
     is_exact, is_on_cpus = options.numerics == "exact", all(device.n_gpu_layers == 0 for device in devices)
     repacked = repacked_alike(hosts, info, n_requests, name) if may_repack(options) and is_exact and is_on_cpus else ()
     # a layer must have the same bits on every device
@@ -89,8 +89,8 @@ def unnamed_numerics(
     return numerics_of(options, repacked, at_once, info.layers.architecture.flash and is_exact and is_on_cpus)
 
 
-def named(plan: NumericsPlan, target: Sequence[DevicePlan], host: Host, adapters: str = "") -> NumericsPlan:
-    """`target`: what computes each stage of the target. `host`: one of them; all repack alike. `adapters`: a digest, or
+def named_numerics(plan: NumericsPlan, target: Sequence[DevicePlan], host: Host, adapters: str = "") -> NumericsPlan:
+    """`target`: what computes each of its stages. `host`: of one of them; all repack alike. `adapters`: a digest, or
     empty. A name is such as `exact`, `exact-lora-51d0c2aa`, `exact-q4_0.32-1f3a`, `exact-q4_k.x4-q6_k.x4-9c07` (in
     groups), `fast-q8_0-f16`, `exact-torch`; with layers on GPUs `exact-gpu-51d0`, which is exact, or `exact-gpu`, which
     is not, and `exact-gpu-ot-8e01` where some of their tensors are elsewhere."""
@@ -101,7 +101,7 @@ def named(plan: NumericsPlan, target: Sequence[DevicePlan], host: Host, adapters
         tried = host.grouped if group else host.repacked
         results = "".join(digest for type, n_rows, digest in tried if type in used and (n_rows == group or not group))
         parts.append(hashlib.sha256(results.encode()).hexdigest()[:N_DIGITS])
-    parts += sorted(str(kernels) for kernels in {device.kernels for device in target if device.is_torch})
+    parts += sorted(str(kernels) for kernels in {device.numeric_backend for device in target if device.is_torch})
     parts += ["gpu"] if any(device.uses_gpus for device in target) else []
     places = "; ".join(sorted({device.places.text for device in target if device.places.text}))
     parts += ["ot", hashlib.sha256(places.encode()).hexdigest()[:N_DIGITS]] if places and not plan.at_once else []

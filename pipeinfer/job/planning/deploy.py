@@ -1,7 +1,7 @@
 """From options, hosts and headers of models to the plan of a job, and whether it fits. Loads nothing."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise, starmap
 
@@ -11,9 +11,7 @@ from pipeinfer.core.blocks import rows_in_blocks
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import ON
 from pipeinfer.job.options.options import RunOptions, check_wire_type
-from pipeinfer.job.options.sections import PlacementOptions
 from pipeinfer.job.options.values import Pace
-from pipeinfer.job.placement.capacity import capacity_of, engine_settings, planned_capacity
 from pipeinfer.job.placement.checks import (
     check_adapters,
     check_cache_types,
@@ -24,12 +22,22 @@ from pipeinfer.job.placement.checks import (
     check_tensor_places,
     head_of,
     not_on_disk,
+    read_adapters,
 )
 from pipeinfer.job.placement.devices import RankDevices, plan_devices
-from pipeinfer.job.placement.job_plan import JobPlan, ModelFile, RankPlan, check_memory, sizes_of
-from pipeinfer.job.placement.memory import MemoryNeeds
-from pipeinfer.job.placement.model_files import read_adapters
-from pipeinfer.job.placement.numerics import named, unnamed_numerics
+from pipeinfer.job.placement.job_plan import (
+    JobPlan,
+    ModelFile,
+    RankPlan,
+    capacity_of,
+    check_memory,
+    engine_settings,
+    planned_capacity,
+    sizes_of,
+)
+from pipeinfer.job.placement.memory import MemoryNeeds, stored_bytes
+from pipeinfer.job.placement.numerics import named_numerics, unnamed_numerics
+from pipeinfer.job.planning.fit import PlanInputs, fit, resume
 from pipeinfer.job.profiling.speeds import Schedule, make_schedule
 from pipeinfer.models.drafts.translation import draft_translation
 from pipeinfer.models.gguf.adapter import ScaledAdapter, digest_of
@@ -39,8 +47,8 @@ from pipeinfer.models.torch.params import check_known
 from pipeinfer.virtual.costs import Profile
 from pipeinfer.virtual.profile import load_profile
 
-CLEAR_GAIN = 1.1  # so many times faster is the slowest stage where a rank drafts that has not the engine besides
-DRAFT_SHARE = 0.5  # a draft's step takes so much of the slowest stage's time at most, or no more than on rank 0
+CLEAR_GAIN = 1.1  # another rank than 0, which has the engine, drafts if the slowest stage is faster by this factor
+DRAFT_SHARE = 0.5  # and if a draft's step there takes at most this part of that stage's time, or the time on rank 0
 NOT_REPACKED = (
     "there is no memory to repack the weights, so that numerics are not {} but {}: tokens that are all but tied may "
     "differ from those of ranks where there is; with --no-repack they are the same"
@@ -51,47 +59,38 @@ OTHER_NUMERICS = (
 
 
 class DoesNotFit(UserError):
-    """A plan takes more memory than there is; the message has the numbers."""
+    """A plan takes more memory than there is; the message has the numbers. `tried`: what --fit has tried."""
 
-    def __init__(self, message: str, plan: JobPlan) -> None:
-        super().__init__(message)
-        self.plan = plan
-
-
-@dataclass(frozen=True, slots=True)
-class PlanInputs:
-    """The inputs of a plan. `drafts`: headers of those in use, the smallest first; `n_ctx`: tokens of all requests
-    that are open at a time; `n_prompt`: tokens of the longest prompt."""
-
-    options: RunOptions
-    hosts: Sequence[Host]
-    info: ModelInfo
-    drafts: Sequence[ModelInfo]
-    n_ctx: int
-    n_prompt: int
+    def __init__(self, message: str, plan: JobPlan, tried: str = "") -> None:
+        super().__init__("; ".join(filter(None, (message, tried))))
+        self.plan, self.tried = plan, tried
 
 
 def deploy(
-    options: RunOptions, hosts: Sequence[Host], info: ModelInfo, drafts: Sequence[ModelInfo], n_ctx: int, n_prompt: int
+    options: RunOptions,
+    hosts: Sequence[Host],
+    info: ModelInfo,
+    drafts: Sequence[ModelInfo],
+    n_ctx: int,
+    n_prompt: int,
+    n_least: int = 0,
 ) -> JobPlan:
     """The plan; see `PlanInputs`. Raises UserError for wrong options, DoesNotFit for too little memory."""
-    inputs = PlanInputs(options, hosts, info, drafts, n_ctx, n_prompt)
+    inputs, tried = PlanInputs(options, hosts, info, drafts, n_ctx, n_prompt, n_least), ""
     if planned := options.placement.planned:
         planned.check({"model": info.fingerprint, "drafts": [draft.fingerprint for draft in inputs.drafts]})
-    resumed, allows_others = options.numerics.resumed, options.numerics.allow_other_numerics
-    plan = choose_numerics(inputs)
-    if (name := options.required_numerics) and plan.numerics.name != name:
-        both = lay_out(inputs), lay_out(_without_repacking(inputs))
-        same = next((each for each in both if each.numerics.name == name), None)
-        plan = same if same and (not allows_others or same.fits) else plan
-    if planned:
+        plan = _with_required_numerics(inputs)
         planned.check(plan.decisions)
-    way_out = _way_out(plan.assignment, options.placement)
+    else:
+        earlier = resume(inputs, _with_required_numerics)
+        plan, tried = (earlier, "") if earlier else fit(inputs, _with_required_numerics)
+    resumed, allows_others = options.numerics.resumed, options.numerics.allow_other_numerics
+    way_out = _way_out(plan.assignment, options)
     try:
         check_memory(plan, way_out)
     except UserError as error:
         began = f"; what is to go on was begun with numerics {resumed}, --allow-other-numerics goes on with others"
-        raise DoesNotFit(f"{error}{began if resumed and not allows_others else ''}", plan) from None
+        raise DoesNotFit(f"{error}{began if resumed and not allows_others else ''}", plan, tried) from None
     if resumed and plan.numerics.name != resumed:
         if not allows_others:
             began = f"what is to go on was begun with numerics {resumed}, and here they are {plan.numerics.name}"
@@ -100,6 +99,16 @@ def deploy(
         plan = replace(plan, notes=(*plan.notes, OTHER_NUMERICS.format(resumed, plan.numerics.name)))
     translations = [None if draft.head else draft_translation(info.path, draft.path) for draft in plan.drafts]
     return replace(plan, translations=tuple(translations), resumed_numerics=resumed)
+
+
+def _with_required_numerics(inputs: PlanInputs) -> JobPlan:
+    """With those that a resumed job, or a plan, has, where that can be and fits, or others are not allowed."""
+    numerics, plan = inputs.options.numerics, choose_numerics(inputs)
+    if not (name := inputs.options.required_numerics) or plan.numerics.name == name:
+        return plan
+    both = lay_out(inputs), lay_out(_without_repacking(inputs))
+    same = next((each for each in both if each.numerics.name == name), None)
+    return same if same and (not numerics.allow_other_numerics or same.fits) else plan
 
 
 def choose_numerics(inputs: PlanInputs) -> JobPlan:
@@ -115,19 +124,20 @@ def _without_repacking(inputs: PlanInputs) -> PlanInputs:
     return replace(inputs, hosts=[replace(host, repacked=(), grouped=()) for host in inputs.hosts])
 
 
-def _way_out(assignment: Assignment, placement: PlacementOptions) -> str:
-    is_cut = len(assignment.stages) > 1
+def _way_out(assignment: Assignment, options: RunOptions) -> str:
+    placement, is_cut = options.placement, len(assignment.stages) > 1
+    smaller = "a smaller -cram or context (-c)" if options.context.cache_ram else "a smaller context (-c)"
     first = "no split was found that fits; " if is_cut else ""
     if placement.plan or placement.layer_split is not None:
         first = f"leave {'--plan' if placement.plan else '--layer-split'} out, "
-    return f"{first}use a smaller context (-c), more ranks on further hosts, or a smaller quantisation"
+    return f"{first}use {smaller}, more ranks on further hosts, or a smaller quantisation"
 
 
 def lay_out(inputs: PlanInputs) -> JobPlan:
     """The plan of one choice of numerics, whether it fits or not. Raises UserError for wrong options."""
     options, hosts, info, drafts = inputs.options, inputs.hosts, inputs.info, inputs.drafts
-    ranks, speculation, n_requests = options.placement, options.speculation, options.traffic.parallel
-    devices = plan_devices(ranks, hosts)
+    placement, speculation, n_requests = options.placement, options.speculation, options.traffic.parallel
+    devices = plan_devices(placement, hosts)
     _check(inputs, devices)
     target_devices = [devices[rank].target for rank in options.target_ranks(len(hosts))]
     traffic, name = options.traffic, options.required_numerics
@@ -139,21 +149,22 @@ def lay_out(inputs: PlanInputs) -> JobPlan:
     adapter_bytes = tuple(map(sum, zip(*by_adapter, strict=True)))
     rewinds = info.layers.rewinds
     capacity = capacity_of(speculation, n_requests, options.context.batch_size, inputs.n_ctx, rewinds)
-    if ranks.planned:
-        capacity = planned_capacity(ranks.planned, capacity)
+    if placement.planned:
+        capacity = planned_capacity(placement.planned, capacity)
     n_in_blocks = rows_in_blocks(inputs.n_prompt) if numerics.blocks else 0
     lacks, in_cache = tuple(host.lacks for host in hosts), options.models.slice_cache is not None
-    has_samplers = ranks.may_have_samplers(n_requests)
-    kv_disk = 0 if not_on_disk(info, numerics.exact) else options.context.kv_disk
-    kinds = has_samplers, adapter_bytes, kv_disk > 0
+    has_samplers = placement.may_have_samplers(n_requests)
+    is_kept, context = not not_on_disk(info, numerics.exact), options.context
+    kv_disk, kv_ram = is_kept * context.kv_disk, is_kept * (context.cache_ram << 20)
+    kinds = has_samplers, adapter_bytes, kv_disk + kv_ram > 0, kv_ram
     needs = MemoryNeeds(info, drafts, capacity, numerics, devices, n_in_blocks, lacks, in_cache, *kinds)
     assignment = _assign(inputs, needs)
     target = [devices[stage.rank].target for stage in assignment.stages]
     _check_computable(inputs, assignment, devices, adapters)
-    threads = threads_of_ranks(ranks.threads, assignment.computing, hosts)
+    threads = threads_of_ranks(placement.threads, assignment.computing, hosts)
     last = assignment.stages[-1].rank
     is_spare = target[-1].n_gpu_layers != 0 or spare_cores(hosts, assignment.computing, threads, last) > 0
-    samplers = [ranks.n_samplers(n_requests, last, is_spare) if rank == last else 0 for rank in range(len(hosts))]
+    samplers = [placement.n_samplers(n_requests, last, is_spare) if rank == last else 0 for rank in range(len(hosts))]
     pace, (targets, drafts_on) = options.experiments.pace, zip(*devices, strict=True)
     memory, on_gpus = needs.of_ranks(assignment), needs.on_gpus(assignment)
     by_rank = zip(hosts, targets, drafts_on, threads, memory, on_gpus, samplers, strict=True)
@@ -163,7 +174,7 @@ def lay_out(inputs: PlanInputs) -> JobPlan:
         assignment=assignment,
         ranks=tuple(starmap(RankPlan, by_rank)),
         capacity=capacity,
-        numerics=named(numerics, target, hosts[assignment.stages[0].rank], digest_of(adapters)),
+        numerics=named_numerics(numerics, target, hosts[assignment.stages[0].rank], digest_of(adapters)),
         adapters=adapters,
         engine=engine_settings(speculation, n_requests, rewinds),
         max_delay_s=options.traffic.max_delay_s,
@@ -174,8 +185,10 @@ def lay_out(inputs: PlanInputs) -> JobPlan:
         slice_cache=options.models.slice_cache,
         send_layers=options.models.send_layers,
         kv_disk=kv_disk,
-        kv_dir=options.context.kv_dir,
-        kv_read_only=options.context.kv_read_only,
+        kv_ram=kv_ram,
+        kv_bytes=stored_bytes(info, numerics.cache, assignment.stages),
+        kv_dir=context.kv_dir,
+        kv_read_only=context.kv_read_only,
         prepare_ahead=options.experiments.prepare_ahead,
         post_ahead=options.experiments.post_ahead,
         notes=tuple(_notes(inputs)),
@@ -210,23 +223,23 @@ def schedule_of(options: RunOptions, hosts: Sequence[Host]) -> Schedule | None:
 
 
 def _assign(inputs: PlanInputs, needs: MemoryNeeds) -> Assignment:
-    hosts, info, ranks = inputs.hosts, inputs.info, inputs.options.placement
+    hosts, info, placement = inputs.hosts, inputs.info, inputs.options.placement
     sizes, target = [sizes_of(draft) for draft in inputs.drafts], sizes_of(info)
-    split = parse_split(ranks.layer_split) if ranks.layer_split else None
-    draft_split = ranks.draft_split if sizes else ()
+    split = parse_split(placement.layer_split) if placement.layer_split else None
+    draft_split = placement.draft_split if sizes else ()
     speeds, room = [host.speed for host in hosts], partial(needs.room, hosts)
     assign_with = partial(assign, len(hosts), sizes, target, split, room, draft_split, speeds)
     if not sizes or len(hosts) == 1 or head_of(inputs.drafts):
         return assign_with(0)
     if inputs.options.may_choose_draft_rank:
         return assign_with(choose_draft_rank(hosts, target, sizes[0], assign_with))
-    return assign_with(ranks.draft_rank or 0)
+    return assign_with(placement.draft_rank or 0)
 
 
 def choose_draft_rank(
     hosts: Sequence[Host], target: Sizes, draft: Sizes, assign_with: Callable[[int], Assignment]
 ) -> int:
-    """The rank whose loss slows the pipeline least; 0: no clear gain, or not timed. `assign_with`: if a rank drafts."""
+    """The rank whose loss slows the pipeline least; 0: no clear gain, or no times. `assign_with`: takes that rank."""
     speeds = distinct_speeds([host.speed for host in hosts])
     if not speeds:
         return 0
@@ -250,12 +263,15 @@ def choose_draft_rank(
 
 def _check(inputs: PlanInputs, devices: Sequence[RankDevices]) -> None:
     """Raises UserError for options that are wrong under every assignment."""
-    options, ranks = inputs.options, inputs.options.placement
-    draft_widths(len(options.models.drafts), ranks.draft_split)  # also under a policy that needs no draft
+    options, placement = inputs.options, inputs.options.placement
+    draft_widths(len(options.models.drafts), placement.draft_split)  # also under a policy that needs no draft
     check_wire_type(options.numerics)
     check_cache_types(options.numerics, devices, inputs.info, inputs.drafts)
     options.check_draft_rank(len(inputs.hosts))
-    check_head(ranks.draft_rank, inputs.drafts)
+    check_head(placement.draft_rank, inputs.drafts)
+    if options.context.kv_disk and options.context.cache_ram:
+        why = "cells are kept on disk, where the system holds them in free memory, or in memory"
+        raise UserError(f"--kv-disk and -cram: {why}; leave one of them out")
 
 
 def _check_computable(
@@ -271,8 +287,8 @@ def _check_computable(
         check_draft_gpu_layers(options.placement.n_gpu_layers_draft, devices, drafting)
     if any(devices[rank].target.is_torch for rank in ranks):
         check_known(inputs.info)
-        if options.context.kv_disk:
-            raise UserError("--kv-disk keeps cells of llama.cpp alone, and --backend is torch; leave one of them out")
+        if flag := options.context.kept_by:
+            raise UserError(f"{flag} keeps cells of llama.cpp alone, and --backend is torch; leave one of them out")
     check_tensor_places(options.placement.override_tensor, inputs.info, assignment.stages, devices, inputs.hosts)
     check_adapters(adapters, inputs.info, devices, ranks, options.numerics.numerics == "exact")
     for model, stages in zip(inputs.drafts, assignment.drafts, strict=True):
@@ -284,17 +300,19 @@ def _unused(inputs: PlanInputs, plan: JobPlan) -> Iterator[str]:
     """Options without effect, a line each."""
     options, assignment = inputs.options, plan.assignment
     yield from options.without_effect(max(map(len, (assignment.stages, *assignment.drafts))))
-    ranks, uses_gpus = options.placement, any(rank.target.uses_gpus for rank in plan.ranks)
-    moves = {"-cmoe": ranks.cpu_moe, "-ncmoe": any(ranks.n_cpu_moe), "-ot": bool(ranks.override_tensor)}
+    placement, uses_gpus = options.placement, any(rank.target.uses_gpus for rank in plan.ranks)
+    moves = {"-cmoe": placement.cpu_moe, "-ncmoe": any(placement.n_cpu_moe), "-ot": bool(placement.override_tensor)}
     for flag in (flag for flag, is_given in moves.items() if is_given):
         if not uses_gpus:
             yield f"{flag} is without effect: no rank has layers on a GPU (-ngl)"
         elif flag != "-ot" and not has_experts(inputs.info):
             yield f"{flag} is without effect: {inputs.info.path.name} has no experts"
-    if options.context.kv_disk and (why := not_on_disk(inputs.info, plan.numerics.exact)):
-        yield f"--kv-disk is without effect: {why}, and such cells are not kept on disk"
+    if (flag := options.context.kept_by) and (why := not_on_disk(inputs.info, plan.numerics.exact)):
+        yield f"{flag} is without effect: {why}, and such cells are not kept"
     if options.context.kv_read_only and not options.context.kv_disk:
         yield "--kv-read-only is without effect: neither --kv-disk nor --kv-dir is given"
+    if options.models.lora_init_without_apply and not plan.adapters:
+        yield "--lora-init-without-apply is without effect: there is no adapter (--lora, --lora-scaled)"
     hops = pairwise(stage.rank for stage in assignment.stages)
     if options.numerics.gpu_aware == ON and not any(plan.hop_is_out_of_band(*hop) for hop in hops):
         why = "messages are paced" if plan.pace else "no two stages that torch computes follow each other"
@@ -310,7 +328,7 @@ def _notes(inputs: PlanInputs) -> Iterator[str]:
             "scores are equal libllama chooses by where their cells are, so that a longer text may be another one "
             f"beside other texts or guesses; texts of up to {selected} tokens are exact"
         )
-    if (ctx_size := options.context.ctx_size) > info.n_ctx_train and options.traffic.parallel == 1:
+    if (ctx_size := options.context.ctx_size or 0) > info.n_ctx_train and options.traffic.parallel == 1:
         yield (
             f"-c {ctx_size} is more than the {info.n_ctx_train} tokens that the model was trained for; what comes "
             "behind these may be of no use"

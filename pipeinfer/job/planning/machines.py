@@ -11,7 +11,7 @@ from pipeinfer.cluster.timed_runs import ROWS, recall_context, recall_rows
 from pipeinfer.core.policy import Policy
 from pipeinfer.disk_cache import user_cache
 from pipeinfer.errors import UserError
-from pipeinfer.job.loading.stages import experiment_key, load_layers
+from pipeinfer.job.loading.stages import load_layers, timing_key
 from pipeinfer.job.placement.job_plan import JobPlan, sizes_of
 from pipeinfer.job.planning.planner import HEAD
 from pipeinfer.job.profiling.speeds import timed_span, timing_params
@@ -27,7 +27,7 @@ from pipeinfer.virtual.nodes import RUN_S
 from pipeinfer.virtual.profile import load_profile, spread_over
 from pipeinfer.virtual.simulation import Simulated, simulate
 
-ETHERNET = "ethernet"  # the profile whose links join the machines, and whose office computers have the large pair
+PROFILE = "ethernet"  # the profile whose links join the machines, and whose office computers have the large pair
 LARGE, N_LARGE, N_PROMPT = "llama-70b-1b", 128, 128  # the pair, and the tokens of its synthetic text and prompt
 N_CELLS = 512
 
@@ -45,7 +45,7 @@ class TimedMachine:
         numerics, room = self.plan.numerics, self.plan.hosts[0].memory.host
         if sum(self.sizes) > n_machines * room:
             raise UserError(f"{self.plan.model.path.name} needs more than the {size_text(room)} of each machine")
-        stages, link = spread_over((self.target,), n_machines, self.sizes), load_profile(ETHERNET).link()
+        stages, link = spread_over((self.target,), n_machines, self.sizes), load_profile(PROFILE).link()
         blocks, parked, n_embd = numerics.blocks, numerics.parked, self.plan.model.n_embd
         name = f"{n_machines} machines"
         return Profile(
@@ -66,7 +66,7 @@ def time_machine(plan: JobPlan) -> TimedMachine:
         plan.numerics, device, n_cells=N_CELLS, n_batch=n_rows, n_outputs_max=n_rows, n_threads=threads[0]
     )
     what = f"{plan.model.fingerprint} {span} {plan.numerics.name} with the output"
-    key, cache = experiment_key(what, device, [host], threads, 0), user_cache()
+    key, cache = timing_key(what, device, [host], threads, 0), user_cache()
     with closing(load_layers(lambda: open_slice(info, *span), params, device)) as model:
         rows = recall_rows(model, time.monotonic, cache, f"row times: {key}")
         context_s = None  # a state costs the same after any context
@@ -96,7 +96,7 @@ def machine_speeds(
     machine: TimedMachine, prompt: Sequence[int], tokens: Sequence[int], counts: Sequence[int]
 ) -> dict[int, Speeds]:
     """By number of machines; None: does not fit, or has too few layers. `tokens`: of the text, two at least."""
-    text, file = KnownText(prompt, tokens), load_profile(ETHERNET)
+    text, file = KnownText(prompt, tokens), load_profile(PROFILE)
     (large,) = synthetic_team([ranks_for(file.models_of(LARGE)[2][0])], 0, N_PROMPT)
 
     def of_text(n: int, policy: Policy) -> Simulated:
@@ -106,8 +106,8 @@ def machine_speeds(
     def of_large(n: int, policy: Policy) -> Simulated:
         return simulate(file.lay_out(n, LARGE, policy.drafts), large, policy, N_LARGE)
 
-    ways = [(of, policy) for of in (of_text, of_large) for policy in (Iterative, Auto)]
-    return {n: [_speed(partial(of, n, policy().begin())) for of, policy in ways] for n in counts}
+    columns = [(run, policy) for run in (of_text, of_large) for policy in (Iterative, Auto)]
+    return {n: [_speed(partial(run, n, policy().begin())) for run, policy in columns] for n in counts}
 
 
 def speed_rows(speeds: Mapping[int, Speeds]) -> list[list[str]]:
@@ -115,13 +115,13 @@ def speed_rows(speeds: Mapping[int, Speeds]) -> list[list[str]]:
 
 
 def summary(speeds: Mapping[int, Speeds]) -> str:
-    """What they say of the text; empty where one number of machines was simulated."""
+    """A sentence about the text's speeds; empty where one number of machines was simulated."""
     best = {n: max(filter(None, row[:2]), default=0.0) for n, row in speeds.items()}
     fewest, fastest = min(best), max(best, key=lambda n: best[n])
     if len(best) == 1 or not best[fewest]:
         return ""
     if fastest == fewest:
-        return f"More than {count_text(fewest, 'machine')} add no speed to this model."
+        return f"More than {count_text(fewest, 'machine')} {'adds' if fewest == 1 else 'add'} no speed to this model."
     return f"{fastest} machines write this text {number(best[fastest] / best[fewest])} times as fast as {fewest}."
 
 

@@ -11,7 +11,7 @@ from pipeinfer.observe.report import show_table
 from pipeinfer.text import count_text, or_dash, size_text, without_suffixes
 from pipeinfer.virtual.nodes import UNKNOWN_CORES, Node
 
-Row = Mapping[str, Any]
+PlanRow = Mapping[str, Any]
 
 ENOUGH = 130  # characters of a line that has room for all columns
 RANKS_SHOWN = 8  # in a line
@@ -19,8 +19,8 @@ ALWAYS = ("rank", "host", "role", "layers", "weights", "KV", "memory", "spare", 
 """Columns that fit on a narrow terminal."""
 
 WHERE = ("backend", "device")  # columns of a narrow terminal besides, where the user chose one a rank
-USUAL = {"backend": "llama"}  # a column all of whose cells are this, or else a dash, is not shown
-CELLS: Mapping[str, Callable[[Row], str]] = {
+USUAL = {"backend": "llama"}  # columns are not shown whose cells are all this; others whose cells are all a dash
+CELLS: Mapping[str, Callable[[PlanRow], str]] = {
     "rank": lambda row: str(row["rank"]),
     "host": lambda row: row["host"],
     "cores": lambda row: or_dash(row["n_cores"]),
@@ -121,7 +121,7 @@ def plan_rows(plan: JobPlan, nodes: Sequence[Node]) -> list[dict[str, Any]]:
     return rows
 
 
-def plan_cells(rows: Sequence[Row], names: Sequence[str] = tuple(CELLS)) -> tuple[list[str], list[list[str]]]:
+def plan_cells(rows: Sequence[PlanRow], names: Sequence[str] = tuple(CELLS)) -> tuple[list[str], list[list[str]]]:
     """Columns and cells of `plan_rows`, without columns that tell nothing here."""
     cells = {name: [CELLS[name](row) for row in rows] for name in names}
     shown = [name for name in names if name in ALWAYS or set(cells[name]) != {USUAL.get(name, "-")}]
@@ -132,7 +132,7 @@ def _size(n_bytes: float | None) -> str:
     return "-" if n_bytes is None else f"-{size_text(-n_bytes)}" if n_bytes < 0 else size_text(n_bytes)
 
 
-def _speed(row: Row) -> str:
+def _speed(row: PlanRow) -> str:
     if row["read_bytes_per_s"] is None:
         return "-"
     return f"{row['read_bytes_per_s'] / 1e9:.3g} GB/s, {row['flop_per_s'] / 1e9:.4g} GFLOP/s"

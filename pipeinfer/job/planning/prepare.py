@@ -9,24 +9,25 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pipeinfer.cluster.assignment import check_stages
 from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.limits import AUTO_LAYERS, STDIN
+from pipeinfer.job.options.limits import AUTO_LAYERS, MAX_CTX, STDIN
 from pipeinfer.job.options.options import RunOptions, with_plan
+from pipeinfer.job.placement.checks import fetch_models, open_models, read_adapters
 from pipeinfer.job.placement.devices import rank_options
 from pipeinfer.job.placement.job_plan import JobPlan
-from pipeinfer.job.placement.model_files import fetch_models, open_models, read_adapters
 from pipeinfer.job.planning.deploy import DoesNotFit, deploy, schedule_of
 from pipeinfer.job.process.streams import complain
 from pipeinfer.job.profiling.describe import describe_host
 from pipeinfer.job.profiling.speeds import with_layer_times
 from pipeinfer.job.requests.body import Defaults
 from pipeinfer.job.requests.chat_format import open_format
-from pipeinfer.job.requests.journal import kept_numerics
+from pipeinfer.job.requests.journal import kept_settings
 from pipeinfer.job.requests.request import (
     GenerationRequest,
     check_constraints,
     end_tokens,
     fit_context,
     grammar_of,
+    least_context,
     read_prompt,
     settled,
 )
@@ -108,7 +109,9 @@ def _checked(options: RunOptions, n_ranks: int) -> RunOptions:
     """With what --plan and resumed texts decide, and with files. Raises UserError, also for values not one a rank."""
     options = with_plan(options, n_ranks)
     rank_options(options.placement, n_ranks)
-    options = with_files(options.changed(resumed=kept_numerics(options.output.resume)), n_ranks)
+    options = with_files(options.changed(**kept_settings(options.output.resume)), n_ranks)
+    if not options.context.may_fit:
+        options = options.changed(fitted="")
     if n_ranks > 1:
         check_headers(options, n_ranks)
     return options
@@ -124,19 +127,30 @@ def check_headers(options: RunOptions, n_ranks: int) -> None:
 
 
 def with_files(options: RunOptions, n_ranks: int) -> RunOptions:
-    """With files in the place of models' names, and with the policy of so many ranks: without a draft several wait for
-    each other, unless `auto` looks guesses up. Where layers keep states it is not taken unasked, as each guess needs a
-    state of its own. Raises UserError for a file that cannot be had."""
+    """With files in the place of models' names, the context that -c 0 stands for, and the default policy of so many
+    ranks: `auto` on several, as without guesses they wait for each other; not where layers keep states, as each guess
+    needs a state of its own. Raises UserError for a file that cannot be had."""
     options = replace(options, models=fetch_models(options.models))
     if options.speculation.by_ranks and n_ranks > 1 and read_model_info(options.models.target).layers.rewinds:
         options = options.changed(policy=Auto())
+    if options.context.ctx_size == 0:
+        options = with_trained_context(options, read_model_info(options.models.target))
     return options.changed(by_ranks=False)
 
 
+def with_trained_context(options: RunOptions, info: ModelInfo) -> RunOptions:
+    """With the context that -c 0 stands for, which --fit may cut."""
+    context = options.context
+    if context.ctx_size != 0:
+        return options
+    return options.changed(ctx_size=min(info.n_ctx_train, MAX_CTX), fit=context.may_fit)
+
+
 def without_gpus(link: "Link", options: RunOptions) -> RunOptions:
-    """As in llama.cpp: where no rank has a GPU, -ngl is passed over with a warning. Collective."""
-    ranks = options.placement
-    if (ranks.n_gpu_layers, max(0, ranks.n_gpu_layers_draft)) == ((0,), 0) or any((*ranks.device, *ranks.rpc)):
+    """As in llama.cpp: where no rank has a GPU, -ngl is ignored with a warning. Collective."""
+    placement = options.placement
+    n_gpu_layers = placement.n_gpu_layers, max(0, placement.n_gpu_layers_draft)
+    if n_gpu_layers == ((0,), 0) or any((*placement.device, *placement.rpc)):
         return options
     if any(link.all_gather(has_gpu())):
         return options
@@ -175,19 +189,20 @@ def prepare(
     if not prompt:
         raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")
     request = make_request(options, info, tokenizer, prompt)
+    n_least = least_context(options.context, request.n_ctx, len(prompt))
     if format:
         sampling = format.limited(request.sampling, prompt, thought)
         request = replace(request, stops=format.stops, sampling=sampling)
     try:
-        plan = deploy(options, hosts, info, drafts, request.n_ctx, len(prompt))
+        plan = deploy(options, hosts, info, drafts, request.n_ctx, len(prompt), n_least)
     except DoesNotFit as error:
         if options.numerics.resumed:  # advice would be for others
             raise
         from pipeinfer.job.planning.planner import ETHERNET, Planner  # takes a while to import
-        from pipeinfer.job.planning.suggestions import advised
+        from pipeinfer.job.planning.suggestions import with_suggestions
 
         nodes = list(map(Node, hosts))
-        raise advised(error, Planner(options, info, drafts, nodes, ETHERNET, len(prompt))) from None
+        raise with_suggestions(error, Planner(options, info, drafts, nodes, ETHERNET, len(prompt))) from None
     return plan, (request, tokenizer)
 
 
@@ -226,14 +241,23 @@ def deploy_largest(
     least: int,
     n_prompt: int,
 ) -> JobPlan:
-    """The plan for a context of `n_ctx` tokens, or without -c of as many as fit, `least` at least. Raises UserError."""
+    """The plan for a context of `n_ctx` tokens, or without -c of as many as fit, `least` at least. Where these do not
+    fit either --fit gives up something else. Raises UserError."""
+    plain, size = options.changed(fit=False), n_ctx
     while True:
         try:
-            return deploy(options, hosts, info, drafts, n_ctx, min(n_ctx, n_prompt))
-        except DoesNotFit:
-            if options.context.ctx_size or n_ctx <= least:
-                raise
-            n_ctx = max(least, n_ctx // 2)
+            return deploy(plain, hosts, info, drafts, size, min(size, n_prompt), min(size, least))
+        except DoesNotFit as error:
+            refusal = error
+        if options.context.ctx_size or size <= least:
+            break
+        size = max(least, size // 2)
+    if not options.context.may_fit:
+        raise refusal
+    try:
+        return deploy(options, hosts, info, drafts, n_ctx, min(n_ctx, n_prompt), min(n_ctx, least))
+    except DoesNotFit as error:
+        raise DoesNotFit(str(refusal), refusal.plan, error.tried) from None
 
 
 def check_outputs(options: RunOptions, table: Table = RESULTS) -> None:

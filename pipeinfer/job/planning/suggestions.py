@@ -4,13 +4,16 @@ suggestions: changes that make a plan fit, or make it faster. Each is planned ag
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from pipeinfer.cluster.hosts.host import UNLIMITED, FreeMemory
 from pipeinfer.errors import UserError
+from pipeinfer.job.options.limits import ALL_LAYERS
 from pipeinfer.job.placement.job_plan import check_memory
 from pipeinfer.job.placement.memory import CELLS_PADDING
 from pipeinfer.job.planning.deploy import DoesNotFit
+from pipeinfer.job.planning.fit import by_rank_text, fewest, fewest_of_each, largest
 from pipeinfer.job.planning.planner import Planner, Prediction
 from pipeinfer.models.llama.tensor_places import has_experts
 from pipeinfer.policies import Iterative
@@ -36,7 +39,8 @@ class Suggestion:
 def suggestions(planner: Planner, predicted: list[Prediction]) -> list[Suggestion]:
     """Those that help, the best first. For a plan that does not fit: those with which it would, else the nearest.
     `predicted`: the speeds of its policies."""
-    short, tried = planner.plan.shortage, list(_tried(planner))
+    short = planner.plan.shortage
+    tried = list(_tried(planner.changed(fit=False) if short else planner))  # --fit has tried its own
     if short:
         fitting = [way for way in tried if not way.short_bytes]
         nearest = sorted((way for way in tried if way.short_bytes < short), key=lambda way: way.short_bytes)[:1]
@@ -72,15 +76,17 @@ def shortage_text(planner: Planner, helping: Sequence[Suggestion]) -> str:
     raise AssertionError(f"{planner.plan.shortage} bytes are missing, and no check fails")
 
 
-def advised(error: DoesNotFit, planner: Planner) -> DoesNotFit:
+def with_suggestions(error: DoesNotFit, planner: Planner) -> DoesNotFit:
     """The refusal of a job with one prompt, with the suggestions that help."""
-    helping = suggestions(planner, [])
-    return DoesNotFit(shortage_text(planner, helping) or str(error), error.plan)
+    planner = planner.changed(fit=False)
+    text = shortage_text(planner, suggestions(planner, []))
+    return DoesNotFit(text, error.plan, error.tried) if text else error
 
 
 def _tried(planner: Planner) -> Iterator[Suggestion]:
-    """Those of the least effort first."""
-    for what, change in (*_left_out(planner), *_experts(planner), *_contexts(planner), *_hosts(planner)):
+    """Changes of the plan, each planned; those of the least effort first."""
+    ways = _left_out, _cells_in_memory, _experts, _contexts, _hosts
+    for what, change in chain.from_iterable(way(planner) for way in ways):
         try:
             short = change.plan.shortage
             yield Suggestion(what, short, None if short else change.speed)
@@ -95,18 +101,38 @@ def _left_out(planner: Planner) -> Iterator[tuple[str, Planner]]:
             yield f"leave {option} out", planner.changed(**{name: None})
 
 
+def _cells_in_memory(planner: Planner) -> Iterator[tuple[str, Planner]]:
+    """With fewer cells of texts in memory, as many as fit."""
+    if (n_mib := planner.options.context.cache_ram) and planner.plan.shortage:
+        most = largest(lambda n: not planner.changed(cache_ram=n).plan.shortage, 1, n_mib - 1)
+        yield f"-cram {most}" if most else "leave -cram out", planner.changed(cache_ram=most)
+
+
 def _experts(planner: Planner) -> Iterator[tuple[str, Planner]]:
-    """Experts of as few layers as it takes on CPUs, where GPUs are too small."""
-    ranks = planner.options.placement
-    if ranks.cpu_moe or any(ranks.n_cpu_moe) or not (has_experts(planner.info) and _lacks_on_gpus(planner)):
+    """Experts of as few layers as it takes on CPUs, where GPUs are too small; all else on GPUs of known speed."""
+    placement, is_small = planner.options.placement, _lacks_on_gpus(planner)
+    if not has_experts(planner.info) or not (is_small or any(node.gpu_machine for node in planner.nodes)):
         return
-    moved = fewest_moved(
-        lambda counts: _lacks_on_gpus(planner.changed(n_cpu_moe=tuple(counts))),
-        planner.info.n_layer,
-        len(planner.nodes),
-    )
-    if moved:
-        yield f"-ncmoe {','.join(map(str, moved))}", planner.changed(n_cpu_moe=moved)
+    layers = placement.n_gpu_layers if is_small else (ALL_LAYERS,)
+    whole = planner.changed(n_gpu_layers=layers, cpu_moe=False)
+
+    @cache
+    def lacks(counts: tuple[int, ...]) -> bool:
+        try:
+            return _lacks_on_gpus(whole.changed(n_cpu_moe=counts))
+        except UserError:  # such a plan cannot be
+            return True
+
+    n = fewest(lambda n: lacks((n,)), planner.info.n_layer)
+    if n is None:
+        return
+    moved = fewest_of_each(lacks, (n,) * len(planner.nodes))
+    way = whole.changed(n_cpu_moe=moved)
+    words = ["-ngl all"] * (layers != placement.n_gpu_layers)
+    if any((*moved, *placement.n_cpu_moe)) or placement.cpu_moe:
+        words.append(f"-ncmoe {by_rank_text(moved)}")
+    if way.options.placement != placement:
+        yield " ".join(words) + " in place of -cmoe" * placement.cpu_moe, way
 
 
 def _lacks_on_gpus(planner: Planner) -> bool:
@@ -156,9 +182,9 @@ def _enough(wider: Callable[[int], Planner]) -> int:
 
 
 def _has_plan(planner: Planner) -> bool:
-    """Whether these hosts can be stages, whether the model fits or not: not where there are more than layers."""
+    """Whether all ranks get layers, whether these fit or not: they do not where there are more ranks than layers."""
     try:
-        return bool(planner.plan)
+        return bool(planner.changed(fit=False).plan)
     except UserError:
         return False
 
@@ -209,7 +235,7 @@ def _without_room(planner: Planner) -> dict[str, str]:
         ranks.insert(0 if is_draft else 1, Node(host))
         split = None if is_draft else f"1,1,{planner.info.n_layer - 2}"
         policy = planner.options.speculation.policy if is_draft else Iterative()
-        trial = replace(planner.changed(policy=policy, layer_split=split), nodes=ranks)
+        trial = replace(planner.changed(policy=policy, layer_split=split, fit=False), nodes=ranks)
         try:
             spare = trial.plan.spare_memory[ranks.index(Node(host))]
         except UserError:  # it cannot be told
@@ -222,29 +248,3 @@ def _without_room(planner: Planner) -> dict[str, str]:
         if n_bytes < UNLIMITED and not holds(n_bytes, False) and not (may_draft and holds(n_bytes, True)):
             small[node.host.name] = size_text(n_bytes)
     return small if len(small) < len({node.host.name for node in planner.nodes}) else {}
-
-
-def largest(holds: Callable[[int], bool], least: int, most: int) -> int:
-    """The largest number from `least` to `most` for which it holds, as it does for all below; 0 if it never does."""
-    if least > most or not holds(least):
-        return 0
-    while least < most:
-        middle = (least + most + 1) // 2
-        least, most = (middle, most) if holds(middle) else (least, middle - 1)
-    return least
-
-
-def fewest_moved(lacks: Callable[[Sequence[int]], bool], n_layer: int, n_ranks: int) -> tuple[int, ...]:
-    """As few as it takes of the first layers of each rank, whose experts the CPU has, one number or one a rank; empty:
-    no number is enough. `lacks`: whether a GPU is too small with such numbers, as it is without."""
-    if lacks([n_layer]):
-        return ()
-    counts = [1 + largest(lambda n: lacks([n]), 0, n_layer)] * n_ranks
-    for rank in range(n_ranks if n_ranks > 1 else 0):
-
-        def lacks_there(n: int, rank: int = rank) -> bool:
-            return lacks([*counts[:rank], n, *counts[rank + 1 :]])
-
-        if counts[rank]:
-            counts[rank] = 1 + largest(lacks_there, 0, counts[rank] - 1) if lacks_there(0) else 0
-    return tuple(counts if len(set(counts)) > 1 else counts[:1])

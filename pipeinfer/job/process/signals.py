@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pipeinfer.cluster.hosts.launch import end_job
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-HEAD_FIRST_S = 0.3  # so much longer than rank 0, which tells the watch of a stop, another rank waits
+HEAD_FIRST_S = 0.3  # how long another rank waits, so that rank 0 tells the watch of a stop first
 SHOW_CURSOR = b"\x1b[?25h"
 
 

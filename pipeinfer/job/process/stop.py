@@ -65,7 +65,7 @@ class StopFlag:
             self.reason, self.exit_code = reason, exit_code
 
     def note(self, reason: str, exit_code: int) -> None:
-        """Set by the caller itself, who needs no exception to learn of it."""
+        """As `set`, for a caller that ends by itself: `check` does not raise."""
         self.set(reason, exit_code)
         self._raised = True
 
@@ -97,8 +97,8 @@ class Stopper:
     end: Callable[[int], object]
 
     def on_signal(self, number: int) -> None:
-        """Once a rank has joined the others it leaves SIGINT, which all get, to rank 0, and passes others on, after
-        rank 0 would have handled its own: a launcher that ends sends SIGTERM to every rank, in any order."""
+        """Rank 0 stops the job. A rank that has not joined yet ends. Another leaves SIGINT, which all get, to rank 0,
+        and asks it to stop for other signals, a moment later: a launcher that ends sends SIGTERM in any order."""
         name = NAMES[signal.Signals(number)]
         if self.watch.rank == 0:
             interrupts = self.flag.interrupts

@@ -1,9 +1,9 @@
 """Standard output and standard error that may be closed, full, or left by their reader; input that may have no end; and
 a terminal whose keys come as they are typed, Ctrl-C too, to a process that may have none of its own. Knows no lines.
 
-A command writes as if all were well, asks afterwards what was lost (`lost`), and `settle` makes that the exit code. A
-*guard*, a process in a session of its own, which no launcher kills, sets the terminal so that Ctrl-C and Ctrl-Z are
-keys like others, and sets it back whatever ends.
+A command writes without a look at errors; `lost_output` says afterwards what was lost, and `final_code` makes that the
+exit code. A *guard*, a process in a session of its own, which no launcher kills, sets the terminal so that Ctrl-C and
+Ctrl-Z are keys like others, and sets it back whatever ends.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ class Stream(io.TextIOWrapper):
         return n_dropped
 
 
-class Closed(io.StringIO):
+class ClosedStream(io.StringIO):
     """A stream that was closed before the command began."""
 
     @property
@@ -75,13 +75,13 @@ def take_streams() -> bool:
     """Replace the interpreter's streams by these; False when standard output is closed."""
     has_output, has_error = sys.stdout is not None, sys.stderr is not None
     _fill_descriptors()
-    sys.stdout = _stream(1, sys.stdout) if has_output else Closed()
-    sys.stderr = _stream(2, sys.stderr) if has_error else Closed()
+    sys.stdout = _stream(1, sys.stdout) if has_output else ClosedStream()
+    sys.stderr = _stream(2, sys.stderr) if has_error else ClosedStream()
     return has_output
 
 
-def lost(stream: TextIO) -> OSError | None:
-    """The error of a write to a stream that did not arrive."""
+def lost_output(stream: TextIO) -> OSError | None:
+    """The error because of which output to a stream was lost, if any was."""
     return getattr(stream, "error", None)
 
 
@@ -96,14 +96,14 @@ def report_lost_output(error: OSError) -> int:
     return exit_code(error)
 
 
-def settle(code: int) -> int:
+def final_code(code: int) -> int:
     """The exit code of a command that would have ended with `code`; prints what was lost, where that is possible."""
     sys.stdout.flush()
-    if error := lost(sys.stdout):
+    if error := lost_output(sys.stdout):
         output_code = report_lost_output(error)
         code = code or output_code
     sys.stderr.flush()
-    error = lost(sys.stderr)
+    error = lost_output(sys.stderr)
     # a reader that closed the pipe lost nothing
     return code or (2 if error and error.errno != errno.EPIPE else 0)
 
@@ -122,11 +122,11 @@ def _stream(descriptor: int, before: TextIO) -> Stream:
     return Stream(open(descriptor, "wb", closefd=False), before.encoding, errors, line_buffering=by_line)
 
 
-STARTS_S, ENDS_S = 5.0, 2.0
+STARTS_S, ENDS_S = 5.0, 2.0  # how long the guard may take to start, and to end
 GUARD = "from pipeinfer.job.process.streams import guard; guard(int(sys.argv[1]), int(sys.argv[2]))"
 SUSPEND = b"s"  # a message to the guard's standard input for a Ctrl-Z; its end: the other process has ended
-LOOK_S = 0.1
-LFLAG, CC = 3, 6
+LOOK_S = 0.1  # between the guard's looks at the terminal
+LFLAG, CC = 3, 6  # indices of what tcgetattr returns
 OFF = b"\0"
 
 

@@ -36,7 +36,8 @@ N_PROOF = 32
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """`job`: the same for all attempts of a supervisor. `number`: from 1; as a rank to the supervisor. `is_typed`: a
-    user types the standard input; `sends_keys`: key by key. `numerics`: those of the first attempt, or empty."""
+    user types the standard input; `sends_keys`: key by key. `numerics`: those of the first attempt, or empty;
+    `fitted`: what --fit chose for the last one."""
 
     job: str
     number: int
@@ -44,6 +45,7 @@ class Attempt:
     is_typed: bool = False
     sends_keys: bool = False
     numerics: str = ""
+    fitted: str = ""
 
     def text(self) -> str:
         return json.dumps(asdict(self))

@@ -85,7 +85,7 @@ def gpus() -> list[Device]:
 
 
 def gpu_names() -> list[str]:
-    """What each calls itself, as in `NVIDIA H200`."""
+    """Their descriptions, as in `NVIDIA H200`."""
     return [device.description for device in gpus()]
 
 
@@ -122,8 +122,8 @@ def check_number(n_devices: int) -> None:
 def _exact_rows(
     model: Path, params: LlamaParams, device: DevicePlan, by_any: Sequence[DevicePlan], present: Sequence[Device]
 ) -> tuple[tuple[int, str], ...]:
-    """`Host.exact_rows` of a rank that computes the target's layers on `device`; no rows where its host lacks the
-    target, or that is not known to be exact on GPUs. `by_any`: by what the target's ranks compute."""
+    """`Host.exact_rows` of a rank that computes the target's layers on `device`: empty where no rank uses a GPU, no
+    rows where the host lacks the target or torch computes layers. `by_any`: the devices of the target's ranks."""
     if not any(each.uses_gpus for each in by_any):
         return ()
     if any(each.is_torch for each in by_any) or not model.exists():

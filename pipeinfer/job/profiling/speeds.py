@@ -33,7 +33,7 @@ from pipeinfer.cluster.timed_runs import time_layers
 from pipeinfer.core.interfaces import LoadedModel
 from pipeinfer.disk_cache import user_cache
 from pipeinfer.errors import UserError
-from pipeinfer.job.loading.stages import experiment_key, load_layers
+from pipeinfer.job.loading.stages import load_layers, timing_key
 from pipeinfer.job.options.options import JobPlacement
 from pipeinfer.job.options.sections import Numerics
 from pipeinfer.job.placement.devices import DevicePlan, RankDevices, plan_devices
@@ -49,25 +49,25 @@ if TYPE_CHECKING:  # imports MPI
     from pipeinfer.job.launch import Crew
 
 MEASURED = "measured"
-TIMED_BYTES = 128 << 20  # weights that are timed: more than caches hold, so that they come from where a stage's will
+TIMED_BYTES = 128 << 20  # of weights that are timed: more than CPU caches hold, so that they come from memory
 ALIKE = 1.1  # times of ranks of a kind may differ by this factor, which is noise
 
-Span = tuple[int, int]  # layers [first, last)
+LayerSpan = tuple[int, int]  # layers [first, last)
 
-Kind = tuple[object, ...]  # processor, cores, threads and device: what tells ranks' speeds apart before they are timed
+RankKind = tuple[object, ...]  # processor, cores, threads, device: what tells speeds of ranks apart before timing
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`ranks`: those that are timed, each in its turn: ranks of a host compute at once, or one after another where it
-    lacks cores, as the system's scheduler would be timed. Of all ranks: devices, threads while all compute, and kinds:
-    ranks of one should be equally fast. `target_ranks`: those of the target if rank 0 drafts."""
+    """`ranks`: those that are timed. `turns`: of each; ranks of a host are timed at once, or in turns where it lacks
+    cores, else the system's scheduler would be timed. Of all ranks: devices, threads while all compute, and kinds:
+    ranks of one kind should be equally fast. `target_ranks`: those of the target if rank 0 drafts."""
 
     ranks: list[int]
     turns: dict[int, int]
     devices: Sequence[RankDevices]
     threads: tuple[int, ...]
-    kinds: list[Kind]
+    kinds: list[RankKind]
     target_ranks: Sequence[int]
 
 
@@ -82,7 +82,7 @@ def make_schedule(
     ranks = list(everyone) if chooses_draft_rank else target_ranks
     turns = turns_on_cores(hosts, threads, ranks)
     there = [tuple(sorted(threads_there(hosts, threads, rank))) for rank in everyone]
-    kinds: list[Kind] = []
+    kinds: list[RankKind] = []
     for rank, host in enumerate(hosts):
         device = devices[rank].target
         work = str(device.backend), device.n_gpu_layers, device.name, device.places
@@ -91,7 +91,7 @@ def make_schedule(
     return Schedule(ranks, turns, devices, threads, kinds, target_ranks) if differ else None
 
 
-def evened(speeds: Sequence[LayerSpeed | None], kinds: Sequence[Kind]) -> list[LayerSpeed | None]:
+def average_alike(speeds: Sequence[LayerSpeed | None], kinds: Sequence[RankKind]) -> list[LayerSpeed | None]:
     """Average ranks of one kind whose times differ only by noise. None where all are of one kind: sizes decide."""
     means, groups = list(speeds), _by_kind(speeds, kinds)
     for of_kind in groups:
@@ -102,12 +102,12 @@ def evened(speeds: Sequence[LayerSpeed | None], kinds: Sequence[Kind]) -> list[L
     return means
 
 
-def is_doubtful(speeds: Sequence[LayerSpeed | None], kinds: Sequence[Kind]) -> bool:
+def is_doubtful(speeds: Sequence[LayerSpeed | None], kinds: Sequence[RankKind]) -> bool:
     """Whether ranks of a kind differ: one of them is slower, or was disturbed."""
     return not all(map(_are_alike, _by_kind(speeds, kinds)))
 
 
-def _by_kind(speeds: Sequence[LayerSpeed | None], kinds: Sequence[Kind]) -> list[dict[int, LayerSpeed]]:
+def _by_kind(speeds: Sequence[LayerSpeed | None], kinds: Sequence[RankKind]) -> list[dict[int, LayerSpeed]]:
     timed = {rank: speed for rank, speed in enumerate(speeds) if speed}
     return [
         {rank: timed[rank] for rank in timed if kinds[rank] == kind}
@@ -120,7 +120,7 @@ def _are_alike(speeds: Mapping[int, LayerSpeed]) -> bool:
     return max(times) <= ALIKE * min(times)
 
 
-def timed_span(sizes: Sizes, n_stages: int, is_last: bool) -> Span | None:
+def timed_span(sizes: Sizes, n_stages: int, is_last: bool) -> LayerSpan | None:
     """Layers to time for one of `n_stages`: an equal share, TIMED_BYTES at most, from the middle, or from the end
     with the output matrix; None if there are none."""
     n_layers = len(sizes.layer_bytes)
@@ -139,7 +139,7 @@ T = TypeVar("T")
 
 N_CELLS = 256
 N_ROUNDS = 3  # times that ranks of a kind that differ are timed at most; the best is kept, as a host may be busy
-SOURCE = "source"  # a field that is not kept: the reader of times knows it
+SOURCE = "source"  # a field that is not kept: it says whether times were
 
 
 def with_layer_times(
@@ -159,7 +159,7 @@ def with_layer_times(
 
     measure = partial(_time_ranks, link, timer, info, schedule.turns, kinds)
     times, are_cached = recall(link, timer.key, LayerSpeed, measure, ranks)
-    speeds = evened([speed for speed, _ in times], kinds)
+    speeds = average_alike([speed for speed, _ in times], kinds)
     source = BEFORE if are_cached else NOW
     return [
         replace(host, speed=speed and replace(speed, source=source), untimed=error)
@@ -176,7 +176,7 @@ def _on_rank_0(link: "Link", read: Callable[[], T]) -> T | None:
 
 
 def _time_ranks(
-    link: "Link", timer: "_RankTimer", info: ModelInfo | None, turns: Mapping[int, int], kinds: Sequence[Kind]
+    link: "Link", timer: "_RankTimer", info: ModelInfo | None, turns: Mapping[int, int], kinds: Sequence[RankKind]
 ) -> list[tuple[LayerSpeed | None, str]]:
     """Of every rank its speed, and why it could not load its layers; then no rank has a speed. `info`: the target's, on
     rank 0; `turns`: see `Schedule`; all ranks are timed again while those of a kind differ. Collective."""
@@ -208,7 +208,7 @@ class _RankTimer:
     fingerprint: str
     schedule: Schedule
     rank: int
-    span: Span | None
+    span: LayerSpan | None
     describe: Callable[[str], object]
 
     @property
@@ -222,7 +222,7 @@ class _RankTimer:
             return ""
         first, last = self.span
         what = f"layers: {self.fingerprint} {first}-{last - 1}, {self.options.kernels}, {self.hosts[self.rank].name}"
-        return experiment_key(what, self.device, self.hosts, self.schedule.threads, self.rank)
+        return timing_key(what, self.device, self.hosts, self.schedule.threads, self.rank)
 
     @contextmanager
     def loaded(self, headers: ModelHeaders) -> Iterator[tuple[LoadedModel | None, str]]:
@@ -247,7 +247,7 @@ class _RankTimer:
         layer_bytes = self.sizes.layer_bytes[slice(*self.span)]
         return time_layers(model, layer_bytes, output_bytes, time.monotonic, stops=not self.device.is_torch)
 
-    def _load_blank(self, headers: ModelHeaders, span: Span) -> LoadedModel:
+    def _load_blank(self, headers: ModelHeaders, span: LayerSpan) -> LoadedModel:
         """Raises UserError where the layers cannot be loaded, or fill the host."""
         device = self.device
         info = read_model_info(headers)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pipeinfer.cluster.verdicts import Likely, ScoredToken
 from pipeinfer.job.process.stop import StopFlag
-from pipeinfer.job.process.streams import exit_code, lost
+from pipeinfer.job.process.streams import exit_code, lost_output
 from pipeinfer.job.process.supervised import own_attempt
 from pipeinfer.job.requests.body import Body
 from pipeinfer.job.requests.request import GenerationRequest
@@ -65,7 +65,7 @@ class Printer:
             return
         sys.stdout.write(text)
         sys.stdout.flush()
-        if error := lost(sys.stdout):
+        if error := lost_output(sys.stdout):
             self.flag.set("standard output is lost", exit_code(error))  # the next wait ends the request
 
 
@@ -111,7 +111,7 @@ def speller(tokenizer: Tokenizer) -> Spell:
 
 
 def completion_logprobs(entries: Sequence[Entry], spell: Spell) -> dict[str, Any]:
-    """The `logprobs` of /v1/completions. `top_logprobs` have the chosen token; of one spelling the likelier token."""
+    """The `logprobs` of /v1/completions. `top_logprobs` have the chosen token; of one spelling the likeliest."""
     return {
         "tokens": [_text(spell(entry.token)) for entry in entries],
         "token_logprobs": [entry.logprob for entry in entries],
@@ -143,7 +143,7 @@ def _by_id(entry: Entry, spell: Spell) -> dict[str, Any]:
 
 
 def echo_of(prompt: Any, tokens: Sequence[int], spell: Spell) -> tuple[str, list[int]]:
-    """(the text of a prompt as it came, each token's offset in it). A token before the text has no room in it."""
+    """(the text of a prompt as it came, each token's offset in it). Tokens before that text, as bos, have offset 0."""
     decode, text, offsets = getincrementaldecoder("utf-8")("replace").decode, "", list[int]()
     for token in tokens:
         offsets.append(len(text))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.streams import read_limited
+from pipeinfer.job.requests.request import BYTE_ORDER_MARK
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.columns import digest
 
@@ -89,14 +90,14 @@ def _of_length(n_tokens: int, tokenizer: Tokenizer) -> list[int]:
 
 
 def _real_text(tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
-    """The tokens of the texts, and those of a repetition."""
+    """(the tokens of TEXTS, those of TEXTS once more after them)."""
     text = SEPARATOR.join(path.read_text(encoding="utf-8") for path in TEXTS)
     return tokenizer.encode(text), tokenizer.encode(SEPARATOR + text, add_special=False)
 
 
 def first_turns(prompts: Sequence[BenchPrompt], n: int, tokenizer: Tokenizer, cut: int) -> list[tuple[int, ...]]:
-    """The first turns of `n` prompts, these one after another and again. Repeated ones of a length are of other parts
-    of the text, as equal requests would share their prefixes. Raises UserError."""
+    """`n` first turns, of `prompts` in a cycle. When a prompt of `n_tokens` comes again it is of another part of the
+    text, as equal requests would share their prefixes. Raises UserError."""
     whole = [conversation_of(prompt, tokenizer, cut).turns[0].tokens for prompt in prompts]
     begins, more = _real_text(tokenizer)
     n_before = int(begins[0] == tokenizer.bos)
@@ -117,28 +118,29 @@ def _continuation(text: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     return tuple(tokens[1:] if tokenizer.decode_piece(tokens[0]) == b" " else tokens)
 
 
-def read_prompts(source: str, n_questions: int, n_turns: int = 0) -> list[BenchPrompt]:
-    """`source`: a length (`512`), a text file, or a `.jsonl` whose objects have `turns` or a `prompt`: the first
-    `n_questions` of them with their first `n_turns` (0: all) are read. Raises UserError for anything else."""
-    if source.isdecimal():
-        if not 0 < int(source) <= 1 << 20:
+def read_prompts(source: str, n_questions: int, n_turns: int = 0, cut: int = 0) -> list[BenchPrompt]:
+    """`source`: lengths (`512,1024`) of up to `cut` (0: any), a text file, or a `.jsonl` whose objects have `turns` or
+    a `prompt`: the first `n_questions` of them with their first `n_turns` (0: all) are read. Raises UserError for
+    anything else."""
+    if all(part.isdecimal() for part in source.split(",")):
+        lengths = [int(part) for part in source.split(",")]
+        if not all(0 < length <= 1 << 20 for length in lengths):
             raise UserError(f"-p {source}: a prompt has 1 to {1 << 20} tokens")
-        return [BenchPrompt(f"pp{source}", n_tokens=int(source))]
+        lengths = [min(length, cut or length) for length in lengths]
+        return [BenchPrompt(f"pp{length}", n_tokens=length) for length in lengths]
     path = Path(source)
     try:
         with path.open(encoding="utf-8") as file:
-            text = read_limited(file, f"-p {source}")
+            text = read_limited(file, f"-p {source}").removeprefix(BYTE_ORDER_MARK)
     except OSError as error:
-        raise UserError(f"-p {source}: {error.strerror}; give a number of tokens, a text file or a .jsonl") from None
+        forms = "give numbers of tokens, a text file or a .jsonl; of several files each its own -p"
+        raise UserError(f"-p {source}: {error.strerror}; {forms}") from None
     except UnicodeDecodeError as error:
         raise UserError(f"-p {source} is not UTF-8 text (byte {error.start})") from None
     if path.suffix != ".jsonl":
         return [BenchPrompt(path.stem, text)]
-    questions = [
-        _question(path, number, line, n_turns)
-        for number, line in enumerate(text.split("\n"), start=1)
-        if line.strip() and not (n_questions and number > n_questions)
-    ]
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    questions = [_question(path, number, line, n_turns) for number, line in lines[: n_questions or None]]
     if not questions:
         raise UserError(f"-p {source} holds no questions")
     return questions

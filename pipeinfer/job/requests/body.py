@@ -32,7 +32,7 @@ from pipeinfer.job.requests.fields import (
     none_loaded,
     read_scales,
     refuse,
-    served,
+    served_fields,
     shown,
     whole,
 )
@@ -53,7 +53,7 @@ TextBiases = tuple[tuple[str, float], ...]  # texts, and the bias of all tokens 
 @dataclass(frozen=True, slots=True)
 class Defaults:
     """Values of fields that a request lacks. `as_chat`: a plain prompt is a user's message. `salt`: names all else that
-    texts depend on. `strict`: nothing is passed over. `adapters`: the job's; `scales`: if theirs do not apply."""
+    texts depend on. `strict`: nothing is passed over. `adapters`: the job's; `scales`: theirs, if changed since."""
 
     sampling: SamplingParams
     n_predict: int
@@ -100,7 +100,7 @@ class Body:
 
 def read_body(fields: Mapping[str, Any], defaults: Defaults, as_chat: bool, passed: PassedOver) -> Body:
     """`as_chat`: a plain prompt is a user's message. Raises UserError for wrong fields."""
-    fields = served(fields, passed)
+    fields = served_fields(fields, passed)
     if sum(name in fields for name in PROMPTS) != 1:
         refuse("there must be one of prompt and messages")
     messages = read_messages(fields["messages"], passed) if "messages" in fields else ()
@@ -253,10 +253,10 @@ def _samplers(value: Any, passed: PassedOver) -> dict[str, Any]:
     names = sampler_names(text)
     if unknown := [name for name in names if name not in SAMPLERS and name not in OFF]:
         passed.add("samplers", f"samplers has {shown(unknown[0])}, and there is no such sampler; leave it out")
-    known = [name for name in dict.fromkeys(names) if name in SAMPLERS]
-    params: dict[str, Any] = switched_off(known)
+    named = [name for name in dict.fromkeys(names) if name in SAMPLERS]
+    params: dict[str, Any] = switched_off(named)
     try:
-        params["sampler_order"] = order_text(known)
+        params["sampler_order"] = order_text(named)
     except ValueError as error:
         passed.add("samplers", f"samplers {error}; they come in llama.cpp's order")
     return params

@@ -56,11 +56,11 @@ class BodyPrompts:
         The grammar of forced calls is not checked yet. Raises UserError for files of templates."""
         errors = [self._too_long(body) for body in bodies]
         turns = [[] if error else _turns(body) for body, error in zip(bodies, errors, strict=True)]
-        chats = [(each, body.tools, body.variables) for body, of in zip(bodies, turns, strict=True) for each in of]
+        chats = [(turn, body.tools, body.variables) for body, part in zip(bodies, turns, strict=True) for turn in part]
         rendered = iter(self.format.render_all(chats) if chats else [])
         return [
-            error or self._or_error(body, list(islice(rendered, len(of))))
-            for body, of, error in zip(bodies, turns, errors, strict=True)
+            error or self._or_error(body, list(islice(rendered, len(part))))
+            for body, part, error in zip(bodies, turns, errors, strict=True)
         ]
 
     def _too_long(self, body: Body) -> UserError | None:

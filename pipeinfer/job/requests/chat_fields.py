@@ -68,7 +68,7 @@ def _message(name: str, value: Any, passed: PassedOver) -> ChatMessage:
 
 
 def content_of(name: str, value: Any, role: str, passed: PassedOver, kinds: tuple[str, ...] = ("text",)) -> str:
-    """The text of a message. In a tool's result a line stands for images and the like: later turns have it too."""
+    """The text of a message. In a tool's result a line replaces images and the like: later turns have them too."""
     if ROLES.get(role) == "tool" and isinstance(value, list):
         value = [_text_part(f"{name}[{at}]", part, passed, kinds) for at, part in enumerate(value)]
     return text_of(name, value, kinds)
@@ -89,7 +89,7 @@ def _text(name: str, value: Any) -> str:
 
 def _call(name: str, value: Any, passed: PassedOver) -> dict[str, Any]:
     """A call of an assistant, with its arguments as an object, which each template writes in its own way. Arguments
-    that are none, as a model wrote them, become one, as a refusal would block all later turns."""
+    that are no object, as a model wrote them, are put into one: a refusal would block all later turns."""
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         answered = "an id, type function, and a function with name and arguments"

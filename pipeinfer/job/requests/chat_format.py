@@ -31,11 +31,10 @@ from pipeinfer.models.text.chat_template import (
 )
 from pipeinfer.models.text.grammar_text import ANSWER
 from pipeinfer.models.text.reasoning import budget_text, thought_marks
-from pipeinfer.models.text.thought_grammar import behind_reasoning
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.models.text.tools import AUTO, Tools, calls_grammar, knows_tools, plain_conversation
+from pipeinfer.models.text.tools import AUTO, Tools, behind_reasoning, calls_grammar, knows_tools, plain_conversation
 
-Chat = tuple[Sequence[ChatMessage], Tools | None, Mapping[str, Any]]  # messages, tools, other variables of the template
+TemplateInput = tuple[Sequence[ChatMessage], Tools | None, Mapping[str, Any]]  # messages, tools, other variables
 
 PLAIN = (
     "{path} has no chat template: a plain one is used, with 'User:' and 'Assistant:'; --chat-template-file FILE gives "
@@ -70,7 +69,7 @@ class ChatFormat:
             complain(MIXED)
         return text
 
-    def render_all(self, chats: Sequence[Chat]) -> Sequence[Rendered | UserError]:
+    def render_all(self, chats: Sequence[TemplateInput]) -> Sequence[Rendered | UserError]:
         """The text or the error of each chat. Where a template refuses an order of roles, other orders are tried."""
         messages = [self._with_system(each) for each, *_ in chats]
         if not self.knows_tools:
@@ -114,7 +113,7 @@ class ChatFormat:
         return calls_grammar(tools, self.template.source, self.tokenizer, thought) if tools and is_forced else ""
 
     def behind_reasoning(self, sampling: SamplingParams, thought: str) -> SamplingParams:
-        """With its grammar, if it has one, behind the answer's reasoning. `thought`: as of `continued`."""
+        """With its grammar, if any, for what follows the answer's reasoning. `thought`: as `continued` returns it."""
         if not sampling.grammar:
             return sampling
         grammar = behind_reasoning(sampling.grammar, self.template.source, thought, self.tokenizer)
@@ -129,8 +128,8 @@ class ChatFormat:
     def limited(
         self, sampling: SamplingParams, prompt: Sequence[int], thought: str, budget: int = -1, message: str = ""
     ) -> SamplingParams:
-        """With the budget of an answer's reasoning, if there is one; a grammar of all of the text lets none come.
-        `thought`: as of `continued`. `budget`, `message`: of the request, if it has its own."""
+        """With the budget of an answer's reasoning, if there is one; a grammar of the whole text allows no reasoning.
+        `thought`: as `continued` returns it. `budget`, `message`: of the request, if it has its own."""
         n_tokens, message = budget if budget >= 0 else self.budget, message or self.budget_message
         if n_tokens < 0 or (sampling.grammar and not sampling.grammar.startswith(ANSWER)):
             return sampling
@@ -146,8 +145,8 @@ class ChatFormat:
 def open_format(
     text: TextOptions, info: ModelInfo, tokenizer: Tokenizer, say: Callable[[str], object] = complain
 ) -> ChatFormat | None:
-    """None where the text is no chat. `say`: told if the model has no template. Raises UserError for unreadable
-    files and wrong variables. The model's own template is not checked."""
+    """The format; None where the text is no chat. `say`: called if the model has no template. Raises UserError for
+    unreadable files and wrong variables. The model's own template is not checked."""
     chat = text.chat
     if chat is None:
         return None

@@ -117,8 +117,8 @@ def read_json(text: bytes, what: str) -> dict[str, Any]:
     except UnicodeDecodeError:
         refuse(f"{what} is not UTF-8 text; write it in UTF-8")
     except ValueError as error:
-        is_number = "int_max_str_digits" in str(error)
-        why = "has a number of too many digits; 4300 are possible" if is_number else f"is not JSON: {error}"
+        is_long = "int_max_str_digits" in str(error)
+        why = "has a number of too many digits; 4300 are possible" if is_long else f"is not JSON: {error}"
         refuse(f"{what} {why}")
     if not isinstance(value, dict):
         refuse(f'{what} is not a JSON object; write {{"prompt": "…"}} or what OpenAI\'s API asks')
@@ -153,29 +153,29 @@ ONLY: Mapping[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "skip_special_tokens": (True,),
 }
-"""Fields that are refused with other values, which would change the text."""
+"""Field -> the values with which it is served; others would change the text, and are refused."""
 
 IN_EFFECT: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n_keep", "t_max_predict_ms"), (0, -1)),
     **dict.fromkeys(("n_discard", "n_indent"), (0,)),
-    **dict.fromkeys(("penalize_nl", "return_tokens", "early_stopping"), (False,)),
+    **dict.fromkeys(("penalize_nl", "early_stopping"), (False,)),
     "id_slot": (-1,),
     "length_penalty": (1,),
     "spaces_between_special_tokens": (True,),
 }
-"""Fields that are passed over with other values."""
+"""Field -> the values that say what is done anyway; others are passed over."""
 
 SAMPLING_SETTINGS = settings_of(SamplingParams)
 ALIASES = {alias: name for name, _, setting in SAMPLING_SETTINGS for alias in setting.aliases}
 OTHERS: tuple[str, ...] = ("stop", "ignore_eos", "logit_bias", "logprobs", "top_logprobs", "n_probs", "priority")
 OTHERS += ("parse_special", "dry_sequence_breakers", "samplers", "lora", "guesses")
-SETTINGS = (name for name, _, _ in SAMPLING_SETTINGS)
-FIELDS = {*SETTINGS, *ALIASES, *LENGTHS, *PROMPTS, *WITHOUT_EFFECT, *FORMS, *ONLY, *IN_EFFECT, *CHAT_FIELDS}
+FIELDS = {name for name, _, _ in SAMPLING_SETTINGS}
+FIELDS |= {*ALIASES, *LENGTHS, *PROMPTS, *WITHOUT_EFFECT, *FORMS, *ONLY, *IN_EFFECT, *CHAT_FIELDS}
 FIELDS |= {*TEMPLATE_FIELDS, *OTHERS, *BUDGETS, BUDGET_MESSAGE, "add_special_tokens", "stop_token_ids"}
 
 
-def served(body: Mapping[str, Any], passed: PassedOver) -> dict[str, Any]:
-    """The fields with an effect, by our names. Raises UserError for what would change the text and is not served."""
+def served_fields(body: Mapping[str, Any], passed: PassedOver) -> dict[str, Any]:
+    """The fields that are known, by our names. Raises UserError for what would change the text and is not served."""
     fields = {}
     prompt = body.get("prompt")
     for name in (PICTURES, "multimodal_data"):  # llama-server's, beside the prompt or in it
@@ -263,7 +263,7 @@ def _think(fields: dict[str, Any], passed: PassedOver) -> None:
         if "messages" not in fields:
             passed.add(name, f"{name} is for chats, which have messages; leave it out")
             continue
-        thinks, effort = _thought(name, value)
+        thinks, effort = _reasoning(name, value)
         if isinstance(value, dict) and (budget := value.get("budget_tokens", value.get("max_tokens"))) is not None:
             fields.setdefault(BUDGETS[0], budget)
         variables = fields.get("chat_template_kwargs", {})
@@ -273,7 +273,7 @@ def _think(fields: dict[str, Any], passed: PassedOver) -> None:
             fields["chat_template_kwargs"] = {"enable_thinking": thinks, "thinking": thinks, **variables}
 
 
-def _thought(name: str, value: Any) -> tuple[bool | None, str | None]:
+def _reasoning(name: str, value: Any) -> tuple[bool | None, str | None]:
     """(whether the model reasons, its effort), None where the request does not say."""
     if isinstance(value, bool):
         return value, None
@@ -318,7 +318,7 @@ def none_loaded(value: Any) -> str:
     return f"{LORA} is {shown(value)}, and there is no adapter; start with --lora FILE"
 
 
-def described(adapters: Sequence[ScaledAdapter], scales: AdapterScales | None) -> list[dict[str, Any]]:
+def adapter_list(adapters: Sequence[ScaledAdapter], scales: AdapterScales | None) -> list[dict[str, Any]]:
     """All adapters as llama-server lists them. `scales`: see `read_scales`."""
     factors = dict(active_scales(adapters) if scales is None else scales)
     return [

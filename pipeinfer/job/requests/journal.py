@@ -1,10 +1,12 @@
 """Notes of the output of incomplete texts, from which a later job goes on. Knows no engine.
 
 A note is a line of JSON: `[key, seed]` begins a text anew, `[key, [token, …]]` adds output, `[key]` ends it. The key
-names the request. `["numerics", name]` names the numerics with which all of them were begun.
+names the request. `["numerics", name]` names the numerics with which all of them were begun, `["fitted", text]` is what
+--fit chose.
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -15,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from pipeinfer.errors import UserError
 from pipeinfer.job.placement.job_plan import JobPlan
@@ -31,28 +33,37 @@ from pipeinfer.job.process.supervised import (
     redirect,
 )
 from pipeinfer.job.requests.request import GenerationRequest
-from pipeinfer.outputs import write_error
+from pipeinfer.outputs import is_stream, write_error
 
 WHAT = "--resume"
 NOTE = b'["'  # the beginning of each note: a last line that begins otherwise is not of this job, and is not cut off
 Part: TypeAlias = str | int | Sequence[int]
-ModelId: TypeAlias = tuple[str, str]  # fingerprint and numerics: all that texts depend on beside their requests
+
+
+class ModelId(NamedTuple):
+    """All that texts depend on beside their requests, and what --fit chose, see `JobPlan`."""
+
+    fingerprint: str
+    numerics: str
+    fitted: str = ""
 
 
 def model_id(plan: JobPlan) -> ModelId:
-    return plan.model.fingerprint, plan.text_numerics
+    return ModelId(plan.model.fingerprint, plan.text_numerics, plan.fitted)
 
 
-def kept_numerics(path: Path | None) -> str:
-    """The name of the numerics of texts that go on, by supervisor or notes; empty where none goes on."""
+def kept_settings(path: Path | None) -> dict[str, str]:
+    """Of texts that go on, by supervisor or notes: the name of their numerics, `resumed`, and what --fit chose,
+    `fitted`; empty where none goes on."""
     if path is None:
         attempt = own_attempt()
-        return attempt.numerics if attempt else ""
+        return {"resumed": attempt.numerics if attempt else "", "fitted": attempt.fitted if attempt else ""}
     journal = Journal()
     with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
         for line in file.read(MAX_LENGTH).splitlines():
             journal.take(line)
-    return journal.numerics if journal.texts else ""
+    has_texts = bool(journal.texts)
+    return {"resumed": journal.numerics * has_texts, "fitted": journal.fitted * has_texts}
 
 
 def open_journal(path: Path | None, model: ModelId) -> "Journal":
@@ -61,7 +72,7 @@ def open_journal(path: Path | None, model: ModelId) -> "Journal":
     if path is None:
         link = connect_supervisor(NOTES)
         return LinkJournal(link, model) if link else Journal()
-    return JournalFile(path, model[1])
+    return JournalFile(path, model.numerics, model.fitted)
 
 
 class Journal:
@@ -69,7 +80,7 @@ class Journal:
 
     def __init__(self) -> None:
         self.texts: dict[str, tuple[int, list[int]]] = {}
-        self.numerics = ""
+        self.numerics = self.fitted = ""
 
     def take(self, note: bytes) -> None:
         """Apply a note. Raises ValueError if it is none."""
@@ -79,6 +90,8 @@ class Journal:
         match parts:
             case ["numerics", str(name)]:
                 self.numerics = name
+            case ["fitted", str(text)]:
+                self.fitted = text
             case [str(key)]:
                 self.texts.pop(key, None)
             case [str(key), int(seed)]:
@@ -95,23 +108,24 @@ class Journal:
             yield note_of(key, tokens)
 
     def begin(self, key: str, request: GenerationRequest) -> GenerationRequest:
-        """The request with its noted seed and output, but the last token. With log-probabilities it starts anew."""
+        """The request with its noted seed, and its noted output but for the last token; none with log-probabilities."""
         seed, tokens = self.texts.get(key, (request.sampling.seed, []))
-        begun = tuple(tokens[:-1]) if request.sampling.n_logprobs < 0 else ()
+        output = tuple(tokens[:-1]) if request.sampling.n_logprobs < 0 else ()
         self._note(key, seed)
-        if begun:
-            self._note(key, begun)
-        return replace(request, sampling=replace(request.sampling, seed=seed), begun=begun)
+        if output:
+            self._note(key, output)
+        return replace(request, sampling=replace(request.sampling, seed=seed), begun=output)
 
     def open(self, key: str, seed: int) -> None:
-        """A text without output begins."""
+        """Note that a text begins, without output."""
         self._note(key, seed)
 
-    def came(self, key: str, tokens: Sequence[int]) -> None:
-        """New output of a text."""
+    def add_output(self, key: str, tokens: Sequence[int]) -> None:
+        """Note further output of a text."""
         self._note(key, tokens)
 
-    def ended(self, key: str) -> None:
+    def end(self, key: str) -> None:
+        """Note that a text is complete."""
         self._note(key)
 
     def _note(self, *parts: Part) -> None:
@@ -148,10 +162,12 @@ def open_alone(path: Path, what: str) -> int:
 class JournalFile(Journal):
     """A file of notes to which this job alone appends. It is removed when all its texts are complete."""
 
-    def __init__(self, path: Path, numerics: str) -> None:
-        """`numerics`: this job's. Raises UserError for a file that has other content or cannot be written alone."""
+    def __init__(self, path: Path, numerics: str, fitted: str = "") -> None:
+        """`numerics`, `fitted`: this job's. Raises UserError for a file of other content, or of another job."""
         super().__init__()
-        self.path, self._job_numerics, self._is_full = path, numerics, False
+        self.path, self._job_numerics, self._job_fitted, self._is_full = path, numerics, fitted, False
+        if is_stream(path):
+            raise UserError(f"{WHAT} {path} is no file; the notes are for the next job, which has to read them")
         self._fd = open_alone(path, WHAT)
         try:
             with open(os.dup(self._fd), "rb") as file:
@@ -177,8 +193,13 @@ class JournalFile(Journal):
         if self.numerics != self._job_numerics:  # with the first text that begins
             self.numerics = self._job_numerics
             notes.insert(0, note_of("numerics", self.numerics))
+        if self.fitted != self._job_fitted:
+            self.fitted = self._job_fitted
+            notes.insert(0, note_of("fitted", self.fitted))
+        lines = b"".join(note + b"\n" for note in notes)
         try:
-            os.write(self._fd, b"".join(note + b"\n" for note in notes))
+            if os.write(self._fd, lines) < len(lines):  # the rest has no room: a note behind it could not be read
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             self._is_full = True
             complain(f"{write_error(self.path, WHAT, error)}; output is not noted from now on")
@@ -196,7 +217,7 @@ class LinkJournal(Journal):
         """Raises UserError where the texts are of another model."""
         super().__init__()
         self._link = link
-        link.send_bytes("-".join(model).encode())
+        link.send_bytes(f"{model.fingerprint}-{model.numerics}\n{model.fitted}".encode())
         if link.recv_bytes() == OTHER_MODEL:
             raise UserError(OTHER_MODEL_TEXT)
         while note := link.recv_bytes():

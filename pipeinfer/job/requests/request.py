@@ -13,7 +13,7 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.types import AdapterScales
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_CTX, STDIN
-from pipeinfer.job.options.text_sections import GrammarOptions, PromptOptions
+from pipeinfer.job.options.text_sections import ContextOptions, GrammarOptions, PromptOptions
 from pipeinfer.job.process.streams import complain, read_limited
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.text.grammar import check_grammar
@@ -23,13 +23,14 @@ from pipeinfer.models.text.tokenizer import Tokenizer, breaker_tokens
 from pipeinfer.policies import Iterative
 
 DEFAULT_CTX = 4096
+LEAST_TEXT = 256  # tokens of a text without -n for which --fit leaves room
 BYTE_ORDER_MARK = "\ufeff"  # some editors begin UTF-8 with it
 
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One text to generate. Only rank 0 knows it: other ranks learn what they need with the runs. Its repr, in which
-    policy and guesses are not, on which no text depends, names its text in notes of --resume."""
+    """One text to generate. Only rank 0 knows it: other ranks learn what they need with the runs. Its repr names its
+    text in notes of --resume; `policy` and `guesses`, on which no text depends, are not in it."""
 
     prompt: tuple[int, ...]
     n_predict: int  # 0: evaluate the prompt alone, for the cache
@@ -47,9 +48,14 @@ class GenerationRequest:
     policy: Policy = field(default_factory=Iterative, repr=False)
     guesses: bool = field(default=True, repr=False)  # whether there may be some
 
-    def under(self, policy: Policy) -> "GenerationRequest":
+    def with_policy(self, policy: Policy) -> "GenerationRequest":
         """The same under the policy of its job, if it is to have guesses."""
         return replace(self, policy=policy if self.guesses else Iterative())
+
+    def within(self, n_ctx: int) -> "GenerationRequest":
+        """The same in a context of that many tokens at most, which has room for what it needs."""
+        n_ctx = min(self.n_ctx, n_ctx)
+        return replace(self, n_ctx=n_ctx, n_predict=min(self.n_predict, n_ctx - len(self.prompt)))
 
     def open(self, id: int) -> Request:
         """The state of this request in an engine."""
@@ -69,7 +75,7 @@ def end_tokens(ignore_eos: bool, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset() if ignore_eos else frozenset(tokenizer.ends)
 
 
-def fit_context(ctx_size: int, predict: int, info: ModelInfo, n_prompt: int) -> tuple[int, int]:
+def fit_context(ctx_size: int | None, predict: int, info: ModelInfo, n_prompt: int) -> tuple[int, int]:
     """(context size, tokens to generate) of options -c and -n. Raises UserError when they do not fit."""
     limit = ctx_size or min(info.n_ctx_train, MAX_CTX)
     source = f"-c {limit}" if ctx_size else f"the model's context of {limit}"
@@ -84,6 +90,12 @@ def fit_context(ctx_size: int, predict: int, info: ModelInfo, n_prompt: int) -> 
         cut = f"-n {predict} would be cut: {source} leaves {n_left} tokens after the {n_prompt} of the prompt"
         raise UserError(f"{cut}; use -n {n_left} at most, or {way_out}")
     return ctx_size or n_prompt + predict, predict
+
+
+def least_context(options: ContextOptions, n_ctx: int, n_prompt: int) -> int:
+    """Tokens of the smallest context that --fit may choose in place of `n_ctx`: with -n it has room for that."""
+    n_least = n_prompt + (options.predict if options.predict >= 0 else LEAST_TEXT)
+    return min(n_ctx, max(options.fit_ctx, n_least))
 
 
 def check_trained(info: ModelInfo, n_prompt: int, n_predict: int) -> None:

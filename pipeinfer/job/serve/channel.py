@@ -181,7 +181,7 @@ def _request(values: dict[str, Any]) -> GenerationRequest:
 class Setup:
     """Settings of the front. `model`: the target's file; `defaults`: of requests; `parallel`: the most that are open.
     `n_ctx`: tokens of all open requests; `limit`: of one request. `share`: tokens of an answer by default. `version`:
-    names all that texts depend on beside their requests."""
+    names all that texts depend on beside their requests. `fitted`: see `JobPlan`."""
 
     model: Path
     text: TextOptions
@@ -193,6 +193,7 @@ class Setup:
     limit: int
     share: int
     version: str
+    fitted: str = ""
 
 
 class Front:

@@ -81,6 +81,14 @@ class Snapshots:
             self.ranks.request_figures()
         return None
 
+    def end(self) -> str:
+        """Take the last reports; a warning for ranks that were slower than --pace, else empty."""
+        if self._figures:
+            self._snapshot(self._figures)
+        self._request_s = self.clock()
+        self._snapshot(self.ranks.take_figures())
+        return self._uses.missed_pace
+
     def _snapshot(self, figures: Figures) -> Snapshot:
         seconds, uses = self._request_s - self._uses.noted_s, self._uses.note(figures, self._request_s)
         ranks = []
@@ -111,15 +119,17 @@ def _prepare(
     """Raises UserError for whatever is wrong with options and files."""
     options, info, drafts, tokenizer = open_job(options)
     context, parallel = options.context, options.traffic.parallel
-    n_chat = min(info.n_ctx_train, DEFAULT_CTX)  # tokens
-    n_ctx = context.ctx_size or parallel * n_chat
-    plan = deploy_largest(options, hosts, info, drafts, n_ctx, n_chat, info.n_ctx_train)
+    n_ctx = context.ctx_size or parallel * min(info.n_ctx_train, DEFAULT_CTX)  # tokens
+    n_least = min(info.n_ctx_train, context.fit_ctx)
+    plan = deploy_largest(options, hosts, info, drafts, n_ctx, n_least, info.n_ctx_train)
     n_ctx, timeout_s = plan.capacity.n_ctx, options.placement.rank_timeout_s
     defaults = defaults_of(options, adapters=plan.adapters)
     sizes = n_ctx, min(n_ctx, info.n_ctx_train), max(1, n_ctx // parallel)
     version = f"{info.fingerprint[:12]}-{plan.text_numerics}"
     context = replace(context, kv_disk=plan.kv_disk, kv_dir=None)
-    setup = Setup(options.models.target, options.text, context, defaults, parallel, timeout_s, *sizes, version)
+    setup = Setup(
+        options.models.target, options.text, context, defaults, parallel, timeout_s, *sizes, version, plan.fitted
+    )
     front = open_front(service.front, setup)
     try:
         _check_template(open_format(options.text, info, tokenizer))
@@ -211,7 +221,8 @@ class Service:
         self.session.stop_all()
         for id in [*self._open, *(ask.id for ask, *_ in self._waiting)]:
             self.front.tell(Finished(id, ""))
-        self.session.ranks.take_figures()  # reports that were requested must not arrive after the loop
+        if notice := self.snapshots.end():  # reports that were requested must not arrive after the loop
+            complain(notice)
         return lost
 
     # -- messages of the front
@@ -225,7 +236,7 @@ class Service:
             complain(f"no further requests; {limit}, a second signal stops them")
         for message in self.front.take():
             if isinstance(message, Ask):
-                ask = replace(message, request=message.request.under(self.policy))
+                ask = replace(message, request=message.request.with_policy(self.policy))
                 insort(self._waiting, (ask, self.context.clock()), key=lambda each: each[0].request.priority)
             elif isinstance(message, Cancel):
                 self._drop(message.id)
@@ -249,8 +260,8 @@ class Service:
     def _admit(self) -> None:
         while self._waiting and self.session.has_room(self._waiting[at := self._first()][0].request):
             ask, arrival_s = self._waiting.pop(at)
-            on_prompt, on_turn = partial(self._read, ask.id), partial(self._turn, ask.id)
-            metrics = RequestMetrics(on_prompt=on_prompt, on_turn=on_turn, on_notice=self.session.notices.hear)
+            on_prompt, on_running = partial(self._read, ask.id), partial(self._turn, ask.id)
+            metrics = RequestMetrics(on_prompt=on_prompt, on_running=on_running, on_notice=self.session.notices.hear)
             self._open[ask.id] = opened = self.session.begin(ask.request, self._tell, metrics)
             opened.origin, metrics.submitted_s = ask, arrival_s
 

@@ -29,15 +29,15 @@ from pipeinfer.job.loading.load import (
     stage_report,
 )
 from pipeinfer.job.loading.stages import RunCosts, run_cost, time_draft
-from pipeinfer.job.placement.capacity import EngineSettings
 from pipeinfer.job.placement.checks import inexact_line
-from pipeinfer.job.placement.job_plan import JobPlan
+from pipeinfer.job.placement.job_plan import EngineSettings, JobPlan
 from pipeinfer.job.process.streams import complain
 from pipeinfer.models.drafts.lookup import LookupDrafter
 from pipeinfer.models.drafts.model_drafter import ModelDrafter
 from pipeinfer.models.llama.ggml import amx_works
 from pipeinfer.models.llama.rpc import expect
 from pipeinfer.observe.trace import HeadLedger
+from pipeinfer.text import size_text
 
 NO_AMX = (
     "this build of llama.cpp has AMX kernels that crash, so they are not used; for full speed install it again: "
@@ -76,7 +76,7 @@ class LoadedRanks:
         self._draft_pipelines: dict[int, HeadPipeline[GuessVerdict]] = {}  # of remote drafts, by number
         self._drafter: ModelDrafter | None = None
         self._lookup: LookupDrafter | None = None
-        self._blocks = set[BlockKey]()  # that all stages have on disk
+        self._blocks = set[BlockKey]()  # that all stages have
         self._draft_s = 0.0  # of a step of one row; 0 where no draft is on this rank
         self._local_figures: tuple[HeadLedger, dict[str, Any], dict[int, HeadLedger]] | None = None
         self._figures: dict[int, dict[str, Any]] = {}
@@ -114,7 +114,7 @@ class LoadedRanks:
         if error := first_error(reports):
             self.close()
             raise JobError(error)
-        if self.plan.kv_disk:
+        if self.plan.room:
             self._blocks = set.intersection(*(set(reports[rank]["blocks"]) for rank in self._ranks))
         gpus = {rank: reports[rank]["gpu"] for rank in self._ranks}
         if line := inexact_line(self.plan, gpus):
@@ -169,8 +169,8 @@ class LoadedRanks:
             max_delay_s=plan.max_delay_s,
             draft_s=self._draft_s,
         )
-        if plan.kv_disk:
-            engine.admission.store(self._blocks, plan.kv_read_only)
+        if room := plan.room:
+            engine.admission.store(self._blocks, room, self._say_full, plan.kv_read_only)
         if not all(each.is_at_head for each in self._pipelines):  # else nothing comes while this rank evaluates
             for each in self._pipelines:
                 each.listen_by(engine.listen)
@@ -190,6 +190,11 @@ class LoadedRanks:
             if pool.n_seq != n_seq:
                 engine.forget()
                 pool.resize(n_seq)
+
+    def _say_full(self, n_tokens: int) -> None:
+        size = f"--kv-disk {size_text(self.plan.kv_disk)}" if self.plan.kv_disk else f"-cram {self.plan.kv_ram >> 20}"
+        holds = f"{size} a rank has room for the first {n_tokens} tokens of a text"
+        complain(f"{holds}; what follows them is not kept, and evaluated again")
 
     def unlearn(self) -> None:
         """Forget what lookup learned from texts. Policies and measured times stay."""

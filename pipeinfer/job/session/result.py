@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # these import MPI
 
 @dataclass(frozen=True, slots=True)
 class ExperimentSettings:
-    """A job's in results.csv. `options`: those without a column, unless they are defaults, as in `ctx-size 512`."""
+    """A job's settings in results.csv. `options`: those that share the column `options`, as in `ctx-size 512`."""
 
     speculation: Speculation
     options: str
@@ -63,7 +63,7 @@ class ExperimentSettings:
 
 
 def experiment_columns(plan: JobPlan, request: GenerationRequest, settings: ExperimentSettings) -> Record:
-    """The columns that are known before the text is, of a prompt without a name."""
+    """The columns that are known before the text is generated, of a prompt without a name."""
     adapters = digest_of(plan.adapters)
     return {
         "policy": settings.policy.name,
@@ -207,8 +207,8 @@ class RankUses:
 
     @property
     def missed_pace(self) -> str:
-        """A warning for ranks that were late; else empty."""
-        return missed_pace(self._late_s, self.noted_s - self.start_s)
+        """A warning for ranks that were late for a clear part of the time with something to do; else empty."""
+        return missed_pace(self._late_s, self.noted_s - self.start_s - min(use.idle_s for use in self.uses))
 
     def ranks(self) -> list[dict[str, Any]]:
         """Each rank's row in --json and in the statistics."""

@@ -28,7 +28,7 @@ OnTokens = Callable[[Sequence[int]], object] | None
 OnPrompt = Callable[[int], None] | None
 Poll = Callable[[], bool]
 Say = Callable[[str], object]
-MOST_LINES, PERIOD_S = 4, 3600.0  # lines in any period at most: where guesses hardly matter the answer changes often
+MOST_LINES, PERIOD_S = 4, 3600.0  # at most so many lines a period: where guesses hardly matter notices come often
 
 
 class Notices:
@@ -58,8 +58,8 @@ def _subject(line: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """New output of one request: tokens, the text that they complete, with that of resumed ones, and log-probabilities,
-    if any. `ended`: this is the last. `scores`: of the prompt, if they are wanted, with the first."""
+    """New output of one request: tokens, the text that they complete, log-probabilities. The first text includes that
+    of resumed tokens. `ended`: this is the last. `scores`: of the prompt, if they are wanted, with the first."""
 
     opened: "OpenRequest"
     tokens: Sequence[int]

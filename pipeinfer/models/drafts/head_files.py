@@ -59,7 +59,7 @@ def draft_of(path: Path, target: ModelInfo) -> ModelInfo:
 
 
 def read_drafts(paths: Sequence[Path], target: ModelInfo) -> list[ModelInfo]:
-    """Those of several drafts as `draft_of` reads them, a head first, then the smallest."""
+    """The headers of several drafts, each as `draft_of` reads it; a head first, then the smallest."""
     drafts = [draft_of(path, target) for path in paths]
     return sorted(drafts, key=lambda draft: (draft.head is None, draft.n_bytes))
 
@@ -76,7 +76,7 @@ def is_eagle3(header: Header) -> bool:
 
 
 def describe_eagle3(header: Header) -> ModelInfo:
-    """Raises UserError for a damaged one."""
+    """The header of an EAGLE-3 head. Raises UserError for a damaged one."""
     path, metadata = header.path, header.metadata
     n_embd = whole_number(path, metadata, f"{EAGLE3}.target_hidden_size", 1, 1 << 20)
     whole_number(path, metadata, f"{EAGLE3}.block_count", 1, 1)
@@ -233,7 +233,7 @@ def _describe_mtp(target: ModelInfo, metadata: Mapping[str, Value], tensors: tup
         kv_shapes=kv_shapes_of(target.path, layers, n_blocks, target.n_embd)[-1:],
         layers=_HeadLayers(name, MTP_ARCHITECTURE, metadata, 1),
         tensors=tensors,
-        head=DraftHead((target.n_layer,), target.n_embd, target.n_vocab, (), own=True),
+        head=DraftHead((target.n_layer,), target.n_embd, target.n_vocab, (), is_mtp=True),
     )
 
 

@@ -21,7 +21,7 @@ LENGTHS = (2, 3, 4, 6, 10, 18, LONGEST)
 PRIOR = (0.4, 0.55, 0.65, 0.75, 0.85, 0.92, 0.95)
 """Prior shares of right guesses for matches of these lengths, with the weight of `PRIOR_WEIGHT` matches."""
 
-PRIOR_WEIGHT, MEMORY = 4.0, 0.98
+PRIOR_WEIGHT, MEMORY = 4.0, 0.98  # MEMORY: the weight of a verdict after the next one
 
 SURE = 0.9  # the least probability at which the draft model does not guess too
 
@@ -45,7 +45,7 @@ class Trust:
         index = bisect_right(LENGTHS, length) - 1
         return self._right[index] / self._all[index]
 
-    def judged(self, length: int, right: bool) -> None:
+    def count(self, length: int, right: bool) -> None:
         index = bisect_right(LENGTHS, length) - 1
         self._right[index] = MEMORY * self._right[index] + right
         self._all[index] = MEMORY * self._all[index] + 1.0
@@ -141,7 +141,7 @@ class LookupDrafter:
         text = self._texts[request.id]
         for node, after in pairwise(path):
             if match := text.matches.pop(node, None):
-                self.trust.judged(match.length, match.token == after.token)
+                self.trust.count(match.length, match.token == after.token)
         text.matches = {node: match for node, match in text.matches.items() if node.state is not State.DEAD}
         if self.model:
             self.model.settle(request, path)

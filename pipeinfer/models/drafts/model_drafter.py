@@ -128,9 +128,9 @@ N_UNREAD, N_MIN_UNREAD = 4096, 64
 
 
 @dataclass(slots=True)
-class _Features:
-    """Rows (n,) of one request. features the target's, of committed tokens whose successors have no cell, by position
-    states the head's, of nodes that have a cell, or had one before the root moved"""
+class _RequestFeatures:
+    """What the head reads of one request, rows (n,). `features`: the target's, by position, of committed tokens whose
+    successors have no cell. `states`: the head's, of nodes that have a cell, or had one before the root moved."""
 
     features: dict[int, FloatArray] = field(default_factory=dict)
     node_features: dict[Node, FloatArray] = field(default_factory=dict)  # the target's, of nodes that have not settled
@@ -138,7 +138,7 @@ class _Features:
 
 
 class HeadDrafter(ModelDrafter):
-    """A FeatureDrafter. `pool` counts cells by the positions of their tokens; `shift`: see Head. It does not guess
+    """A FeatureDrafter. `pool` counts cells by the positions of their tokens; `shift`: DraftHead's. It does not guess
     after a root whose predecessor's features have not come. Features that never come, as those of a prefix that another
     request has evaluated, count as zero if one is missing; with more the head begins after them."""
 
@@ -153,40 +153,40 @@ class HeadDrafter(ModelDrafter):
     ) -> None:
         super().__init__(model, pool, n_batch, couple, constrain)
         self.head, self.shift = model, shift
-        self._texts: dict[int, _Features] = {}
+        self._records: dict[int, _RequestFeatures] = {}
 
     def open(self, request: Request) -> None:
-        text, prefix = _Features(), request.prefix_hit
-        if prefix and (source := self._texts.get(prefix.source.id)):
-            text.features = {at: row for at, row in source.features.items() if at < prefix.n_tokens}
+        record, prefix = _RequestFeatures(), request.prefix_hit
+        if prefix and (source := self._records.get(prefix.source.id)):
+            record.features = {at: row for at, row in source.features.items() if at < prefix.n_tokens}
             if prefix.moves:
-                del self._texts[prefix.source.id]
+                del self._records[prefix.source.id]
         super().open(request)
-        self._texts[request.id] = text
+        self._records[request.id] = record
 
     def read(self, request: Request, start: int, nodes: Sequence[Node], features: FloatArray) -> None:
-        text, n_context = self._texts[request.id], len(features) - len(nodes)
-        most = max(N_MIN_UNREAD, N_UNREAD // len(self._texts))
+        record, n_context = self._records[request.id], len(features) - len(nodes)
+        most = max(N_MIN_UNREAD, N_UNREAD // len(self._records))
         for row in range(max(0, n_context - most), n_context):
-            text.features[start + row] = features[row].copy()  # a view would hold the memory of the whole run
+            record.features[start + row] = features[row].copy()  # a view would hold the memory of the whole run
         for node, row_of_node in zip(nodes, features[n_context:], strict=True):
             if node.state is not State.DEAD:
-                text.node_features[node] = row_of_node.copy()
-        for at in sorted(text.features)[:-most]:
-            del text.features[at]
+                record.node_features[node] = row_of_node.copy()
+        for at in sorted(record.features)[:-most]:
+            del record.features[at]
 
     def expand(
         self, request: Request, widths: Mapping[Node, int], interrupted: Callable[[], bool]
     ) -> dict[Node, list[Guess]] | None:
         if not self._catch_up(request, interrupted):
             return None
-        root, text = request.tree.root, self._texts[request.id]
-        if not self.pool.is_placed(root) and root.position - 1 not in text.features:
+        root, record = request.tree.root, self._records[request.id]
+        if not self.pool.is_placed(root) and root.position - 1 not in record.features:
             return {}
         guesses: dict[Node, list[Guess]] = {}
         pending = self.pool.fitting(self.pool.unplaced(list(widths))[: self.n_batch])
         # a node whose parent another draft has expanded waits for the parent's state
-        while ready := self.pool.fitting([node for node in pending if node is root or node.parent in text.states]):
+        while ready := self.pool.fitting([node for node in pending if node is root or node.parent in record.states]):
             pending = [node for node in pending if node not in ready]
             more = self._expand(request, ready, widths, interrupted)
             if more is None:
@@ -198,7 +198,7 @@ class HeadDrafter(ModelDrafter):
         self, request: Request, nodes: Sequence[Node], widths: Mapping[Node, int], interrupted: Callable[[], bool]
     ) -> dict[Node, list[Guess]] | None:
         """Evaluate nodes whose parents have states, and guess after those in `widths`."""
-        text, placement = self._texts[request.id], self.pool.place(request.id, 0, nodes)
+        record, placement = self._records[request.id], self.pool.place(request.id, 0, nodes)
         before = np.stack([self._before(request, node) for node in nodes])
         flags = np.array([node in widths for node in nodes])
         tokens = np.array([node.token for node in nodes], np.int32)
@@ -207,44 +207,44 @@ class HeadDrafter(ModelDrafter):
         if logits is None:
             self.pool.undo(nodes, placement)
             return None
-        text.states.update(zip(nodes, self.head.states.copy(), strict=True))
+        record.states.update(zip(nodes, self.head.states.copy(), strict=True))
         rows = zip((node for node in nodes if node in widths), logits, strict=True)
         return {node: self._guess(request, node, row, widths[node]) for node, row in rows}
 
     def _before(self, request: Request, node: Node) -> FloatArray:
         """(n_embd,), the state of a node's parent, or the encoded features of the token before the root."""
-        text = self._texts[request.id]
+        record = self._records[request.id]
         if node.parent is not None:
-            return text.states[node.parent]
-        return self.head.encode(text.features[node.position - 1][None])[0]
+            return record.states[node.parent]
+        return self.head.encode(record.features[node.position - 1][None])[0]
 
     def _catch_up(self, request: Request, interrupted: Callable[[], bool]) -> bool:
-        root, features = request.tree.root, self._texts[request.id].features
+        root, features = request.tree.root, self._records[request.id].features
         if self.pool.is_placed(root) or not features:
             return True
         start = self.pool.placed_end(request.id)
         missing = [at for at in range(max(start, 1), root.position) if at - 1 not in features]
-        begin, last = start, root.position
+        first, last = start, root.position
         if root.position - 1 not in features:  # those of earlier tokens come before it: verdicts keep their order
             last = missing[0] if missing else last
         elif len(missing) > 1:
-            begin = missing[-1] + 1
+            first = missing[-1] + 1
         while (start := self.pool.placed_end(request.id)) < last:
             end = min(last, start + self.n_batch, start + self.pool.n_free_cells)
             if end == start:
                 return True  # other requests hold the cells
-            self._read_on(request, start, end, begin, interrupted)
+            self._read_on(request, start, end, first, interrupted)
             if request.tree.root is not root or request.finish:
                 return False
         return True
 
-    def _read_on(self, request: Request, start: int, end: int, begin: int, interrupted: Callable[[], bool]) -> None:
-        """Compute the cells of the committed tokens at positions [start, end), except those before `begin`."""
-        features, ((seq,), *_) = self._texts[request.id].features, self.pool.place(request.id, end - start, []).seqs
-        if start < begin:  # cells have no gaps
+    def _read_on(self, request: Request, start: int, end: int, first: int, interrupted: Callable[[], bool]) -> None:
+        """Compute the cells of the committed tokens at positions [start, end), except those before `first`."""
+        features, ((seq,), *_) = self._records[request.id].features, self.pool.place(request.id, end - start, []).seqs
+        if start < first:  # cells have no gaps
             self._apply()
             self.model.apply([KvOp(OpKind.REMOVE, seq)])
-        positions = range(max(start, begin, self.shift), end)
+        positions = range(max(start, first, self.shift), end)
         if positions:
             zeros = np.zeros_like(next(iter(features.values())))
             before = self.head.encode(np.stack([features.get(at - 1, zeros) for at in positions]))
@@ -256,8 +256,8 @@ class HeadDrafter(ModelDrafter):
             features.pop(at - 1, None)
 
     def _evaluate_after(self, batch: Batch, interrupted: Callable[[], bool]) -> FloatArray | None:
-        """Logits (n_flags, n_vocab) of the rows with a flag; None when interrupted. The batch has the positions of its
-        tokens, and in `hidden` what the head goes on from."""
+        """Logits (n_wanted, n_vocab); None when interrupted. The batch has the positions of its tokens, and in `hidden`
+        what the head goes on from."""
         self._apply()
         return self.model.evaluate(replace(batch, positions=batch.positions - self.shift), interrupted)
 
@@ -270,23 +270,24 @@ class HeadDrafter(ModelDrafter):
         self.model.apply(moved)
 
     def settle(self, request: Request, path: Sequence[Node]) -> None:
-        text = self._texts[request.id]
-        text.features |= {node.position: text.node_features[node] for node in path[:-1] if node in text.node_features}
-        text.node_features = {node: row for node, row in text.node_features.items() if node.live}
-        text.states = {node: row for node, row in text.states.items() if node.live}
+        record = self._records[request.id]
+        of_nodes = record.node_features
+        record.features |= {node.position: of_nodes[node] for node in path[:-1] if node in of_nodes}
+        record.node_features = {node: row for node, row in of_nodes.items() if node.live}
+        record.states = {node: row for node, row in record.states.items() if node.live}
         self.pool.settle(request.id, path)
         # below the old root, cells were computed from the head's states
         self.pool.rewind(request.id, path[0].position + 1)
         first = self.pool.placed_end(request.id) - 1
-        text.features = {at: row for at, row in text.features.items() if at >= first}
+        record.features = {at: row for at, row in record.features.items() if at >= first}
 
     def close(self, request: Request) -> None:
-        text = self._texts.pop(request.id)
+        record = self._records.pop(request.id)
         if request.n_retained:
-            newest = sorted(at for at in text.features if at < request.n_retained)[-N_MIN_UNREAD:]
-            self._texts[request.id] = _Features({at: text.features[at] for at in newest})
+            newest = sorted(at for at in record.features if at < request.n_retained)[-N_MIN_UNREAD:]
+            self._records[request.id] = _RequestFeatures({at: record.features[at] for at in newest})
         super().close(request)
 
     def forget(self, request: Request) -> None:
-        self._texts.pop(request.id, None)
+        self._records.pop(request.id, None)
         super().forget(request)

@@ -14,9 +14,9 @@ from pipeinfer.core.types import FloatArray, IntArray
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.validation import vocabulary_digest
-from pipeinfer.models.text.tokenizer import NO_TOKEN_ID, Piece, Tokenizer
+from pipeinfer.models.text.tokenizer import ATTR_UNKNOWN, NO_TOKEN_ID, Piece, Tokenizer
 
-ATTR_UNKNOWN, ATTR_UNUSED = 1, 2
+ATTR_UNUSED = 2  # libllama's, as ATTR_UNKNOWN
 NONE = -1
 LEAST_SHARED = 0.5
 """The least share of the larger vocabulary's tokens that both must have. With fewer, texts are tokenised differently,
@@ -25,11 +25,11 @@ and guesses are hardly ever right."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Translation:
-    """From a target's token ids to a draft's. outputs (n_target,) int32: the draft's token that is a guess of each of
-    the target's; NONE if there is none"""
+    """From a target's token ids to a draft's. `outputs`: for each of the target's tokens the one that the draft guesses
+    in its place; NONE: it cannot guess it."""
 
     inputs: IntArray  # (n_target,) int32: the token that the draft reads for each of the target's
-    outputs: IntArray
+    outputs: IntArray  # (n_target,) int32
     padding_only: bool  # whether the vocabularies differ in padding alone
 
     @property
@@ -42,7 +42,7 @@ def check_drafts(drafts: Sequence[ModelInfo], target: ModelInfo) -> None:
     """Raises UserError for a draft that keeps states, or cannot guess for the target."""
     for draft in drafts:
         draft.check_rewinds("it cannot be a draft: take another one, or -md none")
-        translation = None if draft.head and draft.head.own else draft_translation(target.path, draft.path)
+        translation = None if draft.head and draft.head.is_mtp else draft_translation(target.path, draft.path)
         if draft.head and translation and not translation.padding_only:
             shared = f"they share {translation.n_shared} of {len(translation.outputs)} tokens"
             way_out = "give the head that was trained for it, another draft, or -md none"

@@ -58,7 +58,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Adapter:
-    """`alpha`: 0: none. `content`: of the GGUF file that a slice of an adapter is; empty: it is at `path`."""
+    """`alpha`: 0 if it has none. `content`: the GGUF file of one that was `cut`; empty: it is at `path`."""
 
     path: Path
     architecture: str
@@ -230,7 +230,7 @@ def check_exact(adapter: Adapter) -> None:
 
 
 def active_scales(adapters: Sequence[ScaledAdapter]) -> AdapterScales:
-    """Those of which factors are not 0."""
+    """(number, scale) of the adapters whose scale is not 0."""
     return tuple((number, scale) for number, (_, scale) in enumerate(adapters) if scale)
 
 

@@ -40,7 +40,7 @@ class StateLayers:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Of models whose number under `key` is `at_least` this, or one of `values`. `models`: their name for users."""
+    """Models that cannot be cut: their `key` is `at_least` this, or one of `values`. `models`: their name for users."""
 
     models: str
     key: str
@@ -56,9 +56,9 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Rescaled:
-    """In files with `n_layer` layers libllama divides queries by the root of n_embd / n_head instead of a head's
-    length, in slices not. So `tensor` of each layer of a slice is multiplied with the quotient, or is the quotient
-    where there is none. The same up to rounding."""
+    """libllama divides queries by the root of n_embd / n_head in files with `n_layer` layers, and by the root of a
+    head's length in all others, slices too. So `tensor` of each layer of a slice is multiplied with the quotient of the
+    two, or is this quotient where the model has no such tensor. Results are the same up to rounding."""
 
     n_layer: int
     tensor: str

@@ -159,11 +159,11 @@ Write = Callable[[int, str], None]  # (file descriptor, place for an error): wri
 
 @dataclass(frozen=True, slots=True)
 class CachedSlice:
-    """The file of a slice: it begins with `head`, has `n_bytes` before its seal, and was cut from the files of one of
-    `sources`: the first are those that it is cut from now, the others the same files on other hosts."""
+    """The file of a slice: it begins with `header` and has `n_bytes` before its seal. `sources`: the states of the
+    model's files on the hosts where it may have been cut; the first are of the files that it would be cut from now."""
 
     path: Path
-    head: bytes
+    header: bytes
     n_bytes: int
     sources: Sequence[Sequence[FileState]]
 
@@ -194,7 +194,7 @@ class CachedSlice:
             if n_bytes != self.n_bytes + SEAL_BYTES:
                 return f"has {n_bytes} bytes, not {self.n_bytes + SEAL_BYTES}"
             seal = os.pread(fd, SEAL_BYTES, self.n_bytes)
-            if os.pread(fd, len(self.head), 0) != self.head or seal[:32] != SEAL or seal[64:] != self._samples(fd):
+            if os.pread(fd, len(self.header), 0) != self.header or seal[:32] != SEAL or seal[64:] != self._samples(fd):
                 return "is damaged"
             return None if seal[32:64] in map(_digest_of, self.sources) else ""
         except (OSError, EOFError) as error:

@@ -84,7 +84,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class FileHead:
-    """The bytes of a GGUF file before its weights, for hosts without the file. `state`: on the host that has it."""
+    """The bytes of a GGUF file before its weights, for hosts without it. `state`: of the file where it is."""
 
     path: Path
     data: bytes

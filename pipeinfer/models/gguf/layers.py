@@ -18,7 +18,7 @@ CACHE_TYPES = tuple(_TYPES)
 
 
 class KvShape(NamedTuple):
-    """A token in a layer's cache: heads, and the numbers of a head's key and value. All 0: nothing."""
+    """What a token has in a layer's cache: heads, and how many numbers a head's key and value have. All 0: nothing."""
 
     n_heads: int = 0
     key: int = 0
@@ -26,7 +26,7 @@ class KvShape(NamedTuple):
 
 
 class CacheTypes(NamedTuple):
-    """Of keys and of values."""
+    """The types of keys and of values, names of CACHE_TYPES."""
 
     k: str = "f16"
     v: str = "f16"
@@ -108,7 +108,7 @@ class Layers:
 
     @property
     def faults(self) -> dict[tuple[int, int], str]:
-        """All reasons, by (first, last)."""
+        """The `fault` of each span of layers that cannot be a slice, by (first, last)."""
         traits = self.architecture
         by_layer = traits.windows or traits.states or traits.first_with or traits.last_with
         if not (self.step > 1 or traits.least > 1 or traits.lengths_not or by_layer):
@@ -192,7 +192,7 @@ class Layers:
         """Whether a sequence can go back: a state cannot."""
         return self.architecture.states is None
 
-    @property
+    @cached_property
     def state_bytes(self) -> tuple[int, ...]:
         """Of each layer, the bytes of a sequence's state; libllama's formulas."""
         n_conv = max(self.get("ssm.conv_kernel", 1) - 1, 0)
@@ -226,7 +226,7 @@ class Layers:
         the model's first, they are a slice's. b"" for long arrays (see `Value`)."""
         prefix = f"{self.name}."
         shared = {
-            key: _cut(value, layers) if key.removeprefix(prefix) in PER_LAYER_KEYS else value.raw
+            key: _select(value, layers) if key.removeprefix(prefix) in PER_LAYER_KEYS else value.raw
             for key, value in self.metadata.items()
         }
         return shared | {prefix + key: value for key, value in self._changed(layers).items()}
@@ -265,7 +265,7 @@ def _pattern(n: int, period: int, other_first: bool) -> tuple[bool, ...]:
     return tuple(period == 0 or layer % period != (0 if other_first else period - 1) for layer in range(n))
 
 
-def _cut(value: Value, layers: Sequence[int]) -> bytes:
+def _select(value: Value, layers: Sequence[int]) -> bytes:
     """The items of these layers; a value that all layers share stays."""
     if not isinstance(value.value, tuple):
         return value.raw

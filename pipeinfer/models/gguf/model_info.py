@@ -4,14 +4,15 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property, lru_cache
+from itertools import accumulate
 from pathlib import Path
 
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.architectures import ARCHITECTURES
 from pipeinfer.models.gguf.contents import FileState, SourceFile, check_unchanged, sample_digest
 from pipeinfer.models.gguf.header import FileHead, Header, Tensor, Value, read_header, sample_extents, value_of
-from pipeinfer.models.gguf.layers import EXTRA, F16_CACHE, KvShape, Layers
+from pipeinfer.models.gguf.layers import EXTRA, F16_CACHE, CacheTypes, KvShape, Layers
 from pipeinfer.models.gguf.validation import NumberCheck
 
 MAX_LAYERS = 512
@@ -32,16 +33,16 @@ class DraftHead:
     n_embd_target: int  # length of the target's residual stream
     n_tokens: int  # the target's tokens that it can guess
     lacks: tuple[str, ...]  # tensors that it takes from the target
-    own: bool = False  # it came with the target, in its file or beside it (MTP)
+    is_mtp: bool = False  # it came with the target, in its file or beside it
 
     @property
     def shift(self) -> int:
         """Positions by which a token's cell is before the token."""
-        return 0 if self.own else 1
+        return 0 if self.is_mtp else 1
 
     @property
     def layers_read(self) -> tuple[int, ...]:
-        """The layers of the target whose outputs these are, ascending."""
+        """The layers of the target whose outputs it reads, ascending."""
         return tuple(sorted(layer - 1 for layer in self.target_layers))
 
     @property
@@ -51,7 +52,7 @@ class DraftHead:
 
 
 def layers_read(heads: Iterable[DraftHead | None]) -> tuple[int, ...]:
-    """By the one head among drafts; the others are None."""
+    """The layers of the target that the one head among drafts reads; none without one."""
     return next((head.layers_read for head in heads if head), ())
 
 
@@ -96,14 +97,22 @@ class ModelInfo:
     @property
     def n_bytes(self) -> int:
         """Of the files when their headers were read; of a head in the target's file, its tensors'."""
-        if self.head and self.head.own:
+        if self.head and self.head.is_mtp:
             return sum(tensor.n_bytes for tensor in self.tensors)
         return sum(state.n_bytes for state in self.states)
 
-    @property
+    def __hash__(self) -> int:
+        return hash(self.fingerprint)  # of all fields it takes long, and plans are full of caches
+
+    @cached_property
     def kv_bytes_per_cell(self) -> tuple[int, ...]:
         """One entry a layer: key and value of one token in the default type."""
         return F16_CACHE.cell_bytes(self.kv_shapes)
+
+    def cell_bytes(self, first: int, last: int, types: CacheTypes = F16_CACHE) -> int:
+        """Of one token's keys and values in layers [first, last)."""
+        before = _cell_bytes_before(self, types)
+        return before[last] - before[first]
 
     def tensor(self, name: str) -> Tensor | None:
         return next((tensor for tensor in self.tensors if tensor.name == name), None)
@@ -138,8 +147,14 @@ class ModelInfo:
         return ModelHeaders(tuple(files), self.fingerprint)
 
 
+@lru_cache(maxsize=64)  # a planner asks for every way to cut
+def _cell_bytes_before(info: ModelInfo, types: CacheTypes) -> tuple[int, ...]:
+    """In the layers before each, and in all."""
+    return tuple(accumulate(types.cell_bytes(info.kv_shapes), initial=0))
+
+
 def check_is_model(path: Path, metadata: dict[str, Value]) -> None:
-    """Raises UserError for a GGUF file that belongs to a model."""
+    """Raises UserError for a GGUF file that is an addition to a model: a projector or an adapter."""
     type_ = value_of(metadata, "general.type", "model")
     if type_ in OTHER_TYPES:
         kind = f"{OTHER_TYPES[type_]} (general.type {type_!r})"

@@ -84,16 +84,16 @@ class SliceTensor(NamedTuple):
 
 
 class _Layout(NamedTuple):
-    head: bytes
+    header: bytes
     tensors: list[SliceTensor]
 
     @property
     def n_bytes(self) -> int:
-        return len(self.head) + sum(padded(each.tensor.n_bytes) for each in self.tensors)
+        return len(self.header) + sum(padded(each.tensor.n_bytes) for each in self.tensors)
 
     def ranges(self) -> Iterator[ByteRange]:
         """Of all bytes but holes."""
-        start = end = len(self.head)
+        start = end = len(self.header)
         yield 0, end
         for each in self.tensors:
             start, end = end, end + padded(each.tensor.n_bytes)
@@ -136,21 +136,27 @@ def _sums(info: ModelInfo) -> tuple[list[int], dict[str, int]]:
     return [0, *accumulate(sizes)], shared
 
 
+@lru_cache(maxsize=16)
+def last_table_bytes(info: ModelInfo) -> int:
+    """Of the token table of a last slice: as a rule the output head, under that name."""
+    return _tables(info, True)[0].tensor.n_bytes
+
+
 def open_slice(
     info: ModelInfo,
     first: int,
     last: int,
     cache_dir: Path | None = None,
     on_notice: Callable[[str], object] = lambda line: None,
-    elsewhere: Sequence[FileState] = (),
+    remote_states: Sequence[FileState] = (),
     feed: Feed | None = None,
 ) -> SliceFile:
     """Layers [first, last) as a file for libllama: the model itself, else a file in cache_dir, else one in memory.
 
     A file in cache_dir is verified before it is used again, and rewritten, with a line to `on_notice`, if it is
-    damaged; several processes may open it at once. `elsewhere`: the model's files on another host, from which it may
-    have been cut. `feed`: the data of `slice_data` from another host. Raises UserError if the slice cannot be made, or
-    the model changed since its header was read."""
+    damaged; several processes may open it at once. `remote_states`: of the model's files on another host, from which it
+    may have been cut. `feed`: the data of `slice_data` from another host. Raises UserError if the slice cannot be made,
+    or the model changed since its header was read."""
     if not 0 <= first < last <= info.n_layer:
         raise ValueError(f"layers [{first}, {last}) of {info.n_layer}")
     if (first, last) == (0, info.n_layer) and not info.borrowed:
@@ -158,15 +164,15 @@ def open_slice(
         return SliceFile(info, first, last, info.path, sum(state.n_bytes for state in info.states), sources=sources)
     layout = _layout(info, first, last)
 
-    def cut(fd: int, place: str) -> None:
-        _cut(fd, layout, place, info, feed)
+    def write(fd: int, place: str) -> None:
+        _write_slice(fd, layout, place, info, feed)
 
     if cache_dir is not None:
-        cached = _cached(layout, info, first, last, cache_dir, elsewhere)
-        sources = (cached.open(cut, on_notice),)
+        cached = _cached(layout, info, first, last, cache_dir, remote_states)
+        sources = (cached.open(write, on_notice),)
         return SliceFile(info, first, last, cached.path, layout.n_bytes, sources=sources)
     place = f"memory for {layout.n_bytes} bytes of layers {first}-{last - 1}"
-    fd = memory_file(f"{first}-{last}", layout.n_bytes, layout.ranges(), lambda fd: cut(fd, place))
+    fd = memory_file(f"{first}-{last}", layout.n_bytes, layout.ranges(), lambda fd: write(fd, place))
     return SliceFile(info, first, last, Path(f"/proc/self/fd/{fd}"), layout.n_bytes, fd)
 
 
@@ -177,7 +183,7 @@ def open_blank(info: ModelInfo, first: int, last: int) -> SliceFile:
     layout = _layout(info, first, last)
 
     def write(fd: int) -> None:
-        os.write(fd, layout.head)
+        os.write(fd, layout.header)
         os.ftruncate(fd, layout.n_bytes)
 
     ranges = layout.ranges() if layout.n_bytes <= BLANK_GATHERED else ()
@@ -188,9 +194,9 @@ def open_blank(info: ModelInfo, first: int, last: int) -> SliceFile:
     return SliceFile(info, first, last, Path(f"/proc/self/fd/{fd}"), layout.n_bytes, fd)
 
 
-def is_cached(info: ModelInfo, first: int, last: int, cache_dir: Path, elsewhere: Sequence[FileState]) -> bool:
+def is_cached(info: ModelInfo, first: int, last: int, cache_dir: Path, remote_states: Sequence[FileState]) -> bool:
     """Whether `open_slice` would write nothing."""
-    return _cached(_layout(info, first, last), info, first, last, cache_dir, elsewhere).is_good
+    return _cached(_layout(info, first, last), info, first, last, cache_dir, remote_states).is_good
 
 
 def slice_data(info: ModelInfo, first: int, last: int) -> tuple[int, Iterator[bytes | memoryview]]:
@@ -212,21 +218,22 @@ def _layout(info: ModelInfo, first: int, last: int) -> _Layout:
 
 
 def _cached(
-    layout: _Layout, info: ModelInfo, first: int, last: int, cache_dir: Path, elsewhere: Sequence[FileState]
+    layout: _Layout, info: ModelInfo, first: int, last: int, cache_dir: Path, remote_states: Sequence[FileState]
 ) -> CachedSlice:
-    return CachedSlice(slice_path(info, first, last, cache_dir), layout.head, layout.n_bytes, [info.states, elsewhere])
+    path = slice_path(info, first, last, cache_dir)
+    return CachedSlice(path, layout.header, layout.n_bytes, [info.states, remote_states])
 
 
 def slice_path(info: ModelInfo, first: int, last: int, cache_dir: Path) -> Path:
     return cache_dir / f"{info.fingerprint}-{first}-{last}.gguf"
 
 
-def _cut(fd: int, layout: _Layout, place: str, info: ModelInfo, feed: Feed | None) -> None:
+def _write_slice(fd: int, layout: _Layout, place: str, info: ModelInfo, feed: Feed | None) -> None:
     """Write a slice, all of it from the files of `info`, or from the feed."""
     n_bytes = sum(end - start for start, end in layout.ranges())
     with written(fd, place, n_bytes, "make room, put slices elsewhere, or use more ranks") as file:
         data = (each.tensor.n_bytes if each.is_hole else _data_of(each, feed) for each in layout.tensors)
-        write_gguf(file, layout.head, data)
+        write_gguf(file, layout.header, data)
     if feed:
         feed.finish()
     else:
@@ -300,13 +307,13 @@ def _stand_in(tensor: Tensor) -> Tensor:
 
 
 def _encode_header(info: ModelInfo, first: int, last: int, tensors: list[SliceTensor]) -> bytes:
-    """Everything but the vocabulary. The slice's own entries come last: slices in caches begin with these bytes."""
+    """Everything but the vocabulary, `replaced` entries last: slices in caches begin with these bytes."""
     arch, model = info.architecture, info.layers.metadata_of(range(first, last))
-    own = {
+    replaced = {
         f"{arch}.block_count": model[f"{arch}.block_count"],
         f"{arch}.vocab_size": encode_number(tensors[0].tensor.shape[1]),
         "tokenizer.ggml.model": struct.pack("<I", STRING) + encode_text("none"),
     }
-    shared = {key: raw for key, raw in model.items() if raw and key not in own and not key.startswith(UNSHARED)}
-    entries = [encode_entry(key, raw) for key, raw in (shared | own).items()]
+    shared = {key: raw for key, raw in model.items() if raw and key not in replaced and not key.startswith(UNSHARED)}
+    entries = [encode_entry(key, raw) for key, raw in (shared | replaced).items()]
     return encode_header(entries, [each[:2] for each in tensors])

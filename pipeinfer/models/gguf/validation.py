@@ -51,7 +51,7 @@ class NumberCheck:
         kv_counts = self._values("attention.head_count_kv", 0) if self.layers.has("attention.head_count_kv") else counts
         n_heads = next((n for n in counts if n), 0)
         n_layers = max(len(counts), len(kv_counts))
-        for n, n_kv in zip(_spread(counts, n_layers), _spread(kv_counts, n_layers), strict=False):
+        for n, n_kv in zip(_for_each_layer(counts, n_layers), _for_each_layer(kv_counts, n_layers), strict=False):
             sound = isinstance(n, int) and isinstance(n_kv, int) and 0 < n_kv <= n and n % n_kv == 0
             none = self.layers.architecture.headless and n_kv == 0
             self._require(sound or none, f"there are {n} heads for {n_kv} of keys and values")
@@ -81,7 +81,7 @@ class NumberCheck:
             raise damaged(self.path, otherwise[:200])
 
 
-def _spread(values: tuple[object, ...], n: int) -> tuple[object, ...]:
+def _for_each_layer(values: tuple[object, ...], n: int) -> tuple[object, ...]:
     """One value for all as one for each of `n`."""
     return values * n if len(values) == 1 else values
 

@@ -109,7 +109,7 @@ def memory_file(name: str, n_bytes: int, ranges: Iterable[ByteRange], write: Cal
 
 HUGE_PAGE = 2 << 20
 FIRST_BYTES, PIECE_BYTES = 4 * HUGE_PAGE, 16 * HUGE_PAGE  # gathered in one uninterrupted call: some milliseconds
-MOST_SLOWER = 3.0
+MAX_SLOWDOWN = 3.0
 """Getting a large page takes half as long as writing it, unless it is memory that a virtual machine has given back to
 its host: then it took 10 to 20 times as long (measured), small pages did not, and decoding from these took 5% longer.
 From this factor on small ones are cheaper."""
@@ -136,7 +136,7 @@ def reserve_large_pages(fd: int, n_bytes: int, ranges: Iterable[ByteRange]) -> b
                 return False
             took_s = thread_time() - start_s
             write_s = write_s or _write_s(fd, first, end)
-            if took_s > MOST_SLOWER * write_s * (end - first):
+            if took_s > MAX_SLOWDOWN * write_s * (end - first):
                 return False
     except OSError:  # no room: writing will say so
         return False

@@ -26,6 +26,7 @@ ROPE_OF_PLANES, PLANE_BYTES = (8, 40), 12
 """libllama's types of positions with several dimensions, and their bytes in a cell."""
 
 _HEAD, _CACHE, _CELL, _LAYERS, _RECORD = "<Ii", "<II", "<iIi", "<II", "<iQ"
+N_CACHES = 2  # where some layers have a sliding window
 
 StateBytes = npt.NDArray[np.uint8]
 
@@ -34,19 +35,19 @@ StateBytes = npt.NDArray[np.uint8]
 class CacheForm:
     """The layout of a model's cells.
 
-    cell_bytes   of each cell beside its position and sequences
+    plane_bytes  further positions of each cell, where a position has several dimensions
     has_values   V is there, and not a part of K
     rounds_keys  the cache that decodes has K in BF16 and V in F16; else the reverse
     window       tokens that the layers with the shortest window see; 0: all"""
 
-    cell_bytes: int = 0
+    plane_bytes: int = 0
     has_values: bool = True
     rounds_keys: bool = True
     window: int = 0
 
     @classmethod
     def of(cls, library: ModuleType, model: object, info: ModelInfo) -> "CacheForm":
-        """x86 has vector instructions for keys in BF16; elsewhere rounded values cost less."""
+        """Of a loaded model. x86 has vector instructions for keys in BF16; elsewhere rounded values cost less."""
         has_planes = library.llama_model_rope_type(model) in ROPE_OF_PLANES
         has_values, window = not info.layers.shares_values, library.llama_model_n_swa(model)
         return cls(PLANE_BYTES if has_planes else 0, has_values, IS_X86 or not has_values, window)
@@ -70,6 +71,13 @@ def save_state(library: ModuleType, context: object, seq: int) -> StateBytes:
     if n_bytes != len(state):
         raise RuntimeError(f"the cells of sequence {seq} cannot be saved: {n_bytes} of {len(state)} bytes")
     return state
+
+
+def state_bytes(n_layers: int, cell_bytes: int) -> tuple[int, int]:
+    """What saved cells take at most: bytes for all together, and for each. `cell_bytes`: of one, in all layers."""
+    caches = N_CACHES * (struct.calcsize(_CACHE) + struct.calcsize(_LAYERS))
+    whole = struct.calcsize(_HEAD) + caches + 2 * n_layers * struct.calcsize(_RECORD)
+    return whole, N_CACHES * (struct.calcsize(_CELL) + PLANE_BYTES) + cell_bytes
 
 
 def restore_state(library: ModuleType, context: object, seq: int, state: StateBytes) -> bool:
@@ -96,7 +104,7 @@ def _round_cache(state: StateBytes, at: int, form: CacheForm, before: int, after
     at += struct.calcsize(_CACHE)
     if n_cells == 0:
         return at
-    at += n_cells * (struct.calcsize(_CELL) + form.cell_bytes)
+    at += n_cells * (struct.calcsize(_CELL) + form.plane_bytes)
     v_transposed, n_layers = struct.unpack_from(_LAYERS, state.data, at)
     at += struct.calcsize(_LAYERS)
     if v_transposed:
@@ -145,9 +153,9 @@ def next_position(library: ModuleType, memory: object, seq: int) -> int:
 
 
 class Compaction:
-    """Of a context whose parked cells are in the sequence `spare`; the next one is empty. `whole`: a sequence has a
+    """Packs a context's cells. `spare`: the sequence of parked cells; the next one is empty. `whole`: a sequence has a
     state beside its cells, and can only be moved as a whole. Where layers have a window, libllama treats a cell outside
-    of it as free if one sequence alone has it. So the next sequence has all cells, too, meanwhile."""
+    of it as free if one sequence alone has it: meanwhile the sequence after `spare`, the guard, has all cells too."""
 
     def __init__(self, lib: Any, context: Any, spare: int, form: CacheForm, whole: bool = False) -> None:
         self._lib, self._context, self._spare, self._form, self._whole = lib, context, spare, form, whole

@@ -178,7 +178,7 @@ class Decoder:
         self.threads = ThreadShare(params.n_threads)
         self.batch = LlamaBatch(self.lib, params.n_batch, params.n_seq_max)
         self.is_head = info.head is not None  # whose rows are a token and features
-        self._is_mtp = info.head is not None and info.head.own
+        self._is_mtp = info.head is not None and info.head.is_mtp
         self.model = self._load(slice_file)
         closing.callback(self.lib.llama_model_free, self.model)
         self._adapters = LoadedAdapters(self.lib, self.model, adapters, params.exact and params.n_gpu_layers == 0)

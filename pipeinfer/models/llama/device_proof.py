@@ -48,8 +48,8 @@ NONE = ExactRows(0, "")
 
 
 def prove(info: ModelInfo, params: LlamaParams) -> ExactRows:
-    """`params`: devices, threads and types of a cache. No rows also where layers have states or no flash attention, or
-    cannot be loaded."""
+    """The rows that the devices of `params` compute exactly, with its threads and cache types. None where layers have
+    states or no flash attention, or cannot be loaded."""
     layers = info.layers.architecture
     if layers.states or not layers.flash:
         return NONE
@@ -104,7 +104,7 @@ class Trial:
         self._drop(TEXT)
 
     def n_rows(self) -> int:
-        """At once."""
+        """The most rows at once of which each has the bits that it has alone; 0: even single rows differ."""
         sizes, before = [0], []
         self._stage.threads.most = self._n_threads
         for row in range(N_BEFORE):

@@ -140,7 +140,7 @@ def use_nodes(strategy: str) -> None:
 
 
 def library_folder() -> Path:
-    """As llama-cpp-python takes it: the user's own build, or the package's."""
+    """The folder of libllama, as llama-cpp-python finds it: of the user's own build, or the package's."""
     if folder := os.environ.get(OWN_LIBRARY):
         return Path(folder)
     spec = find_spec("llama_cpp")
@@ -160,8 +160,8 @@ def describe_build() -> str:
         return "llama-cpp-python is not installed"
     versions = (("llama.cpp", _version("llama_version")), ("ggml", _version("ggml_version")))
     folder = os.environ.get(OWN_LIBRARY)
-    own = [f"{OWN_LIBRARY} {folder}"] if folder else []
-    return ", ".join([*(f"{name} {number}" for name, number in versions if number), package, *own])
+    choice = [f"{OWN_LIBRARY} {folder}"] if folder else []
+    return ", ".join([*(f"{name} {number}" for name, number in versions if number), package, *choice])
 
 
 def _version(function: str) -> str:
@@ -201,7 +201,7 @@ def mapped_buffers() -> int:
 
 
 def type_name(ggml_type: int) -> str:
-    """Of weights, such as q4_k."""
+    """The name of a type of weights, such as q4_k."""
     name_of = ggml().ggml_type_name
     name_of.restype, name_of.argtypes = ctypes.c_char_p, [ctypes.c_int]
     return str(name_of(ggml_type).decode().lower())
@@ -221,11 +221,11 @@ def amx_works() -> bool:
     and the first multiplication then ends the process: another process tries."""
     if b"AMX_INT8 = 1" not in load_library().llama_print_system_info():
         return True
-    name, cached = cache_key("amx"), user_cache()
-    works = cached.get(name)
+    name, store = cache_key("amx"), user_cache()
+    works = store.get(name)
     if not isinstance(works, bool):
         works = probe_amx(library_folder())
-        cached.put(name, works)
+        store.put(name, works)
     return works
 
 
@@ -262,7 +262,7 @@ def has_gpu() -> bool:
 
 
 def llama_devices() -> list[Device]:
-    """In ggml's order."""
+    """All that ggml knows, in its order."""
     return [device for device, _ in _devices()]
 
 
@@ -273,7 +273,7 @@ def device_list(names: Sequence[str]) -> ctypes.Array[ctypes.c_void_p]:
 
 
 def buffer_type(name: str) -> int:
-    """Of weights on the device of this name, which must exist."""
+    """ggml's type of buffers for weights on the device of this name, which must exist."""
     base, handles = ggml(), {device.name: handle for device, handle in _devices()}
     base.ggml_backend_dev_buffer_type.argtypes = [ctypes.c_void_p]
     base.ggml_backend_dev_buffer_type.restype = ctypes.c_void_p
@@ -281,7 +281,7 @@ def buffer_type(name: str) -> int:
 
 
 def _devices() -> Iterator[tuple[Device, int]]:
-    """With ggml's own handles."""
+    """The devices with ggml's handles."""
     base = ggml()
     base.ggml_backend_dev_count.restype = ctypes.c_size_t
     base.ggml_backend_dev_get.argtypes, base.ggml_backend_dev_get.restype = [ctypes.c_size_t], ctypes.c_void_p

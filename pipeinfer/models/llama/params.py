@@ -32,7 +32,7 @@ have TILED_ROWS rows, so that tiled kernels multiply: against groups of GROUP 32
 time, 16 rows 0.93, 8 rows 1.1, up to 4 rows 2.0."""
 
 GROUP_CELLS = 256  # cells for rows that fill a group up: libllama rounds caches up to so many
-CELL_BYTES = 64  # of a cell's position and sequences
+CELL_INFO_BYTES = 64  # of a cell's position and sequences
 ROW_PADDING = 32
 
 
@@ -120,7 +120,7 @@ def rows_in_groups(repacked: Collection[TypeRows]) -> int:
     return max((each.n_rows for each in repacked if each.in_groups), default=0)
 
 
-def in_groups(
+def types_in_groups(
     info: ModelInfo,
     in_parts: tuple[TypeRows, ...],
     repacked: Collection[int],
@@ -181,17 +181,19 @@ def matrix_bytes(info: ModelInfo) -> Mapping[int, int]:
     return n_bytes
 
 
-def buffer_bytes(info: ModelInfo, is_last: bool, n_cells: int, n_rows: int, n_outputs: int) -> int:
-    """libllama's memory of one context beside weights, keys and values, for batches of up to `n_rows` rows, of which
-    `n_outputs` may want logits on the last slice. The forms follow libllama's own figures ("compute buffer size",
-    "output buffer size") for llama, qwen2, falcon, qwen3moe and phi3 models: within a few MB, rather above."""
-    logits = 4 * (n_outputs if is_last else 0) * info.n_vocab  # a second time, in the output
+def buffer_bytes(info: ModelInfo, is_last: bool, n_cells: int, n_rows: int, n_outputs: int, n_wanted: int) -> int:
+    """The memory of its host that libllama fills for one context beside weights, keys and values, for batches of up to
+    `n_rows` rows, of which `n_wanted` want logits on the last slice. The output has room for `n_outputs`, and all of it
+    is cleared; what else is reserved and never written takes no memory. The forms follow libllama's own figures
+    ("compute buffer size", "output buffer size") for llama, qwen2, falcon, qwen3moe and phi3 models: within a few MB,
+    rather above."""
+    logits = 4 * (n_outputs if is_last else 0) * info.n_vocab  # of the output
     residual = 4 * n_rows * info.n_embd  # copied out after the last layer
-    return graph_bytes(info, is_last, n_cells, n_rows, n_outputs) + logits + residual + CELL_BYTES * n_cells
+    return graph_bytes(info, is_last, n_cells, n_rows, n_wanted) + logits + residual + CELL_INFO_BYTES * n_cells
 
 
 def graph_bytes(info: ModelInfo, is_last: bool, n_cells: int, n_rows: int, n_outputs: int, experts: bool = True) -> int:
-    """Of these, those where the layers are computed ("compute buffer size"). `experts`: they are computed there too."""
+    """The part of `buffer_bytes` where layers are computed ("compute buffer size"). `experts`: those are too."""
     padded = -(-n_rows // ROW_PADDING) * ROW_PADDING
     mask = 2 * padded * n_cells  # float16
     hidden = 4 * n_rows * (info.n_embd + feed_forward_length(info, experts))
@@ -200,7 +202,7 @@ def graph_bytes(info: ModelInfo, is_last: bool, n_cells: int, n_rows: int, n_out
 
 @lru_cache(maxsize=8)  # a planner asks for every way to cut
 def feed_forward_length(info: ModelInfo, experts: bool = True) -> int:
-    """Of the widest layer; the sum of the experts that a row uses, or without `experts`."""
+    """The widest layer's; of experts the sum of those that a row uses. Without `experts` they do not count."""
     used = info.metadata.get(f"{info.architecture}.expert_used_count")
     n_used = used.value if used is not None and isinstance(used.value, int) else 1
     widths = [

@@ -36,8 +36,8 @@ class Prefill:
         self._lib.llama_memory_seq_rm(self._memory, COPIED, -1, -1)
         self.end = end
 
-    def settle(self, first: int, end: int) -> None:
-        """Round the newest rows, [first, end)."""
+    def round_cells(self, first: int, end: int) -> None:
+        """Round the newest cells, at positions [first, end), as the decoding cache does."""
         pieces = [(self.cells(*piece), piece) for piece in self._form.pieces(first, end)]
         self.forget(first)
         for cells, piece in pieces:
@@ -96,7 +96,7 @@ class Prefills:
         block = Batch(*parts, adapters=batch.adapters)
         self._decoder.decode(prefill.context, block, None if hidden is None else hidden[rows], wanted, start)
         logits = prefill.logits.of(np.zeros(0, np.bool_) if wanted is None else wanted).copy()
-        prefill.settle(int(block.positions[0]), int(block.positions[-1]) + 1)
+        prefill.round_cells(int(block.positions[0]), int(block.positions[-1]) + 1)
         return logits
 
     def _open(self, seq: int, start: int, n_cells: int, scored: bool) -> Prefill:

@@ -65,14 +65,14 @@ class Branches:
             source, first = self._source.pop(other)
             self._lib.llama_memory_seq_cp(self._memory, source, other, first, -1)
 
-    def settle(self) -> None:
-        """No row follows."""
+    def finish(self) -> None:
+        """Make the copies that are left, when no row follows."""
         for seq in list(self._source):
             self.advance(seq)
 
 
 class StatefulRows:
-    """Evaluates in parts that no stop ends: a state cannot go back to what it was.
+    """Evaluates batches of layers with states, in parts. `stop` ends none: a state cannot go back to what it was.
 
     features  (n_taps, n_batch, n_embd), of the last batch, in the order of its rows"""
 
@@ -95,7 +95,7 @@ class StatefulRows:
             self.features[:, rows] = decoder.tapped[:, : len(rows)]
             output = self._logits.of(part.wanted) if decoder.is_last else decoder.out[: len(rows)]
             outputs.append((rows[wanted[rows]], output.copy()))
-        branches.settle()
+        branches.finish()
         order = np.argsort(np.concatenate([rows for rows, _ in outputs]))
         return np.concatenate([output for _, output in outputs])[order]
 
@@ -296,8 +296,8 @@ class LlamaHead(LlamaStage):
         self._extension = ggml.load_extension()
         # libllama takes it for a model with an encoder, whose batches have room for a row of each sequence
         super().__init__(slice_file, replace(params, n_batch=max(params.n_batch, params.n_seq_max)))
-        self._order, self._n_embd_target, self._is_mtp = head.order, head.n_embd_target, head.own
-        self._extension.llama_set_embeddings_nextn(self._context.handle, True, head.own)
+        self._order, self._n_embd_target, self._is_mtp = head.order, head.n_embd_target, head.is_mtp
+        self._extension.llama_set_embeddings_nextn(self._context.handle, True, head.is_mtp)
 
     def encode(self, features: FloatArray) -> FloatArray:
         """(n_rows, n_embd) from (n_rows, n * the target's n_embd): the outputs of the layers that the head reads, the

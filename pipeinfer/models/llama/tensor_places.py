@@ -5,6 +5,7 @@ import re
 from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate, starmap
 from typing import NamedTuple
 
 from pipeinfer.errors import UserError
@@ -66,14 +67,13 @@ class TensorPlaces(NamedTuple):
 
     def gpu_bytes(self, info: ModelInfo, first: int, last: int, n_on_gpu: int, has_head: bool) -> int:
         """Of the weights of layers [first, last) on GPUs, where the last `n_on_gpu` are; with `has_head` the output."""
-        *layers, output = _moved(info, self.by_name)
-        n_bytes = 0
-        for layer in range(first, last):
-            moved, experts = layers[layer], self.moves_experts(layer - first)
-            on_gpu = info.layer_bytes[layer] - moved.to_host - experts * moved.experts
-            n_bytes += on_gpu if layer >= last - n_on_gpu else moved.to_gpus
+        before, output = _moved(info, self.by_name)
+        start, n_moved = last - n_on_gpu, last - first if self.n_cpu_moe < 0 else self.n_cpu_moe
+        n_bytes = before[start].to_gpus - before[first].to_gpus + before[last].on_gpus - before[start].on_gpus
+        if first + n_moved > start:
+            n_bytes -= before[min(first + n_moved, last)].experts - before[start].experts
         if has_head:
-            return n_bytes + info.output_bytes - output.to_host
+            return n_bytes + output.on_gpus
         return n_bytes + (output.to_gpus if last == info.n_layer else 0)
 
 
@@ -81,25 +81,29 @@ def has_experts(info: ModelInfo) -> bool:
     return any(EXPERTS.search(tensor.name) for tensor in info.tensors)
 
 
-class _Moved(NamedTuple):
-    """Bytes of a layer, or of the output: by patterns, and of experts that no pattern has."""
+class _Places(NamedTuple):
+    """Bytes of layers, or of the output: on GPUs where these are, of them experts that no pattern has; and on GPUs by
+    patterns where they are not."""
 
-    to_host: int
-    to_gpus: int
+    on_gpus: int
     experts: int
+    to_gpus: int
 
 
 @lru_cache(maxsize=64)  # a planner asks for every way to cut
-def _moved(info: ModelInfo, by_name: tuple[TensorPlace, ...]) -> tuple[_Moved, ...]:
-    """Of each layer, and of the output."""
+def _moved(info: ModelInfo, by_name: tuple[TensorPlace, ...]) -> tuple[tuple[_Places, ...], _Places]:
+    """Of the layers before each and of all, and of the output."""
     places = TensorPlaces(by_name)
-    sums = [[0, 0, 0] for _ in range(info.n_layer + 1)]
+    *layers, output = [[n_bytes, 0, 0] for n_bytes in (*info.layer_bytes, info.output_bytes)]
     for tensor in info.tensors:
         layer, device = layer_of(tensor.name), places.tensor_device(tensor.name)
-        if (layer is None or layer < info.n_layer) and (device or EXPERTS.search(tensor.name)):
-            kind = 0 if device == HOST else 1 if device else 2
-            sums[info.n_layer if layer is None else layer][kind] += tensor.n_bytes
-    return tuple(_Moved(*each) for each in sums)
+        if layer is None or layer < info.n_layer:
+            sums = output if layer is None else layers[layer]
+            sums[0] -= tensor.n_bytes if device == HOST else 0
+            sums[1] += tensor.n_bytes if not device and EXPERTS.search(tensor.name) else 0
+            sums[2] += tensor.n_bytes if device not in ("", HOST) else 0
+    before = [accumulate(sizes, initial=0) for sizes in zip(*layers, strict=True)]
+    return tuple(starmap(_Places, zip(*before, strict=True))), _Places(*output)
 
 
 def moved_tensors(info: ModelInfo, first: int, last: int, places: TensorPlaces) -> dict[str, str]:

@@ -22,7 +22,7 @@ WINDOW_S, LONG_WINDOW_S = 0.03, 0.12
 sleep for a third of the time and be preempted by the system some 30 times a second; only the longer window tells that
 from one busy process."""
 
-DEPRIVED = 0.6  # of the cores that the threads would fill: who gets less has competitors
+DEPRIVED_SHARE = 0.6  # of the cores that the threads would fill: who gets less has competitors
 LOST_MIN, LOST_SHARE = 0.25, 0.05  # cores, and the share of the threads, that may be lost without consequences
 ROUNDING = 0.25  # of a core that is counted as a whole one
 PATIENCE_S, PATIENCE_MAX_S = 0.25, 8.0  # between two looks at whether cores are free again
@@ -64,7 +64,7 @@ def read_free() -> float | None:
 def threads_to_keep(n_threads: int, wall_s: float, cpu_s: float, n_preempted: int) -> int:
     """The number of threads that had cores, of `n_threads` that evaluated for `wall_s` seconds."""
     got = cpu_s / wall_s
-    is_deprived = got < DEPRIVED * n_threads and n_preempted > 2 + 25 * wall_s
+    is_deprived = got < DEPRIVED_SHARE * n_threads and n_preempted > 2 + 25 * wall_s
     has_lost = n_threads - got > max(LOST_MIN, LOST_SHARE * n_threads)
     is_crowded = wall_s >= LONG_WINDOW_S and has_lost and n_preempted > (60 + 20 * n_threads) * wall_s
     if not is_deprived and not is_crowded:
@@ -80,7 +80,7 @@ class ThreadShare:
     def __init__(self, most: int, process: Callable[[], Reading] = read_process, free: Free = read_free) -> None:
         self.most = self.n_threads = most
         self._process, self._free = process, free
-        self._forget()
+        self._reset()
         self._start: Reading | None = None
         self._looked_s, self._idle_s = 0.0, 0.0  # when cores were last looked at, and their idle time then
         self._patience_s = PATIENCE_S
@@ -113,9 +113,9 @@ class ThreadShare:
             self._reduce(n_threads, now.wall_s)
         elif self._wall_s < LONG_WINDOW_S:
             return
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         # of the evaluations since the last decision; of the threads what they would compute if each had a core
         self._wall_s, self._thread_s, self._cpu_s, self._n_preempted = 0.0, 0.0, 0.0, 0
 

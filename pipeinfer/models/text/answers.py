@@ -66,7 +66,7 @@ class AnswerReader:
         self._starts = (*THOUGHTS, *NO_TEXT) if thought is not None else ()
         self._thought = thought or ""
         self._state: Callable[[], Step] = self._thinking if thought else self._starting
-        self._rest, self._is_blank, self._ends, self._is_cut = "", bool(thought), False, False
+        self._rest, self._is_blank, self._has_ended, self._is_cut = "", bool(thought), False, False
         self._n_pushed = self._n_reasoning = 0
         self._depth, self._is_quoted, self._is_escaped = 0, False, False  # within arguments
 
@@ -91,7 +91,7 @@ class AnswerReader:
     def finish(self, is_cut: bool = False) -> list[AnswerPart]:
         """The parts held back, at the answer's end. `is_cut`: it ended before its time, so that the beginning of a call
         is no text; of arguments in pairs the complete ones are returned, without the closing bracket."""
-        self._ends, self._is_cut = True, is_cut
+        self._has_ended, self._is_cut = True, is_cut
         return self.push("")
 
     def _take(self, n: int) -> str:
@@ -111,10 +111,10 @@ class AnswerReader:
         if self.tools is not None and (bare := self._bare(text)) is not False:
             return bare
         if not text or any(mark.startswith(text) for mark in self._starts):
-            if not self._ends:
+            if not self._has_ended:
                 return None
             if self._is_cut and self._marks and len(text) >= self._least_mark:
-                return self._dropped()
+                return self._drop_rest()
         self._rest = text if self._is_blank else self._rest
         self._state = self._content
         return []
@@ -129,12 +129,12 @@ class AnswerReader:
             self._n_reasoning = self._n_pushed - len(self._rest)
             self._state, self._is_blank = self._starting, True
             return [AnswerPart("reasoning", text)]
-        return self._certain("reasoning", [self._thought])
+        return self._take_certain("reasoning", [self._thought])
 
     def _content(self) -> Step:
         places = [at for mark in self._marks if (at := self._rest.find(mark)) >= 0]
         if not places:
-            return self._certain("content", self._marks)
+            return self._take_certain("content", self._marks)
         at = min(places)
         if self._rest[:at].strip():
             return [AnswerPart("content", self._take(len(self._rest[:at].rstrip())))]
@@ -144,13 +144,13 @@ class AnswerReader:
         mark = next(mark for mark in self._marks if self._rest.startswith(mark, at))
         return [AnswerPart("content", self._take(at + len(mark)))]  # a mark without a call is text
 
-    def _certain(self, kind: Kind, marks: Sequence[str]) -> Step:
+    def _take_certain(self, kind: Kind, marks: Sequence[str]) -> Step:
         """The text that no mark can begin in, without white space before one."""
         n, n_mark = len(self._rest), n_partial(self._rest, marks) if marks else 0
         if self._is_cut and self._marks and n_mark >= self._least_mark:
             self._rest = self._rest[: n - n_mark]
             n = len(self._rest)
-        if marks and not self._ends:
+        if marks and not self._has_ended:
             n = len(self._rest[: n - n_mark].rstrip())
         if not n:
             return None
@@ -167,13 +167,13 @@ class AnswerReader:
             match = form.head.match(text)
             end = text.find(form.close, match.end()) if match and form.pairs else -1
             if match and form.pairs and end >= 0:
-                arguments = self._paired(form.pairs, match["name"], text[match.end() : end])
+                arguments = self._arguments_of(form.pairs, match["name"], text[match.end() : end])
                 self._take(at + end + len(form.close))
-                return self._called([AnswerPart("call", match["name"]), AnswerPart("arguments", arguments)])
+                return self._end_calls([AnswerPart("call", match["name"]), AnswerPart("arguments", arguments)])
             if match and not form.pairs:
                 return self._begin(match, at)
         close = forms[0].close
-        if not self._ends and not (close and close in text):
+        if not self._has_ended and not (close and close in text):
             return None
         if self._is_cut and not (close and close in text) and (cut := self._cut_call(text, forms)) is not None:
             return cut
@@ -183,14 +183,14 @@ class AnswerReader:
         """The parts of a call that was cut before its arguments, or within those in pairs; None if it is none."""
         for form in forms:
             if form.pairs and (match := form.head.match(text)):
-                arguments = self._paired(form.pairs, match["name"], text[match.end() :]).removesuffix("}")
+                arguments = self._arguments_of(form.pairs, match["name"], text[match.end() :]).removesuffix("}")
                 self._rest, self._is_partial = "", True
-                return self._called([AnswerPart("call", match["name"]), AnswerPart("arguments", arguments)])
+                return self._end_calls([AnswerPart("call", match["name"]), AnswerPart("arguments", arguments)])
         mark = forms[0].mark
         is_call = mark in TURN_MARKS or CALL_BEGINS.fullmatch(text[len(mark) :])
-        return self._dropped() if is_call else None
+        return self._drop_rest() if is_call else None
 
-    def _dropped(self) -> Step:
+    def _drop_rest(self) -> Step:
         """Drop the beginning of a call, which is no text."""
         self._rest = ""
         return []
@@ -202,9 +202,9 @@ class AnswerReader:
         self._state = self._arguing
         return [AnswerPart("call", match["name"] or match["first"])]
 
-    def _called(self, parts: list[AnswerPart]) -> Step:
+    def _end_calls(self, parts: list[AnswerPart]) -> Step:
         self.n_calls += len(parts) // 2
-        self._state = self._behind
+        self._state = self._after_call
         return parts
 
     def _whole(self, start: int) -> Step | Literal[False]:
@@ -223,7 +223,7 @@ class AnswerReader:
             text = arguments if isinstance(arguments, str) else as_json(arguments)
             parts += [AnswerPart("call", call["name"]), AnswerPart("arguments", text)]
         self._take(end)
-        return self._called(parts) if parts else False
+        return self._end_calls(parts) if parts else False
 
     def _bare(self, text: str) -> Step | Literal[False]:
         """The parts of a call without a mark, behind white space; False if it is none."""
@@ -232,8 +232,8 @@ class AnswerReader:
         if not self._may_be_bare(text):
             return False
         if self._is_cut:
-            return self._whole(self._rest.find("{")) or self._dropped()
-        return self._whole(self._rest.find("{")) if self._ends else None
+            return self._whole(self._rest.find("{")) or self._drop_rest()
+        return self._whole(self._rest.find("{")) if self._has_ended else None
 
     def _may_be_bare(self, text: str) -> bool:
         squeezed = "".join(text[:256].split())
@@ -257,11 +257,11 @@ class AnswerReader:
             elif character in "{}":
                 self._depth += 1 if character == "{" else -1
                 if not self._depth:
-                    self._state = self._behind
+                    self._state = self._after_call
                     return [AnswerPart("arguments", self._take(at + 1))]
         return [AnswerPart("arguments", self._take(len(self._rest)))]
 
-    def _behind(self) -> Step:
+    def _after_call(self) -> Step:
         """Behind a call: its closing mark, or the next call."""
         text = self._rest.lstrip()
         if closer := next((each for each in CLOSERS if text.startswith(each)), ""):
@@ -270,14 +270,14 @@ class AnswerReader:
         if (bare := self._bare(text)) is not False:
             return bare
         if not text or any(each.startswith(text) for each in CLOSERS):
-            if not self._ends:
+            if not self._has_ended:
                 return None
             if self._is_cut:
-                return self._dropped()
+                return self._drop_rest()
         self._rest, self._state = text, self._content
         return []
 
-    def _paired(self, pairs: re.Pattern[str], name: str, text: str) -> str:
+    def _arguments_of(self, pairs: re.Pattern[str], name: str, text: str) -> str:
         """Arguments as JSON."""
         tool = (self.tools or {}).get(name)
         properties = tool.get("properties") if isinstance(tool, dict) else None
@@ -285,7 +285,7 @@ class AnswerReader:
         for match in pairs.finditer(text):
             key, value = match["key"].strip(), match["value"]
             schema = properties.get(key) if isinstance(properties, dict) else None
-            arguments[key] = value_of(value, kinds_of(schema, tool))
+            arguments[key] = argument_value(value, kinds_of(schema, tool))
         return as_json(arguments)
 
 
@@ -312,7 +312,7 @@ def kinds_of(schema: Any, root: Any) -> set[str]:
     return kinds
 
 
-def value_of(text: str, kinds: set[str]) -> Any:
+def argument_value(text: str, kinds: set[str]) -> Any:
     """The value that a model wrote without quotes. `kinds`: the types that its schema names: a text stays one if no
     other type but null may be meant; true and false also come as Python writes them."""
     word = text.strip().lower()

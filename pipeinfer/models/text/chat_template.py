@@ -155,7 +155,7 @@ class ChatMessage:
     more: Mapping[str, Any] = field(default_factory=dict)
 
 
-Conversation = Sequence[ChatMessage]
+Messages = Sequence[ChatMessage]
 
 
 @dataclass(frozen=True)
@@ -177,7 +177,7 @@ class ChatTemplate:
         if "answers" not in result:
             raise self._fault(result)
 
-    def render(self, messages: Conversation, tokenizer: Tokenizer) -> Rendered:
+    def render(self, messages: Messages, tokenizer: Tokenizer) -> Rendered:
         """The text up to the assistant's next answer. Raises TemplateFault when the template fails, exceeds the limits
         or refuses the messages."""
         (result,) = self.render_all([messages], tokenizer)
@@ -186,7 +186,7 @@ class ChatTemplate:
         return result
 
     def render_all(
-        self, conversations: Sequence[Conversation], tokenizer: Tokenizer, variables: Sequence[Mapping[str, Any]] = ()
+        self, conversations: Sequence[Messages], tokenizer: Tokenizer, variables: Sequence[Mapping[str, Any]] = ()
     ) -> Sequence[Rendered | TemplateFault]:
         """The text, or the fault, of each of several conversations, in about the time of one. `variables`: further
         ones of each conversation."""
@@ -271,23 +271,23 @@ def _encode(tokenizer: Tokenizer, rendered: Rendered) -> list[int]:
 # -- orders of roles
 
 
-def orders(messages: Conversation) -> list[Conversation]:
+def orders(messages: Messages) -> list[Messages]:
     """Conversations to try, in order, where a template refuses the messages: with one system message at the beginning,
     with that as the beginning of the user's first message, and with one message for neighbours of one role."""
-    conversations: list[Conversation] = [messages]
+    conversations: list[Messages] = [messages]
     for change in (_system_first, _without_system, _alternating):
         if (changed := change(conversations[-1])) != list(messages) and changed != list(conversations[-1]):
             conversations.append(changed)
     return conversations[1:]
 
 
-def _system_first(messages: Conversation) -> list[ChatMessage]:
+def _system_first(messages: Messages) -> list[ChatMessage]:
     system = [each for each in messages if each.role == "system"]
     rest = [each for each in messages if each.role != "system"]
     return [replace(system[0], content=_joined(system)), *rest] if system else rest
 
 
-def _without_system(messages: Conversation) -> list[ChatMessage]:
+def _without_system(messages: Messages) -> list[ChatMessage]:
     """`messages`: with at most one system message, the first."""
     if not messages or messages[0].role != "system":
         return list(messages)
@@ -297,7 +297,7 @@ def _without_system(messages: Conversation) -> list[ChatMessage]:
     return [replace(system, role="user"), *rest]
 
 
-def _alternating(messages: Conversation) -> list[ChatMessage]:
+def _alternating(messages: Messages) -> list[ChatMessage]:
     merged = list[ChatMessage]()
     for message in messages:
         if merged and merged[-1].role == message.role and message.role in ("user", "assistant"):
@@ -310,7 +310,7 @@ def _alternating(messages: Conversation) -> list[ChatMessage]:
     return merged
 
 
-def _joined(messages: Conversation) -> str:
+def _joined(messages: Messages) -> str:
     return "\n\n".join(each.content for each in messages if each.content)
 
 

@@ -115,8 +115,8 @@ class Grammar:
         self._matcher: LLMatcher | None = None
         self._path: tuple[int, ...] = ()  # the output that the matcher has consumed
 
-    def after(self, output: Sequence[int]) -> Following:
-        return Following(self, tuple(output))
+    def after(self, output: Sequence[int]) -> NextTokens:
+        return NextTokens(self, tuple(output))
 
     def mask(self, at: LLMatcher) -> npt.NDArray[np.bool_]:
         """(n_vocab,) bool: whether each token may follow."""
@@ -150,8 +150,8 @@ class Grammar:
         return n == len(output)
 
 
-class Following:
-    """Allowed: the tokens that may follow one output."""
+class NextTokens:
+    """An Allowed: the tokens that may follow one output."""
 
     def __init__(self, grammar: Grammar, output: tuple[int, ...]) -> None:
         self.grammar, self.output = grammar, output

@@ -21,7 +21,7 @@ from pipeinfer.models.text.tokenizer import Tokenizer
 Tokens = tuple[int, ...]
 
 QWEN_CODER = ("<think>", "<tool_call>", "<function=", "<parameter=")
-"""What templates have for whose reasoning llama.cpp knows more ends, the forced one first."""
+"""A template with all of these has several ends of reasoning in llama.cpp, QWEN_CODER_ENDS, the forced one first."""
 
 QWEN_CODER_ENDS = ("\n</think>", "</think>", "<tool_call>")
 
@@ -82,7 +82,7 @@ def ends_whole(piece: bytes) -> bool:
 
 
 def thought_marks(source: str, thought: str = "") -> tuple[str, str]:
-    """The marks around reasoning of the template `source`; empty: none. `thought`: what ends what a prompt begins."""
+    """The marks around reasoning of the template `source`; empty: none. `thought`: the mark that ends the prompt's."""
     marks = [(begin, end) for begin, end in THOUGHTS.items() if end == (thought or end)]
     return next((each for each in marks if each[0] in source), marks[0] if thought else ("", ""))
 
@@ -118,7 +118,7 @@ def read_budget(text: str) -> ReasoningBudget:
 
 
 class OneToken:
-    """Allowed: one token alone."""
+    """An Allowed: one token alone."""
 
     def __init__(self, token: int) -> None:
         self.token = token

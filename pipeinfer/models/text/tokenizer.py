@@ -24,7 +24,7 @@ ATTR_UNKNOWN, ATTR_CONTROL, ATTR_USER_DEFINED, ATTR_BYTE, ATTR_LSTRIP, ATTR_RSTR
 NO_TOKEN_ID = -1
 NO_VOCABULARY, SENTENCE_PIECE = 0, 1
 
-PART = 1 << 14
+PART_CHARACTERS = 1 << 14
 """About the number of characters of a text with markers that are tokenised at a time: llama.cpp searches for every
 marker from each one to the end of the text."""
 
@@ -67,7 +67,7 @@ class Tokenizer:
         tokens. Raises UserError when the vocabulary has no tokens for it."""
         if self._check:
             self._check.check_encodable(text, self._missing)
-        if parse_special and len(text) > PART:
+        if parse_special and len(text) > PART_CHARACTERS:
             tokens = [token for part in self._parts(text) for token in self._encode(part, False, True)]
             ends = self.adds_bos and add_special, self.adds_eos and add_special
             return [*[self.bos] * ends[0], *tokens, *[self.eos] * ends[1]]
@@ -127,7 +127,7 @@ class Tokenizer:
         """The text, cut before markers: their two sides are tokenised separately anyway."""
         start = 0
         for match in MARKER.finditer(text) if self._cuts else ():
-            if match.start() - start >= PART and match[0] in self._cuts:
+            if match.start() - start >= PART_CHARACTERS and match[0] in self._cuts:
                 yield text[start : match.start()]
                 start = match.start()
         yield text[start:]
@@ -197,8 +197,8 @@ class Tokenizer:
         return [(self.text_of(token), bool(self.attributes_of(token) & ATTR_BYTE)) for token in range(self.n_vocab)]
 
     @cached_property
-    def spelled(self) -> list[bytes]:
-        """What each token of the vocabulary adds to a text; control tokens their names."""
+    def piece_bytes(self) -> list[bytes]:
+        """`decode_piece` of each token of the vocabulary, control tokens included."""
         return [self.decode_piece(token, special=True) for token in range(self.n_vocab)]
 
     def kind(self) -> int:
@@ -328,7 +328,7 @@ def breaker_tokens(tokenizer: Tokenizer, texts: str) -> str:
         whole = text.encode("utf-8", "replace")
         starts = [(text[:n].encode("utf-8", "replace"), text[n:]) for n in range(1, len(text))]
         tails = [(start, tuple(tokenizer.encode(rest, add_special=False))[:MAX_TAIL]) for start, rest in starts]
-        for token, piece in enumerate(tokenizer.spelled):
+        for token, piece in enumerate(tokenizer.piece_bytes):
             if whole in piece:
                 sequences.add((token,))
             else:

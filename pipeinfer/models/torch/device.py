@@ -24,8 +24,8 @@ class Mark(Protocol):
         ...
 
 
-class Past:
-    """A mark in work that was done at once."""
+class DoneMark:
+    """A Mark behind work that was done at once."""
 
     def query(self) -> bool:
         return True
@@ -39,11 +39,11 @@ class DeviceQueue:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._is_late = device.type != "cpu"
+        self._is_async = device.type != "cpu"
 
     def current(self) -> AbstractContextManager[object]:
         """Within, streams, events and recordings belong to this device."""
-        return torch.cuda.device(self.device) if self._is_late else nullcontext()
+        return torch.cuda.device(self.device) if self._is_async else nullcontext()
 
     def do(self, work: Callable[[], None]) -> None:
         """`work` hands kernels and copies to the device, and waits for none."""
@@ -51,19 +51,19 @@ class DeviceQueue:
 
     def mark(self) -> Mark:
         """Behind all work so far."""
-        if not self._is_late:
-            return Past()
+        if not self._is_async:
+            return DoneMark()
         event = torch.cuda.Event()
         event.record()
         return event
 
     def upload(self, values: torch.Tensor) -> torch.Tensor:
         """Copy to the device. The host does not wait: torch holds the pinned memory until it was read."""
-        return values.pin_memory().to(self.device, non_blocking=True) if self._is_late else values
+        return values.pin_memory().to(self.device, non_blocking=True) if self._is_async else values
 
     def download(self, values: torch.Tensor) -> torch.Tensor:
         """Copy to the host; complete behind the next mark."""
-        if not self._is_late:
+        if not self._is_async:
             return values
         copy = self.host_memory(tuple(values.shape), values.dtype)
         copy.copy_(values, non_blocking=True)
@@ -78,7 +78,7 @@ class DeviceQueue:
 
     def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Memory that the device copies from and to while the host goes on."""
-        return torch.empty(shape, dtype=dtype, pin_memory=self._is_late)
+        return torch.empty(shape, dtype=dtype, pin_memory=self._is_async)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class PendingRows:
 
     def __init__(self, queue: DeviceQueue, check: Check) -> None:
         self._queue, self._check = queue, check
-        self.done: Mark = Past()
+        self.done: Mark = DoneMark()
         self.rows: torch.Tensor | None = None
 
     @property

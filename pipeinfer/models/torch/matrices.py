@@ -21,6 +21,7 @@ from torch.nn.functional import linear, pad, silu
 
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import UserError
+from pipeinfer.models.gguf.header import BLOCKS
 from pipeinfer.models.torch.params import CUDA
 
 GROUP = 32
@@ -31,7 +32,7 @@ PACKED_PIECE = 1 << 24  # numbers that are packed at a time on a CPU: 4 bytes ea
 ALLOWED = 0.02
 
 Q4_0, Q4_1, Q4_K = (int(GGMLQuantizationType[name]) for name in ("Q4_0", "Q4_1", "Q4_K"))
-BLOCK_BYTES = {Q4_0: 18, Q4_1: 20, Q4_K: 144}  # by GGML type
+BLOCK_BYTES = {type: BLOCKS[type][1] for type in (Q4_0, Q4_1, Q4_K)}
 
 ByteArray = npt.NDArray[np.uint8]
 
@@ -97,23 +98,23 @@ def read_four_bits(ggml_type: int, data: bytes | memoryview) -> FourBits:
     return FourBits(_nibbles(blocks[:, 16:].reshape(len(blocks), -1, GROUP)), scale, MIDDLE * scale - depth)
 
 
-def _nibbles(packed: ByteArray) -> ByteArray:
-    """(…, n) -> (n_groups, GROUP): the lower four bits of each n bytes, then the upper ones."""
-    return np.stack([packed & np.uint8(15), packed >> np.uint8(4)], -2).reshape(-1, GROUP)
+def _nibbles(data: ByteArray) -> ByteArray:
+    """(…, n) bytes -> (n_groups, GROUP): the lower four bits of each n bytes, then the upper ones."""
+    return np.stack([data & np.uint8(15), data >> np.uint8(4)], -2).reshape(-1, GROUP)
 
 
-def _floats(packed: ByteArray) -> FloatArray:
+def _floats(data: ByteArray) -> FloatArray:
     """(n, 2) bytes, a float16 each -> (n,)."""
-    return np.ascontiguousarray(packed).view(np.float16)[:, 0].astype(np.float32)
+    return np.ascontiguousarray(data).view(np.float16)[:, 0].astype(np.float32)
 
 
-def as_in_file(groups: FourBits, n_out: int) -> Int4Rows:
+def from_four_bits(groups: FourBits, n_out: int) -> Int4Rows:
     """The numbers of a file, with scales and offsets rounded to bf16."""
     steps = torch.stack([torch.from_numpy(groups.scale), torch.from_numpy(groups.offset)], -1)
     return Int4Rows(_pairs(torch.from_numpy(groups.numbers).view(n_out, -1)), steps.bfloat16().view(n_out, -1, 2))
 
 
-def rounded(rows: torch.Tensor) -> Int4Rows:
+def to_int4(rows: torch.Tensor) -> Int4Rows:
     """(n_out, n_in) in float32, each to the nearest of 16 numbers between its group's least and largest."""
     groups = rows.view(len(rows), -1, GROUP)
     least, largest = groups.aminmax(dim=-1)
@@ -128,18 +129,18 @@ def _pairs(numbers: torch.Tensor) -> torch.Tensor:
     return numbers[..., ::2] << 4 | numbers[..., 1::2]
 
 
-def packed(rows: Int4Rows) -> Int4:
+def pack_int4(rows: Int4Rows) -> Int4:
     """One matrix, or a stack of several, in the layout of the kernels."""
     if rows.pairs.dim() == 3:
-        each = [packed(Int4Rows(*parts)) for parts in zip(rows.pairs, rows.steps, strict=True)]
+        each = [pack_int4(Int4Rows(*parts)) for parts in zip(rows.pairs, rows.steps, strict=True)]
         return Int4(torch.stack([one.packed for one in each]), torch.stack([one.steps for one in each]), each[0].n_out)
     n_out = len(rows.pairs)
     n_missing = -n_out % ROWS
     pairs, steps = pad(rows.pairs, (0, 0, 0, n_missing)), pad(rows.steps, (0, 0, 0, 0, 0, n_missing))
-    return Int4(_packed(pairs), steps.transpose(0, 1).contiguous(), n_out)
+    return Int4(_pack_pairs(pairs), steps.transpose(0, 1).contiguous(), n_out)
 
 
-def _packed(pairs: torch.Tensor) -> torch.Tensor:
+def _pack_pairs(pairs: torch.Tensor) -> torch.Tensor:
     if pairs.device.type != "cpu":
         n_tiles = next(n for n in (8, 4, 2) if 2 * pairs.shape[1] % (16 * n) == 0)  # of 16 numbers each
         return torch.ops.aten._convert_weight_to_int4pack(pairs, n_tiles)
@@ -163,12 +164,12 @@ def check_device(device: torch.device) -> None:
     where the product is wrong."""
     generator = torch.Generator().manual_seed(0)
     matrix, rows = (torch.randn((n, 256), generator=generator) for n in (ROWS, 3))
-    rounded_rows = rounded(matrix)
-    numbers = torch.stack([rounded_rows.pairs >> 4, rounded_rows.pairs & 15], -1).view(ROWS, -1, GROUP).float()
-    scale, offset = rounded_rows.steps.float()[..., None].unbind(-2)
+    int4_rows = to_int4(matrix)
+    numbers = torch.stack([int4_rows.pairs >> 4, int4_rows.pairs & 15], -1).view(ROWS, -1, GROUP).float()
+    scale, offset = int4_rows.steps.float()[..., None].unbind(-2)
     expected = rows @ ((numbers - MIDDLE) * scale + offset).view(ROWS, -1).T
     try:
-        weight = packed(Int4Rows(rounded_rows.pairs.to(device), rounded_rows.steps.to(device)))
+        weight = pack_int4(Int4Rows(int4_rows.pairs.to(device), int4_rows.steps.to(device)))
         product = multiply_int4(rows.bfloat16().to(device), weight).cpu()
         reason = "its products are wrong"
     except RuntimeError as error:
@@ -218,7 +219,7 @@ def concatenated(parts: Sequence[Loaded]) -> Weight:
     if isinstance(first, Int8):
         return first if len(parts) == 1 else Int8(_joined(parts, "values"), _joined(parts, "scales"))
     if isinstance(first, Int4Rows):
-        return packed(first if len(parts) == 1 else Int4Rows(_joined(parts, "pairs"), _joined(parts, "steps")))
+        return pack_int4(first if len(parts) == 1 else Int4Rows(_joined(parts, "pairs"), _joined(parts, "steps")))
     return first if len(parts) == 1 else torch.cat([part for part in parts if isinstance(part, torch.Tensor)])
 
 
@@ -238,7 +239,7 @@ def multiply(rows: torch.Tensor, weight: Weight) -> torch.Tensor:
     return multiply_int4(rows.bfloat16(), weight)
 
 
-def quantised(rows: torch.Tensor) -> Int8:
+def to_int8(rows: torch.Tensor) -> Int8:
     """(n_out, n_in) in float32, each row rounded to 255 numbers."""
     scales = (rows.abs().amax(-1) / LARGEST_INT8).bfloat16()
     steps = rows / torch.where(scales > 0, scales, 1).float()[..., None]
@@ -296,22 +297,22 @@ def rows_together(matrices: Sequence[Weight], n_threads: int) -> int:
     """The number of rows that may be multiplied at once so that each has the same bits in every place, beside any other
     rows and with any number of threads; 1 if there is none. Leaves `n_threads` set."""
     try:
-        return next((size for size in SIZES if all(_are_alike(each, size, n_threads) for each in matrices)), 1)
+        return next((size for size in SIZES if all(_is_exact(each, size, n_threads) for each in matrices)), 1)
     finally:
         torch.set_num_threads(n_threads)
 
 
-def _are_alike(matrix: Weight, size: int, n_threads: int) -> bool:
+def _is_exact(matrix: Weight, size: int, n_threads: int) -> bool:
     """Whether any `size` rows have one result each, as far as so many of LEAST_TRIED numbers tell: rounding to bf16
     hides most differences of sums."""
     generator = torch.Generator().manual_seed(size)
     batches = (
         torch.randn(size, matrix.shape[1], generator=generator) for _ in range(0, LEAST_TRIED, size * matrix.shape[0])
     )
-    return all(_is_alike(matrix, rows.to(matrix.device), n_threads) for rows in batches)
+    return all(_is_exact_for(matrix, rows.to(matrix.device), n_threads) for rows in batches)
 
 
-def _is_alike(matrix: Weight, rows: torch.Tensor, n_threads: int) -> bool:
+def _is_exact_for(matrix: Weight, rows: torch.Tensor, n_threads: int) -> bool:
     """Whether each row has one result: in order, rotated, alone among zeros, and on more threads."""
     size = len(rows)
     torch.set_num_threads(n_threads)

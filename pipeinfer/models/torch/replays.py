@@ -1,10 +1,8 @@
-"""Runs padded to a few sizes, so that on a GPU each size is recorded once, as a CUDA graph, and then replayed.
+"""Runs padded to a few sizes, so that on a GPU each size is recorded once, as a CUDA graph, and then replayed. Knows
+the inputs of a run, no layer.
 
-Knows the inputs of a run, no layer.
-
-A run's inputs are written into memory of the host, of which there are as many versions as runs may be in flight: the
-device copies a version, in the order of its work, to the graph's inputs. A version is written again when the device has
-finished its run.
+A run's inputs are written into a staging buffer on the host; there are as many as runs may be in flight. The device
+copies it to the graph's inputs, in the order of its work, and has finished the run when it is written again.
 
 No GPU has run the recording yet. Padding is the same on a CPU, where tests cover it."""
 
@@ -16,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
-from pipeinfer.models.torch.device import DeviceQueue, Mark, Past, PendingRows
+from pipeinfer.models.torch.device import DeviceQueue, DoneMark, Mark, PendingRows
 
 MOST_ROWS = 64  # of a padded run; larger ones, chunks of prompts, keep a GPU busy without a graph
 LEAST_CELLS = 256
@@ -24,7 +22,7 @@ AHEAD_ROWS, AHEAD_CELLS = (1, 2, 4, 8), 4096
 """Sizes that are recorded when a model is loaded; others are at their first run, which takes the time of some runs."""
 
 N_WARM_UP = 2  # runs before a recording: libraries choose their kernels and buffers then
-N_VERSIONS = 2  # runs that may be in flight on the device
+N_STAGING = 2  # runs that may be in flight on the device
 
 
 class Inputs(NamedTuple):
@@ -46,11 +44,11 @@ ROWS = Inputs._fields.index("rows")
 
 
 @dataclass(slots=True)
-class Version:
+class StagingBuffer:
     """A run's inputs on the host; the device has read them behind the mark `done`."""
 
     memory: torch.Tensor
-    done: Mark = field(default_factory=Past)
+    done: Mark = field(default_factory=DoneMark)
     _views: "dict[Frame, Inputs]" = field(default_factory=dict)
 
     def views(self, frame: "Frame", queue: DeviceQueue) -> Inputs:
@@ -72,7 +70,7 @@ class Replays:
         self._compute, self._spare, self._queue, self._most_recorded = compute, spare, queue, most_recorded
         self._frames: dict[tuple[int, int], Frame] = {}
         self._recorder = Recorder() if records else None
-        self._versions = [Version(torch.empty(0, dtype=torch.uint8)) for _ in range(N_VERSIONS)]
+        self._staging = [StagingBuffer(torch.empty(0, dtype=torch.uint8)) for _ in range(N_STAGING)]
 
     def record_ahead(self, like: Inputs) -> None:
         """Record the sizes that most texts need: few rows, and cells up to some thousands."""
@@ -96,11 +94,11 @@ class Replays:
         replaces `inputs.rows`."""
         n_rows, n_cells = inputs.visible.shape
         size = _next_power(n_rows), min(self._spare, max(LEAST_CELLS, _next_power(n_cells)))
-        frame, version = self._frame(inputs, size), self._versions[0]
-        self._versions.append(self._versions.pop(0))
-        version.done.synchronize()
-        fill(version.views(frame, self._queue), inputs, self._spare)
-        source, n_wanted = version.memory[: frame.n_bytes], len(inputs.wanted)
+        frame, staging = self._frame(inputs, size), self._staging[0]
+        self._staging.append(self._staging.pop(0))
+        staging.done.synchronize()
+        fill(staging.views(frame, self._queue), inputs, self._spare)
+        source, n_wanted = staging.memory[: frame.n_bytes], len(inputs.wanted)
 
         def work() -> None:
             frame.read(source, on_device)
@@ -108,8 +106,8 @@ class Replays:
             result.take(finish(after.index_select(0, frame.inputs.wanted[:n_wanted])) if finish else after[:n_rows])
 
         self._queue.do(work)
-        version.done = self._queue.mark()
-        return version.done
+        staging.done = self._queue.mark()
+        return staging.done
 
 
 class Frame:

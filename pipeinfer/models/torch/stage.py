@@ -24,13 +24,13 @@ from pipeinfer.models.torch.replays import MOST_ROWS, Inputs, Replays
 from pipeinfer.models.torch.weights import Weights
 
 MORE_ROOM = "use a smaller context (-c), fewer rows (-b) or more ranks"
-CACHE_TYPES = {F32: torch.float32, BF16: torch.bfloat16, INT8: torch.bfloat16, INT4: torch.bfloat16}
+CACHE_DTYPES = {F32: torch.float32, BF16: torch.bfloat16, INT8: torch.bfloat16, INT4: torch.bfloat16}
 
-TENSORS = {F32: torch.float32, BF16: torch.bfloat16}  # types of weights that are plain tensors
+TENSOR_DTYPES = {F32: torch.float32, BF16: torch.bfloat16}  # types of weights that are plain tensors
 MOST_EXACT = 8 * 8192
 """Rows times cells of the largest recorded run with exact numerics, whose attention goes block by block of cells."""
 
-WIRE_TYPES = (torch.float32, torch.bfloat16)  # types of activations from device to device, by whether they are rounded
+WIRE_DTYPES = (torch.float32, torch.bfloat16)  # types of activations from device to device, by whether they are rounded
 
 Stop = Callable[[], bool]
 Future = TypeVar("Future", bound=PendingRows)
@@ -73,13 +73,13 @@ class TorchStage:
         self.apply, self.next_position, self.clear = cells.apply, cells.next_position, cells.clear
         self.device_memory = self._queue.device_memory
         is_padded = params.padded or not is_cpu
-        has_tensors = numbers.n_expert_used > 0 and not self._exact and is_padded and self.dtype in TENSORS
-        self._experts_at_once = has_tensors and runs_without_waiting(self.device, TENSORS[self.dtype])
+        has_tensors = numbers.n_expert_used > 0 and not self._exact and is_padded and self.dtype in TENSOR_DTYPES
+        self._experts_at_once = has_tensors and runs_without_waiting(self.device, TENSOR_DTYPES[self.dtype])
         self._load(slice_file)
-        # one more cell, for padding
-        size, self._cache_type = (2 * numbers.n_head_kv, params.n_cells + 1, numbers.head_dim), CACHE_TYPES[self.dtype]
-        # keys, then values
-        self._caches = [torch.zeros(size, dtype=self._cache_type, device=self.device) for _ in self._layers]
+        # keys, then values; one more cell, for padding
+        size = 2 * numbers.n_head_kv, params.n_cells + 1, numbers.head_dim
+        self._cache_dtype = CACHE_DTYPES[self.dtype]
+        self._caches = [torch.zeros(size, dtype=self._cache_dtype, device=self.device) for _ in self._layers]
         self._replays: Replays | None = None
         if (self.device.type == CUDA or params.padded) and (not numbers.n_expert_used or self._experts_at_once):
             self._replays = self._make_replays()
@@ -137,7 +137,7 @@ class TorchStage:
     def begin_on_device(self, batch: Batch, stop: Callable[[], bool], rounded: bool) -> DeviceFuture | None:
         """See DeviceStage."""
         assert not self.is_last, "logits are the host's"
-        return self._begin(batch, stop, DeviceFuture(self._queue, self._check_result, WIRE_TYPES[rounded]))
+        return self._begin(batch, stop, DeviceFuture(self._queue, self._check_result, WIRE_DTYPES[rounded]))
 
     def _check_result(self, rows: FloatArray) -> None:
         check_result(rows, are_logits=self.is_last, where=self._where)
@@ -217,19 +217,19 @@ class TorchStage:
             yield everything, self._by_sequence(batch, everything), 0
         else:
             visible = self._queue.upload(torch.from_numpy(self._cells.mask(batch)))
-            yield everything, MaskedCells.first(visible, self._n_group, self._cache_type), 0
+            yield everything, MaskedCells.first(visible, self._n_group, self._cache_dtype), 0
 
     def _by_sequence(self, batch: Batch, rows: slice) -> MaskedCells:
         seqs = [seqs[0] for seqs in batch.seqs[rows]]
         return MaskedCells.by_sequence(
-            batch.positions[rows], seqs, self._cells, self._n_group, self._cache_type, self._queue.upload
+            batch.positions[rows], seqs, self._cells, self._n_group, self._cache_dtype, self._queue.upload
         )
 
     def _compute(self, inputs: Inputs) -> torch.Tensor:
         """The residual stream after the slice, of a padded run."""
         visible: VisibleCells = InOrder(inputs.visible, self._group)
         if not self._in_order:
-            visible = MaskedCells.first(inputs.visible, self._n_group, self._cache_type)
+            visible = MaskedCells.first(inputs.visible, self._n_group, self._cache_dtype)
         rows, cos, sin, cells = inputs.rows, inputs.cos, inputs.sin, inputs.cells
         output = self._through_layers(visible, self._group, rows, cos, sin, cells, lambda: False)
         assert output is not None
@@ -263,7 +263,7 @@ class TorchStage:
 
     def device_rows(self, memory: torch.Tensor, n_rows: int, rounded: bool) -> TorchRows:
         """See DeviceStage."""
-        dtype = WIRE_TYPES[rounded]
+        dtype = WIRE_DTYPES[rounded]
         values = memory[: n_rows * self.n_embd * dtype.itemsize].view(dtype).view(n_rows, self.n_embd)
         return TorchRows(values, self._queue)
 

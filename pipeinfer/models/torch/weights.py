@@ -17,17 +17,17 @@ from pipeinfer.models.torch.matrices import (
     Int8,
     Loaded,
     Weight,
-    as_in_file,
     concatenated,
-    quantised,
+    from_four_bits,
     read_four_bits,
-    rounded,
+    to_int4,
+    to_int8,
 )
 from pipeinfer.models.torch.params import CPU, F32, INT4, INT8
 
 PIECE_BYTES = 4 << 20
-BF16 = 30  # GGML's number
-HEADS = ("output.weight", "token_embd.weight")  # the output matrix; the second where a slice has not the first
+GGML_BF16 = 30  # GGML's number
+HEADS = ("output.weight", "token_embd.weight")  # the output matrix; the second where a slice lacks the first
 
 
 class Weights:
@@ -70,7 +70,7 @@ class Weights:
         tensor = self.tensors[name]
 
         def convert(data: memoryview, n_rows: int) -> list[torch.Tensor]:
-            if tensor.type == BF16 and dtype is torch.bfloat16:
+            if tensor.type == GGML_BF16 and dtype is torch.bfloat16:
                 return [torch.frombuffer(data, dtype=dtype)]
             return [_floats(tensor, data)]
 
@@ -82,7 +82,7 @@ class Weights:
         tensor = self.tensors[name]
 
         def convert(data: memoryview, n_rows: int) -> list[torch.Tensor]:
-            piece = quantised(_floats(tensor, data).to(self.device))
+            piece = to_int8(_floats(tensor, data).to(self.device))
             return [piece.values, piece.scales]
 
         shape = _shape(tensor)
@@ -96,9 +96,9 @@ class Weights:
 
         def convert(data: memoryview, n_rows: int) -> list[torch.Tensor]:
             if tensor.type in BLOCK_BYTES:
-                piece = as_in_file(read_four_bits(tensor.type, data), n_rows)
+                piece = from_four_bits(read_four_bits(tensor.type, data), n_rows)
             else:
-                piece = rounded(_floats(tensor, data).to(self.device))
+                piece = to_int4(_floats(tensor, data).to(self.device))
             return [piece.pairs, piece.steps]
 
         *others, n_in = _shape(tensor)

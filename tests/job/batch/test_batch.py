@@ -20,7 +20,7 @@ from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.batch.batch_file import BatchFile, BatchOutput, read_request
-from pipeinfer.job.placement.model_files import open_models
+from pipeinfer.job.placement.checks import open_models
 from pipeinfer.job.requests.body import Defaults
 from pipeinfer.models.text.chat_template import ChatMessage, ChatTemplate
 from pipeinfer.models.text.json_schema import schema_grammar
@@ -215,7 +215,7 @@ def test_figures_that_are_taken_while_requests_are_open_add_up(
     """What ranks note of their runs would grow without end; rank 0 has a stage of its own here."""
     output = tmp_path / "out.jsonl"
     code = (
-        "import sys, pipeinfer.job.batch.batch as batch; from pipeinfer.cli.main import main; batch.MAX_RECORDS = 8; "
+        "import sys, pipeinfer.job.batch.batch as batch; from pipeinfer.cli import main; batch.MAX_RECORDS = 8; "
         "main(sys.argv[1:])"
     )
     words = ["batch", str(asked), "-o", str(output), "--json", *COMMON, *pair[:2], "-np", "3"]
@@ -467,7 +467,7 @@ def loaded(self):
     open(sys.argv[2], "w").write('{"prompt": 5}\\n')
 
 LoadedRanks.load = loaded
-from pipeinfer.cli.main import main
+from pipeinfer.cli import main
 main()
 """
 

@@ -219,6 +219,7 @@ def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
         "slice_cache": tmp_path,
         "kv_disk": 10**9,
         "kv_read_only": True,
+        "cache_ram": 7,
         "pace": Pace.parse("pipeinfer-c"),
         "sampling": SamplingParams(seed=1),
         "couple": False,
@@ -260,6 +261,7 @@ def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
     not_asked |= {"parse_special", "special_in_messages", "resumed", "allow_other_numerics"}
     not_asked |= {"plan", "planned", "n_expected", "machines", "by_ranks", "kv_dir"}
     not_asked |= {"lora_init_without_apply"}  # which changes the factors of lora
+    not_asked |= {"fit", "fit_target", "fit_ctx", "fitted"}  # bench does not take them
     assert not set(changed) & not_asked
     elsewhere = {"draft_split", "draft_rank", "wire_type", "cache_type_k", "cache_type_v", "rpc"}
     names = {field.name for _, record in options_of().records() for field in fields(record)}
@@ -353,7 +355,7 @@ def test_resuming_measures_only_what_is_missing(pair: list[str], tmp_path: Path)
     lines = results.read_text().splitlines(keepends=True)
     results.write_text("".join(lines[:3] + lines[4:]))
     again = finish(2, arguments)
-    assert again.returncode == 0 and "1 generations to measure" in again.stderr, again.stderr
+    assert again.returncode == 0 and "1 generation to measure" in again.stderr, again.stderr
     assert len(RESULTS.read(results)) == 8
     nothing = finish(2, arguments)
     assert nothing.returncode == 0 and not nothing.stdout, nothing.stdout
@@ -398,7 +400,7 @@ def test_a_conversation_is_resumed_at_its_first_missing_turn(pair: list[str], tm
     assert "nothing left to measure" in finish(2, arguments).stderr
     lines = results.read_text().splitlines(keepends=True)
     results.write_text("".join(lines[:2] + lines[3:]))
-    assert "1 generations to measure" in finish(2, arguments).stderr, "the answer to a first turn is not needed again"
+    assert "1 generation to measure" in finish(2, arguments).stderr, "the answer to a first turn is not needed again"
 
 
 def test_a_later_turn_begins_with_a_blank_line_and_no_space(pair: list[str]) -> None:
@@ -512,16 +514,22 @@ def test_the_default_prompts_are_texts(tmp_path: Path) -> None:
 
 def test_prompts(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("text")
-    (tmp_path / "b.jsonl").write_text('{"turns": ["one", "two"]}\n\n{"turns": ["three\u2028\x85"]}\n')
-    assert read_prompts("512", 0) == [BenchPrompt("pp512", n_tokens=512)]
+    (tmp_path / "b.jsonl").write_text('\ufeff{"turns": ["one", "two"]}\n\n{"turns": ["three\u2028\x85"]}\n')
+    assert read_prompts("512", 0) == read_prompts("512", 0, cut=600) == [BenchPrompt("pp512", n_tokens=512)]
+    assert read_prompts("512", 0, cut=8) == [BenchPrompt("pp8", n_tokens=8)], "the same as -p 8"
     assert read_prompts(str(tmp_path / "a.txt"), 0) == [BenchPrompt("a", "text")]
     questions = [BenchPrompt("b/1", "one", later=("two",)), BenchPrompt("b/3", "three\u2028\x85")]
     assert read_prompts(str(tmp_path / "b.jsonl"), 0) == questions
-    assert read_prompts(str(tmp_path / "b.jsonl"), 1) == questions[:1]
+    assert [read_prompts(str(tmp_path / "b.jsonl"), n) for n in (1, 2)] == [questions[:1], questions]
     assert read_prompts(str(tmp_path / "b.jsonl"), 0, n_turns=1) == [BenchPrompt("b/1", "one"), questions[1]]
     (tmp_path / "b.jsonl").write_text("\n")
     with pytest.raises(UserError, match="64 MiB"):
         read_prompts("/dev/zero", 0)
+    assert read_prompts("20,300", 0, cut=200) == [BenchPrompt("pp20", n_tokens=20), BenchPrompt("pp200", n_tokens=200)]
+    with pytest.raises(UserError, match="of several files each its own -p"):
+        read_prompts("a.txt,30", 0)
+    with pytest.raises(UserError, match="1 to 1048576 tokens"):
+        read_prompts("20,0", 0)
     with pytest.raises(UserError, match="no questions"):
         read_prompts(str(tmp_path / "b.jsonl"), 0)
 
@@ -575,6 +583,23 @@ def test_experiments_begin_only_where_they_are_understood(tmp_path: Path) -> Non
     assert wrong.returncode == 2 and not wrong.stdout and "-n: settings are variables" in wrong.stderr
 
 
+@pytest.mark.parametrize(
+    ("setting", "value", "words"),
+    [
+        ("RANKS", "2,3", "RANKS=2,3: give numbers of MPI ranks, separated by spaces"),
+        ("RANKS", "0", "RANKS=0: give"),
+        ("REPEATS", "0", "REPEATS=0: give a whole number from 1 on"),
+        ("SEED", "-1", "SEED=-1: give a whole number from 0 on"),
+        ("PAIRS", "target.gguf", "PAIRS has target.gguf: give TARGET:DRAFT"),
+    ],
+)
+def test_experiments_take_no_setting_for_another(setting: str, value: str, words: str) -> None:
+    settings = environment() | {"FIGURES": "", setting: value}
+    script = [str(ROOT / "experiments.sh")]
+    done = subprocess.run(script, env=settings, capture_output=True, text=True, timeout=20)
+    assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
 def test_experiments_measure_ablations_in_turns_with_what_they_are_held_against(tmp_path: Path) -> None:
     settings = {
         "PAIRS": f"{TARGET}:{DRAFT}",
@@ -602,7 +627,7 @@ def test_experiments_measure_ablations_in_turns_with_what_they_are_held_against(
 
 TELLS = """
 import sys
-from pipeinfer.cli.main import main
+from pipeinfer.cli import main
 from pipeinfer.job.bench import sweep
 from pipeinfer.models.llama.repacking import repacked_types
 deploy = sweep.deploy

@@ -26,7 +26,7 @@ from pipeinfer.job.bench.bench import Arrivals, Bench
 from pipeinfer.job.bench.sweep import LoadCase, Variant, n_requests
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.options.text_sections import Loads
-from pipeinfer.job.placement.capacity import engine_settings
+from pipeinfer.job.placement.job_plan import engine_settings
 from pipeinfer.job.requests.bench_prompts import BenchPrompt, first_turns, read_prompts
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.session.result import ExperimentSettings
@@ -155,7 +155,7 @@ def test_loads_are_measured_and_resumed(pair: list[str], tmp_path: Path) -> None
     lines = results.read_text().splitlines(keepends=True)
     results.write_text("".join(lines[:2] + lines[3:]))
     again = finish(3, [*words, "--resume"])
-    assert again.returncode == 0 and "1 loads to measure, 7 requests" in again.stderr, again.stderr
+    assert again.returncode == 0 and "1 load to measure, 7 requests" in again.stderr, again.stderr
     assert sorted(map(LOADS.key_of, rows_of(results)), key=str) == sorted(map(LOADS.key_of, rows), key=str)
     nothing = finish(3, [*words, "--resume"])
     assert nothing.returncode == 0 and not nothing.stdout, nothing.stdout

@@ -24,7 +24,7 @@ from pipeinfer.core.requests import Request
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.sequences import SequencePool
 from pipeinfer.errors import UserError
-from pipeinfer.job.chat.chat import Interrupts
+from pipeinfer.job.chat.chat import ChatInterrupts
 from pipeinfer.job.chat.history import History
 from pipeinfer.job.chat.lines import PipedLines
 from pipeinfer.job.requests.chat_format import ChatFormat
@@ -253,7 +253,7 @@ def test_a_template_that_makes_nothing_is_named(tokenizer: Tokenizer, monkeypatc
 
 def test_a_first_interrupt_ends_the_answer_a_second_one_the_job() -> None:
     typed = False
-    interrupts = Interrupts(lambda: typed)
+    interrupts = ChatInterrupts(lambda: typed)
     for _ in range(2):
         assert not interrupts.due() and interrupts.interrupt(signal.SIGINT)
         assert interrupts.due() and not interrupts.due(), "once"
@@ -270,7 +270,7 @@ def test_a_first_interrupt_ends_the_answer_a_second_one_the_job() -> None:
 
 
 WORDS = ["-n", "12", "-t", "1", "--temp", "0.8", "-s", "3"]
-TYPED = "the model\n/regen\nof a \\\nlayer\n//\n/clear\n\nthe model\n/nothing\n"
+TYPED = "the model\n/regen\nof a \\\nlayer\n//\n/clear\n\nthe model\n/nothing\n/read notes.txt\n"
 
 
 def turns_of(n_ranks: int, words: Sequence[str], typed: str) -> tuple[list[dict[str, Any]], str]:
@@ -294,6 +294,7 @@ def test_a_chat_of_ranks_says_what_one_rank_says(model: Path, draft: Path) -> No
     assert len(texts) == 4 and texts[0] != texts[1], "another seed, another answer"
     assert turns[0]["prompt_tokens"] == turns[1]["prompt_tokens"] == turns[3]["prompt_tokens"]
     assert texts[3] == texts[1], "after /clear all is as at the beginning, but for the seed"
+    assert "there is no /read; paste" in errors
     assert "there is no /nothing" in errors and "there is no //" in errors and "/regen" in errors
     n_prompt = [len(turn["prompt_tokens"]) for turn in turns]
     n_kept = [turn["timings"]["cache_n"] for turn in turns]

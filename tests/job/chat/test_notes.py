@@ -28,10 +28,10 @@ def again(journal: Journal, about: str = "it") -> ChatNotes:
 def test_only_the_newest_answer_goes_on() -> None:
     notes = ChatNotes(Journal(), "it")
     notes.add("one", 7, 4)
-    notes.came([5, 6])
-    notes.came([8])
+    notes.add_output([5, 6])
+    notes.add_output([8])
     notes.add("two", 7, 8)
-    notes.came([9, 10])
+    notes.add_output([9, 10])
     found = again(notes.journal)
     assert [(turn.message, turn.tokens, turn.is_whole) for turn in found.past] == [
         ("one", (5, 6, 8), True),
@@ -39,11 +39,11 @@ def test_only_the_newest_answer_goes_on() -> None:
     ]
     whole = found.begin(REQUEST, found.past[0])
     assert (whole.begun, whole.n_predict) == ((5, 6), 3)
-    found.came([8])
+    found.add_output([8])
     begun = found.begin(REQUEST, found.past[1])
     assert (begun.begun, begun.n_predict) == ((9,), 50)
-    found.came([10])
-    found.came([11])
+    found.add_output([10])
+    found.add_output([11])
     assert [turn.tokens for turn in again(found.journal).past] == [(5, 6, 8), (9, 10, 11)], "nothing is doubled"
 
 

@@ -23,7 +23,7 @@ from pipeinfer.cli.models import models
 from pipeinfer.cluster.hosts.roster import version_text
 from pipeinfer.errors import UserError
 from pipeinfer.job.doctor import agent, checks, connections, hashes, host_checks, inquiry
-from pipeinfer.job.doctor.agent import ADDRESS_SPACE, LOCKED_MEMORY, OPEN_FILES
+from pipeinfer.job.doctor.agent import ADDRESS_SPACE, FILE_SIZE, LOCKED_MEMORY, OPEN_FILES
 from pipeinfer.job.doctor.checks import CHECKS
 from pipeinfer.job.doctor.connections import Ring, Way, connect_all, measure_again, measure_all, rounds, run_ring
 from pipeinfer.job.doctor.findings import Cluster, Fault, Finding, HostReport, Severity
@@ -34,7 +34,7 @@ from pipeinfer.models.demo import TARGET
 from tests.support.jobs import COMMAND, ROOT, environment
 from tests.support.planned import options_of
 
-LIMITS = {OPEN_FILES: 4096, LOCKED_MEMORY: -1, ADDRESS_SPACE: -1}
+LIMITS = {OPEN_FILES: 4096, LOCKED_MEMORY: -1, ADDRESS_SPACE: -1, FILE_SIZE: -1}
 BASE = {
     "host": "node",
     "user": "me",
@@ -114,6 +114,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"shm": {"bytes": 1000, "error": ""}}, "shared memory", "bus error"),
     ({"limits": LIMITS | {OPEN_FILES: 256}}, "limits", "256"),
     ({"limits": LIMITS | {ADDRESS_SPACE: 10**9}}, "limits", "1.0 GB"),
+    ({"limits": LIMITS | {FILE_SIZE: 10**8}}, "limits", "file size (-f) is 100.0 MB"),
     ({"limits": LIMITS | {LOCKED_MEMORY: 65536}, "has_fabric": True}, "limits", "memlock"),
     ({"clock_s": -30.0}, "clock", "30.0 s behind"),
     ({"servers": {"a:1": {"error": "a:1 is busy", "devices": []}}}, "servers", "rank 0 cannot be used: a:1 is busy"),

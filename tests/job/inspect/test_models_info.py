@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from pipeinfer.cli.models import models
 from pipeinfer.errors import UserError
 from pipeinfer.job.inspect.pair_report import acceptance
-from pipeinfer.job.placement.capacity import cells_for
+from pipeinfer.job.placement.job_plan import cells_for
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.text.tokenizer import Tokenizer

@@ -19,9 +19,10 @@ from pipeinfer.cli.plan import plan_command
 from pipeinfer.cluster.hosts.host import FreeMemory, Host, measure_speed
 from pipeinfer.cluster.hosts.resources import Memory, left_on_gpus, spare_memory, spare_on_gpus
 from pipeinfer.errors import UserError
-from pipeinfer.job.placement.model_files import open_models
+from pipeinfer.job.placement.checks import open_models
+from pipeinfer.job.planning.fit import largest
 from pipeinfer.job.planning.planner import ETHERNET, Planner, model_of, with_described_speeds
-from pipeinfer.job.planning.suggestions import largest, suggestions
+from pipeinfer.job.planning.suggestions import suggestions
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.policies import PipeInfer, make_policy
@@ -104,6 +105,8 @@ def test_both_forms_of_hosts_files_and_what_is_added(tmp_path: Path) -> None:
         ("a memory=3", "3 is 3 B"),
         ("a gb_per_s=3", "gb_per_s alone"),
         ("a gb_per_s=nan gflop_per_s=1", "gb_per_s=nan"),
+        ("a gb_per_s=1 gflop_per_s=1 gpu_gb_per_s=9", "gpu_gb_per_s and gpu_gflop_per_s, or neither"),
+        ("a gpu_gb_per_s=9 gpu_gflop_per_s=9", "give gb_per_s and gflop_per_s of the host too"),
         ("a speed=3", "the keys are slots, cores"),
         ("a cores=1 cores=2", "twice"),
         ("-a", "'-a' is no host"),
@@ -431,6 +434,32 @@ def test_what_gpus_must_hold_is_counted_and_refused_where_it_does_not_fit(tmp_pa
     found, error = planned(f"{needed - 1000}")
     assert not found["fits"] and [row["fits"] for row in found["ranks"]] == [True, False, False]
     assert error.startswith("rank 1 on b puts ") and "on H100 and ranks beside it" in error and "-ngl" in error
+
+
+def test_experts_go_to_cpus_where_that_is_faster(tmp_path: Path) -> None:
+    """By the speeds of processors and GPUs; attention stays on GPUs, and no more experts leave them than have to."""
+    shape = Shape(n_layer=6, n_embd=512, n_head=8, n_head_kv=2, n_ff=1024, n_expert=16)
+    model = write_model(tmp_path / "experts.gguf", shape)
+    words = ("-m", model, "-c", 512, "--numerics", "fast", "-md", "none", "--policy", "iterative")
+
+    def planned(gpu_speed: int, gpu_bytes: float, *more: object) -> dict[str, Any]:
+        gpu = f"gpu_memory={int(gpu_bytes)} gpu_gb_per_s={gpu_speed} gpu_gflop_per_s={100 * gpu_speed}"
+        return plan("--hosts", write(tmp_path, f"a memory=60G {SLOW} {gpu}"), *words, *more)[0]
+
+    whole, alone = planned(400, 1e12, "-ngl", "all"), planned(400, 1e12, "-ngl", "0")
+    assert speed_of(whole) > 2 * speed_of(alone) and not whole["ways"]
+    room = 0.6 * whole["ranks"][0]["gpu_bytes"]
+    off = planned(400, room, "-ngl", "0")["ways"][0]
+    n_moved = int(off["what"].removeprefix("-ngl all -ncmoe "))
+    assert 0 < n_moved < 6 and off["fits"]
+    ways = [planned(400, room, "-ngl", "all", "-ncmoe", n) for n in range(7)]
+    assert [way["fits"] for way in ways] == [n >= n_moved for n in range(7)]
+    speeds = [speed_of(way) for way in ways[n_moved:]]
+    assert speeds == sorted(speeds, reverse=True) and speeds[-1] > speed_of(alone)
+    assert off["tokens_per_s"] == speeds[0]
+    (fewer,) = planned(400, room, "-ngl", "all", "-cmoe")["ways"]
+    assert fewer["what"] == f"-ncmoe {n_moved} in place of -cmoe" and fewer["tokens_per_s"] == speeds[0]
+    assert not planned(10, room, "-ngl", "0")["ways"], "GPUs that are slower than processors get nothing"
 
 
 def test_layers_go_where_gpus_have_room_for_them(tmp_path: Path, wide: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from pipeinfer.cluster.hosts.host import Host, this_host
 from pipeinfer.cluster.hosts.resources import Memory
 from pipeinfer.errors import UserError
-from pipeinfer.job.loading.arrivals import Want, _pieces
+from pipeinfer.job.loading.arrivals import ModelPart, _pieces
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.job_plan import TARGET as TARGET_MODEL
 from pipeinfer.job.placement.job_plan import ModelFile
@@ -153,12 +153,12 @@ def test_a_file_that_is_not_the_one_planned_with_is_not_sent(tmp_path: Path) -> 
     path = tmp_path / "m.gguf"
     write_model(path, Shape(n_layer=2))
     info = read_model_info(path)
-    file, want = ModelFile.of(info), Want(TARGET_MODEL, "file", 0, 2, info.n_bytes)
-    assert b"".join(map(bytes, _pieces(file, want))) == path.read_bytes()
+    file, part = ModelFile.of(info), ModelPart(TARGET_MODEL, "file", 0, 2, info.n_bytes)
+    assert b"".join(map(bytes, _pieces(file, part))) == path.read_bytes()
     write_model(tmp_path / "other.gguf", Shape(n_layer=2, seed=2))
     (tmp_path / "other.gguf").rename(path)
     for said in ("was changed while the job started", "does not exist"):
-        pieces = _pieces(file, want)
+        pieces = _pieces(file, part)
         with pytest.raises(UserError, match=said):
             next(pieces)
         path.unlink(missing_ok=True)

@@ -97,7 +97,7 @@ def test_slices_that_were_cut_on_another_host_are_taken_there(model: Path, tmp_p
     split(there, "--layer-split", "2,3", "-o", tmp_path / "cache")
     before, here, states = slices(tmp_path / "cache"), read_model_info(model), read_model_info(there).states
     assert here.fingerprint == read_model_info(there).fingerprint
-    open_slice(here, 0, 2, tmp_path / "cache", elsewhere=states).close()
+    open_slice(here, 0, 2, tmp_path / "cache", remote_states=states).close()
     assert slices(tmp_path / "cache") == before
     open_slice(here, 0, 2, tmp_path / "cache").close()
     assert slices(tmp_path / "cache")["0-2"] != before["0-2"], "of no file that anybody has"

@@ -19,7 +19,7 @@ from pipeinfer.job.planning.deploy import CLEAR_GAIN, choose_draft_rank
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.policies import PipeInfer
-from tests.support.jobs import finish, plain_tokens, run_json
+from tests.support.jobs import finish, plain_tokens_after, run_json
 from tests.support.planned import lay_out, options_of, timed_ranks
 
 LAYERS, SMALL = Sizes((100,) * 12, 50), Sizes((1,) * 2, 1)
@@ -119,7 +119,7 @@ def test_a_job_whose_draft_is_elsewhere(tmp_path: Path, n_ranks: int, rank: int)
     found = run_json(
         n_ranks, [*WORDS, "--temp", "0", "--policy", "speculative", "--draft-rank", str(rank), "--trace", str(trace)]
     )
-    assert found["tokens"] == plain_tokens(TARGET, found["prompt_tokens"], 40)
+    assert found["tokens"] == plain_tokens_after(TARGET, found, 40)
     assert [each["role"] for each in found["ranks"]][rank] == "draft" and found["ranks"][0]["role"][:7] == "stage 0"
     assert found["settings"].endswith(f"draft-rank {rank}")
     assert found["speculation"]["acceptance_rate"] > 0.1

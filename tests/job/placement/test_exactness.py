@@ -16,11 +16,11 @@ import pytest
 
 from pipeinfer.cluster.hosts.host import FreeMemory, Host
 from pipeinfer.errors import UserError
-from pipeinfer.job.placement.capacity import CELLS_PADDING, N_CELLS_SPARE
-from pipeinfer.job.placement.job_plan import JobPlan
+from pipeinfer.job.placement.job_plan import CELLS_PADDING, N_CELLS_SPARE, JobPlan
 from pipeinfer.job.placement.numerics import NumericsPlan
 from pipeinfer.job.planning.deploy import NOT_REPACKED, OTHER_NUMERICS, DoesNotFit
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
+from pipeinfer.models.gguf.slice import slice_bytes
 from pipeinfer.models.llama.params import GROUP, GROUP_CELLS, MANY, MANY_TILED, TILED_ROWS, TypeRows, matrix_bytes
 from pipeinfer.models.llama.repacking import grouped_types, repacked_types
 from pipeinfer.policies import Iterative
@@ -60,8 +60,10 @@ def test_all_ranks_must_repack_alike(info: ModelInfo) -> None:
 def test_repacked_weights_are_counted(info: ModelInfo) -> None:
     repacked, mapped = plan(info, HERE).memory[0], plan(info, HERE, repack=False).memory[0]
     assert mapped.mapped == repacked.weights == info.n_bytes and mapped.weights == repacked.mapped == 0
-    apart = plan(info, HERE, HERE).memory
+    cut = plan(info, HERE, HERE)
+    apart, last, head = cut.memory, cut.assignment.stages[-1], info.tensor("output.weight")
     assert all(0 < each.loading <= each.weights for each in apart), "a slice is in memory too while it is loaded"
+    assert head and apart[1].weights == slice_bytes(info, last.first, last.last) + head.n_bytes, "as the table too"
     fast, no_repack = (plan(info, HERE, numerics="fast", repack=repack).memory[0] for repack in (True, False))
     assert fast.weights == no_repack.mapped == info.n_bytes
 

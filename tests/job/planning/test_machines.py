@@ -51,7 +51,7 @@ def test_no_speed_is_told_of_machines_into_which_the_model_does_not_fit() -> Non
 def test_text_that_repeats_nothing_gains_nothing_and_that_is_said() -> None:
     speeds = machine_speeds(machine(), PROMPT, ONCE, (1, 2, 20))
     assert speeds[2][1] == pytest.approx(speeds[2][0], rel=0.01)
-    assert summary(speeds) == "More than 1 machine add no speed to this model."
+    assert summary(speeds) == "More than 1 machine adds no speed to this model."
     rows = speed_rows(speeds)
     assert rows[2][:3] == ["20", "-", "-"], "more machines than layers"
     assert rows[0][3:] == ["-", "-"], "a 70B model in the memory of one"

@@ -172,7 +172,7 @@ def test_a_lone_process_that_is_stopped_while_it_loads_says_nothing_of_mpi(numbe
 BEHIND = """
 import os, signal, sys, time
 from pipeinfer.cluster.watch.watch import Watch
-from pipeinfer.cli.main import main
+from pipeinfer.cli import main
 start = Watch._start_sentinel
 def started(*arguments):
     process = start(*arguments)

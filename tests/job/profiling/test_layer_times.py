@@ -18,7 +18,7 @@ from pipeinfer.cluster.timed_runs import time_layers
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.types import FloatArray
 from pipeinfer.job.options.values import Backend, Pace
-from pipeinfer.job.profiling.speeds import TIMED_BYTES, evened, is_doubtful, timed_span
+from pipeinfer.job.profiling.speeds import TIMED_BYTES, average_alike, is_doubtful, timed_span
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.slice import open_blank, open_slice
@@ -151,22 +151,25 @@ def test_what_only_timing_tells_apart_is_alike() -> None:
     assert is_doubtful([LayerSpeed(1.0), LayerSpeed(1.2), None], [("x",)] * 3) and not is_doubtful([None], [("x",)])
     near, far, other, unknown = [1.0, 1.08], [1.0, 1.3], 9.0, None
     kinds = [("x",), ("x",), ("y",), ("y",)]
-    assert evened([*map(LayerSpeed, near), LayerSpeed(other), unknown], kinds) == [
+    assert average_alike([*map(LayerSpeed, near), LayerSpeed(other), unknown], kinds) == [
         LayerSpeed(1.04),
         LayerSpeed(1.04),
         LayerSpeed(other),
         unknown,
     ]
-    assert evened([*map(LayerSpeed, far), LayerSpeed(other), unknown], kinds) == [
+    assert average_alike([*map(LayerSpeed, far), LayerSpeed(other), unknown], kinds) == [
         *map(LayerSpeed, far),
         LayerSpeed(other),
         unknown,
     ]
-    assert evened([*map(LayerSpeed, near), LayerSpeed(other)], kinds[:3])[:2] == [LayerSpeed(1.04), LayerSpeed(1.04)]
+    assert average_alike([*map(LayerSpeed, near), LayerSpeed(other)], kinds[:3])[:2] == [
+        LayerSpeed(1.04),
+        LayerSpeed(1.04),
+    ]
     with_output = [LayerSpeed(1.0), LayerSpeed(1.08, 5.0), LayerSpeed(9.0)]
-    assert evened(with_output, kinds[:3])[1] == LayerSpeed(1.04, 5.0)
-    assert evened([unknown, *with_output[:2]], [("y",), *kinds[:2]]) == [None] * 3, "sizes say as much"
-    assert evened([*map(LayerSpeed, far)], kinds[:2]) == [*map(LayerSpeed, far)]
+    assert average_alike(with_output, kinds[:3])[1] == LayerSpeed(1.04, 5.0)
+    assert average_alike([unknown, *with_output[:2]], [("y",), *kinds[:2]]) == [None] * 3, "sizes say as much"
+    assert average_alike([*map(LayerSpeed, far)], kinds[:2]) == [*map(LayerSpeed, far)]
 
 
 def test_ranks_of_a_host_time_at_once_where_it_has_cores_for_them() -> None:
@@ -201,7 +204,7 @@ def test_a_job_times_ranks_that_are_not_alike_once(tmp_path: Path, monkeypatch: 
 
 FAILING = """
 import os, sys
-from pipeinfer.cli.main import main
+from pipeinfer.cli import main
 from pipeinfer.cluster.hosts.launch import rank_from_environment
 from pipeinfer.errors import UserError
 from pipeinfer.job.profiling import speeds

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -11,7 +12,7 @@ import pytest
 
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
-from pipeinfer.job.requests.journal import Journal, JournalFile, kept_numerics
+from pipeinfer.job.requests.journal import Journal, JournalFile, kept_settings
 from pipeinfer.job.requests.request import GenerationRequest
 from tests.support.jobs import command_of, descendants, finish, start
 
@@ -22,16 +23,16 @@ TEXT = ["-p", "def read_lines(path):\n", "-n", "300", "-c", "400", "--ignore-eos
 def test_a_text_goes_on_before_its_last_token(tmp_path: Path) -> None:
     first = JournalFile(tmp_path / "notes", "exact")
     assert first.begin("x", ASKED) == ASKED
-    first.came("x", [7, 8])
-    first.came("x", [9])
+    first.add_output("x", [7, 8])
+    first.add_output("x", [9])
     first.close()
     again = JournalFile(tmp_path / "notes", "exact")
     other = GenerationRequest((1, 2), 9, 20, SamplingParams(seed=99), frozenset())
     answer = again.begin("x", other)
     assert (answer.begun, answer.sampling.seed) == ((7, 8), 5), "its seed too"
     assert again.texts == {"x": (5, [7, 8])}
-    again.came("x", [9, 4])
-    again.ended("x")
+    again.add_output("x", [9, 4])
+    again.end("x")
     again.close()
     assert not (tmp_path / "notes").exists()
 
@@ -40,7 +41,7 @@ def test_texts_with_log_probabilities_come_again() -> None:
     journal = Journal()
     request = GenerationRequest((1, 2), 9, 20, SamplingParams(seed=5, n_logprobs=0), frozenset())
     journal.begin("x", request)
-    journal.came("x", [7, 8])
+    journal.add_output("x", [7, 8])
     assert journal.begin("x", request).begun == () and journal.texts["x"] == (5, [])
 
 
@@ -48,8 +49,8 @@ def test_notes_are_taken_by_another_journal() -> None:
     journal, other = Journal(), Journal()
     for key in "xy":
         journal.begin(key, ASKED)
-        journal.came(key, [1, 2])
-    journal.ended("x")
+        journal.add_output(key, [1, 2])
+    journal.end("x")
     for note in journal.notes():
         other.take(note)
     assert other.texts == {"y": (5, [1, 2])}
@@ -71,13 +72,23 @@ def test_only_a_torn_note_is_cut_off(tmp_path: Path, content: bytes) -> None:
 def test_notes_say_with_which_numerics_their_texts_were_begun(tmp_path: Path) -> None:
     path = tmp_path / "notes"
     JournalFile(path, "exact-q4_0.32-1f3a")
-    assert kept_numerics(path) == "", "nothing was begun"
+    assert kept_settings(path)["resumed"] == "", "nothing was begun"
     path.unlink()
     journal = JournalFile(path, "exact-q4_0.32-1f3a")
     journal.begin("x", ASKED)
-    assert kept_numerics(path) == "exact-q4_0.32-1f3a" and kept_numerics(None) == ""
+    assert kept_settings(path)["resumed"] == "exact-q4_0.32-1f3a" and kept_settings(None)["resumed"] == ""
     path.write_bytes(path.read_bytes() + b'["x"]\n["y", 1')
-    assert kept_numerics(path) == "", "all are complete"
+    assert kept_settings(path)["resumed"] == "", "all are complete"
+
+
+def test_notes_say_what_fit_chose(tmp_path: Path) -> None:
+    path = tmp_path / "notes"
+    first = JournalFile(path, "exact", "[5120]")
+    first.begin("x", ASKED)
+    assert kept_settings(path) == {"resumed": "exact", "fitted": "[5120]"}
+    os.close(first._fd)
+    JournalFile(path, "exact", "").begin("x", ASKED)
+    assert kept_settings(path) == {"resumed": "exact", "fitted": ""}
 
 
 def test_one_job_writes_it(tmp_path: Path) -> None:
@@ -88,13 +99,39 @@ def test_one_job_writes_it(tmp_path: Path) -> None:
     JournalFile(tmp_path / "notes", "exact").close()
 
 
+def test_a_device_keeps_no_notes() -> None:
+    with pytest.raises(UserError, match="--resume /dev/full is no file"):
+        JournalFile(Path("/dev/full"), "exact")
+
+
 def test_a_full_disk_ends_the_notes_not_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     journal = JournalFile.__new__(JournalFile)
     Journal.__init__(journal)
-    journal._job_numerics = "exact"
+    journal._job_numerics, journal._job_fitted = "exact", ""
     journal.path, journal._is_full, journal._fd = Path("/dev/full"), False, os.open("/dev/full", os.O_WRONLY)
-    journal.came("x", []) if journal.begin("x", ASKED) else None
+    journal.add_output("x", []) if journal.begin("x", ASKED) else None
     assert capsys.readouterr().err.count("output is not noted from now on") == 1
+
+
+def test_a_note_for_which_there_was_half_the_room_is_the_last_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A note behind it would make the file unreadable."""
+    path, before = tmp_path / "notes", resource.getrlimit(resource.RLIMIT_FSIZE)
+    file = JournalFile(path, "exact")
+    file.begin("x", ASKED)
+    file.add_output("x", [7])
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, before[1]))
+        file.add_output("x", [8])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    file.add_output("x", [9])
+    file.close()
+    assert capsys.readouterr().err.count("output is not noted from now on") == 1
+    again = JournalFile(path, "exact")
+    assert again.texts == {"x": (5, [7])}
+    again.close()
 
 
 def kill_a_rank(job: subprocess.Popen[str], notes: Path, n_lines: int) -> str:

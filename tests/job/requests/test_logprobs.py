@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeinfer.cluster.verdicts import LEAST, ScoredToken, scored
+from pipeinfer.cluster.verdicts import LEAST_LOGPROB, ScoredToken, score_token
 from pipeinfer.job.requests.answers import Entries, Entry, chat_logprobs, completion_logprobs
 from tests.support.gguf_factory import CHAT_TEMPLATE, Shape, write_model
 from tests.support.jobs import ROOT, finish
@@ -34,7 +34,7 @@ def test_they_are_the_log_softmax(n_vocab: int, n_top: int) -> None:
     logits[3] = logits[9]
     before = logits.copy()
     expected = log_softmax(logits)
-    answer = scored(logits, 9, n_top)
+    answer = score_token(logits, 9, n_top)
     assert answer == 9 and answer.logprob == pytest.approx(expected[9], abs=1e-6)
     order = sorted(range(n_vocab), key=lambda id: (-logits[id], id))[:n_top]
     assert [each.token for each in answer.top] == order
@@ -43,8 +43,8 @@ def test_they_are_the_log_softmax(n_vocab: int, n_top: int) -> None:
 
 
 def test_what_cannot_be_has_a_number_too() -> None:
-    answer = scored(np.array([0.0, -np.inf, -1e9], np.float32), 1, 3)
-    assert answer.logprob == LEAST and [each.logprob for each in answer.top] == [0.0, LEAST, LEAST]
+    answer = score_token(np.array([0.0, -np.inf, -1e9], np.float32), 1, 3)
+    assert [answer.logprob, *(each.logprob for each in answer.top)] == [LEAST_LOGPROB, 0.0, *[LEAST_LOGPROB] * 2]
 
 
 def scored_token(token: int) -> ScoredToken:

@@ -57,8 +57,8 @@ def of(started: Sequence[Server | Counter | None]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def texts() -> dict[str, list[int]]:
-    """By the temperature, on a CPU: greedy by plain llama-cpp-python."""
-    sampled = run_json(1, [*PROMPT, *SAMPLED, "--policy", "iterative"])
+    """By the temperature, on a CPU, no weights repacked, as on devices: greedy by plain llama-cpp-python."""
+    sampled = run_json(1, [*PROMPT, *SAMPLED, "--policy", "iterative", "--no-repack"])
     return {SAMPLED[1]: sampled["tokens"], GREEDY[1]: plain_tokens(TARGET, sampled["prompt_tokens"], 48)}
 
 
@@ -114,7 +114,7 @@ def test_layers_with_states_and_features_for_a_head(
 ) -> None:
     model = write_random_model(tmp_path / "states.gguf", replace(MODELS["mamba2"], with_vocab=True))
     words = ["-m", str(model), "-md", "none", "-p", "hello there", "-n", "24", *GREEDY, "--ignore-eos"]
-    by_cpu = run_json(1, [*words, "-t", "1"])["tokens"]
+    by_cpu = run_json(1, [*words, "-t", "1", "--no-repack"])["tokens"]
     assert run_json(2, [*words, "--policy", "pipeinfer", "--lookup", *ALL, *of(three[:2])])["tokens"] == by_cpu
     head = write_head(tmp_path / "head.gguf", TARGET, (2, 4, 6))
     words = ["-m", str(TARGET), "-md", str(head), *PROMPT, *GREEDY, "--policy", "pipeinfer"]

@@ -19,7 +19,7 @@ from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.policies import POLICIES, USUAL
 from tests.support.gguf_factory import Shape, write_model
-from tests.support.jobs import COMMAND, environment, finish, launcher, plain_tokens, run_json, start
+from tests.support.jobs import COMMAND, environment, finish, launcher, plain_tokens_after, run_json, start
 
 PROMPT = "def read_lines(path):\n"
 PAPERS = [name for name in POLICIES if name not in USUAL]
@@ -29,7 +29,7 @@ LONG = ["-p", PROMPT, "-n", "6000", "-c", "7000", "--ignore-eos"]  # minutes of 
 @pytest.fixture(scope="module")
 def plain() -> list[int]:
     """What plain llama-cpp-python says after PROMPT, 96 tokens, greedy, and never ending."""
-    return plain_tokens(TARGET, run_json(1, ["-p", PROMPT, "-n", "1"])["prompt_tokens"], 96)
+    return plain_tokens_after(TARGET, run_json(1, ["-p", PROMPT, "-n", "1"]), 96)
 
 
 @pytest.mark.parametrize(
@@ -73,10 +73,9 @@ def test_other_quantisations_and_a_long_prompt(tmp_path: Path, type_name: str) -
     draft = write_model(tmp_path / "draft.gguf", replace(shape, n_layer=2), "Q8_0")
     (tmp_path / "prompt.txt").write_text("the model of a rank is in the layer and a token. " * 18)
     common = ["-m", str(target), "-md", str(draft), "-f", str(tmp_path / "prompt.txt"), "-n", "64", "--temp", "0"]
-    common.append("--no-repack")  # as the reference; repacked weights round otherwise
     result = run_json(4, [*common, "--ignore-eos", "--slice-cache", str(tmp_path / "cache")])
     assert len(result["prompt_tokens"]) > 500
-    assert result["tokens"] == plain_tokens(target, result["prompt_tokens"], 64)
+    assert result["tokens"] == plain_tokens_after(target, result, 64)
     again = run_json(3, [*common, "--ignore-eos", "--policy", "speculative", "--slice-cache", str(tmp_path / "cache")])
     assert again["tokens"] == result["tokens"]
 

@@ -10,4 +10,4 @@
 #SBATCH --ntasks=2
 
 set -e
-exec srun -X --mpi=pmi2 -n 2 /env/bin/pipeinfer batch '/home/me/jobs/pipeinfer-1/requests-'"$SLURM_ARRAY_TASK_ID"'.jsonl' -o out/o.jsonl -m target.gguf -md draft.gguf --resume '/home/me/jobs/pipeinfer-1/notes-'"$SLURM_ARRAY_TASK_ID"'' -o 'out/o-'"$SLURM_ARRAY_TASK_ID"'.jsonl'
+exec srun -X --mpi=pmi2 -n 2 /env/bin/pipeinfer batch '/home/me/jobs/pipeinfer-1/requests-'"$SLURM_ARRAY_TASK_ID"'.jsonl' -o out/o.jsonl -m target.gguf -md draft.gguf --resume '/home/me/jobs/pipeinfer-1/notes-'"$SLURM_ARRAY_TASK_ID"'' --output 'out/o-'"$SLURM_ARRAY_TASK_ID"'.jsonl'

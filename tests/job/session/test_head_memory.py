@@ -28,8 +28,7 @@ from pipeinfer.core.sequences import SequencePool
 from pipeinfer.errors import StopRequested
 from pipeinfer.job.launch import Context
 from pipeinfer.job.options.options import Speculation
-from pipeinfer.job.placement.capacity import capacity_of, engine_settings
-from pipeinfer.job.placement.job_plan import JobPlan
+from pipeinfer.job.placement.job_plan import JobPlan, capacity_of, engine_settings
 from pipeinfer.job.process.stop import Drain, StopFlag
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.serve import serve as serving

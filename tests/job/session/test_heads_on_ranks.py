@@ -14,10 +14,10 @@ import pytest
 
 from pipeinfer.cluster.hosts.host import this_host
 from pipeinfer.errors import UserError
-from pipeinfer.job.inspect.model_report import describe_file, info_lines
+from pipeinfer.job.inspect.model_report import describe_file, file_lines
 from pipeinfer.job.options.values import Backend
+from pipeinfer.job.placement.checks import open_models
 from pipeinfer.job.placement.job_plan import JobPlan
-from pipeinfer.job.placement.model_files import open_models
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.drafts.head_files import mtp_head, read_draft
 from pipeinfer.models.gguf.model_info import OWN_HEAD, read_model_info
@@ -26,7 +26,7 @@ from pipeinfer.policies import PipeInfer
 from tests.job.run.test_run import PROMPT
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.heads import write_guessing, write_head
-from tests.support.jobs import finish, plain_tokens, run_json
+from tests.support.jobs import finish, plain_tokens_after, run_json
 from tests.support.planned import deploy, options_of
 
 GREEDY = ["-p", PROMPT, "-n", "32", "--temp", "0", "--ignore-eos", "-t", "1"]
@@ -40,7 +40,7 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain() -> list[int]:
-    return plain_tokens(TARGET, run_json(1, ["-p", PROMPT, "-n", "1"])["prompt_tokens"], 32)
+    return plain_tokens_after(TARGET, run_json(1, ["-p", PROMPT, "-n", "1"]), 32)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_the_text_of_a_target_with_a_head_of_its_own(with_own_head: Path) -> Non
     assert found["tokens"] == none["tokens"] == expected["tokens"]
     done = finish(1, ["plan", *words[:4]])
     assert done.returncode == 0 and "mtp" in done.stdout, done.stderr
-    assert "-md mtp guesses with it" in "\n".join(info_lines(describe_file(with_own_head, 0, "exact")))
+    assert "-md mtp guesses with it" in "\n".join(file_lines(describe_file(with_own_head, 0, "exact")))
 
 
 def test_the_head_in_a_file_beside_its_target(with_own_head: Path, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_a_plan_counts_the_head_and_what_it_reads(head: Path) -> None:
 
 def test_info_says_what_a_head_is(head: Path, tmp_path: Path) -> None:
     part = write_head(tmp_path / "part.gguf", TARGET, LAYERS, n_tokens=300, own_tables=True)
-    lines = ["\n".join(info_lines(describe_file(path, 0, "exact"))) for path in (head, part)]
+    lines = ["\n".join(file_lines(describe_file(path, 0, "exact"))) for path in (head, part)]
     assert "reads the inputs of layers 2, 4, 6 of a target that is 288 wide" in lines[0]
     assert "4096 tokens; token_embd.weight and output.weight are the target's" in lines[0]
     assert "guesses       300 tokens\n" in lines[1]

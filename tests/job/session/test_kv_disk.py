@@ -1,10 +1,13 @@
-"""--kv-disk in real jobs: a later job reads the cells of an earlier one, with the same text, also if it was killed."""
+"""--kv-disk in real jobs: a later job reads the cells of an earlier one, with the same text, also if it was killed. And
+-cram: a text has cells again that had to make room for others."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
+import re
 import signal
 import stat
 import subprocess
@@ -104,6 +107,8 @@ def test_no_file_of_another_split_or_model_is_used(tmp_path: Path) -> None:
         assert result["timings"]["cache_n"] == 0
         assert "fast" in more or result["text"] == text
     assert len(files_of(tmp_path)) == 4 * n_files
+    again = run_json(2, [*ALONE, *disk(tmp_path)])
+    assert again["text"] == text and again["timings"]["cache_n"] > 300
 
 
 def test_files_take_no_more_than_the_size(tmp_path: Path) -> None:
@@ -113,10 +118,26 @@ def test_files_take_no_more_than_the_size(tmp_path: Path) -> None:
             assert 0 < sum(path.stat().st_size for path in files_of(rank)) <= 1_000_000
 
 
+def test_of_a_text_that_does_not_fit_the_first_blocks_are_read_back(plain: dict[str, Any], tmp_path: Path) -> None:
+    """As many tokens as a line says, on every rank, and the files take no more than the size."""
+    for n_ranks, size in ((1, 1_500_000), (2, 800_000)):
+        words = ["run", "--json", *WORDS, "--temp", "0", *disk(tmp_path / str(n_ranks), str(size))]
+        done = [finish(n_ranks, words) for _ in range(2)]
+        results = [json.loads(each.stdout) for each in done]
+        assert [result["text"] for result in results] == [plain["0"]["text"]] * 2
+        told = [re.findall(r"has room for the first (\d+) tokens of a text", each.stderr) for each in done]
+        assert told[0] == told[1] and len(told[0]) == 1, done[0].stderr
+        assert [result["timings"]["cache_n"] for result in results] == [0, int(told[0][0])]
+        sizes = [sum(path.stat().st_size for path in files_of(rank)) for rank in (tmp_path / str(n_ranks)).iterdir()]
+        largest = max(path.stat().st_size for path in files_of(tmp_path))
+        assert size - 2 * largest < max(sizes) <= size
+
+
 def test_a_folder_is_one_jobs(tmp_path: Path) -> None:
     with Served(1, ["-m", str(TARGET), *disk(tmp_path)]):
         done = finish(1, ["run", *WORDS, *disk(tmp_path)])
-    assert done.returncode == 2 and "another job has" in done.stderr
+    assert done.returncode == 2 and "waiting for its end" in done.stderr
+    assert "end it, or name another folder" in done.stderr
 
 
 def test_a_folder_that_cannot_be_had_is_refused_before_anything_loads(tmp_path: Path) -> None:
@@ -129,6 +150,8 @@ def test_models_whose_cells_are_not_kept_say_so(tmp_path: Path) -> None:
     for arguments, line in (
         (["--kv-read-only"], "--kv-read-only is without effect: neither --kv-disk nor --kv-dir is given"),
         (["--kv-disk", "1X"], "is no size"),
+        (["--lora-init-without-apply"], "--lora-init-without-apply is without effect: there is no adapter"),
+        (["--prompt-cache-ro", "--prompt-cache", str(tmp_path / "none")], "has nothing of these layers"),
     ):
         assert line in finish(1, ["run", *WORDS, "-n", "1", *arguments]).stderr
 
@@ -201,6 +224,29 @@ def test_a_conversation_goes_on_after_a_restart(n_ranks: int, n_turns: int, tmp_
     assert found[0][1] == 0 and min(n_cached for _, n_cached in found[1:]) > 400
     with Served(n_ranks, words) as server:
         assert [ask(server, prompt)[0] for prompt in prompts[:-1]] == [text for text, _ in found]
+
+
+def test_cells_that_made_room_come_back_from_memory() -> None:
+    """With -cram, and with the same text; without they are evaluated again."""
+    words, other, found = ["-m", str(TARGET), "-md", "none", "-c", "640", "--parallel", "1"], f"other {PROMPT}", []
+    for more in ([], ["-cram", "8"]):
+        with Served(2, [*words, *more]) as server:
+            bodies = [{"prompt": prompt[:900], "max_tokens": 12, "seed": 7} for prompt in (PROMPT, other, PROMPT)]
+            answers = [server.http.post("/v1/completions", json=body).json() for body in bodies]
+            found.append([answer["choices"][0]["text"] for answer in answers])
+            n_cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+            assert n_cached[:2] == [0, 0] and (n_cached[2] > 300) is bool(more), answers
+    assert found[0] == found[1]
+
+
+def test_memory_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    for more, line in (
+        (["-cram", str(10**9)], "it would fit with -cram "),
+        (["-cram", "8", *disk(tmp_path)], "--kv-disk and -cram: cells are kept on disk"),
+        (["-cram", "-1"], "-1"),
+    ):
+        done = finish(2, ["run", *ALONE, *more])
+        assert done.returncode == 2 and line in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("n_kills", [2, pytest.param(30, marks=pytest.mark.long)])

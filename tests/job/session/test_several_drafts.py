@@ -29,7 +29,7 @@ from pipeinfer.observe.table import RESULTS
 from pipeinfer.policies import PipeInfer
 from plots.timeline import draw_timelines
 from tests.job.run.test_run import PROMPT, pid_of_rank, wait_for_text
-from tests.support.jobs import finish, plain_tokens, run_json, start
+from tests.support.jobs import finish, plain_tokens_after, run_json, start
 from tests.support.planned import deploy, options_of
 from tests.support.toy import ToyDraftPipeline
 
@@ -65,7 +65,7 @@ layer_ms = [1.0, 1.0]
 
 @pytest.fixture(scope="module")
 def plain() -> list[int]:
-    return plain_tokens(TARGET, run_json(1, ["-p", PROMPT, "-n", "1"])["prompt_tokens"], 96)
+    return plain_tokens_after(TARGET, run_json(1, ["-p", PROMPT, "-n", "1"]), 96)
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from tests.support.gguf_factory import Shape, write_model
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
 
-from pipeinfer.models.torch.device import DeviceQueue, Past, TorchRows  # noqa: E402
-from pipeinfer.models.torch.matrices import GROUP, Int4Rows, multiply_int4, packed  # noqa: E402
+from pipeinfer.models.torch.device import DeviceQueue, DoneMark, TorchRows  # noqa: E402
+from pipeinfer.models.torch.matrices import GROUP, Int4Rows, multiply_int4, pack_int4  # noqa: E402
 from pipeinfer.models.torch.stage import TorchStage  # noqa: E402
 
 ELSEWHERE = torch.device("meta")
@@ -32,7 +32,7 @@ class ShapesOnly(DeviceQueue):
 
     def __init__(self, device: Any) -> None:
         super().__init__(device)
-        self._is_late = False
+        self._is_async = False
 
     def upload(self, values: Any) -> Any:
         return values.to(self.device)
@@ -62,7 +62,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def rows_of(future: Any) -> Any:
     """The rows that are computed there."""
-    assert future.rows.device == ELSEWHERE and isinstance(future.done, Past)
+    assert future.rows.device == ELSEWHERE and isinstance(future.done, DoneMark)
     return future.rows
 
 
@@ -104,6 +104,6 @@ def test_layers_on_a_device_meet_nothing_of_the_hosts(tmp_path: Path, dtype: str
 def test_4_bits_are_packed_as_a_gpu_takes_them(n_in: int, n_out: int) -> None:
     pairs = torch.empty((2, n_out, n_in // 2), dtype=torch.uint8, device=ELSEWHERE)
     steps = torch.empty((2, n_out, n_in // GROUP, 2), dtype=torch.bfloat16, device=ELSEWHERE)
-    experts = packed(Int4Rows(pairs, steps))
+    experts = pack_int4(Int4Rows(pairs, steps))
     found = multiply_int4(torch.empty((3, n_in), dtype=torch.bfloat16, device=ELSEWHERE), experts[1])
     assert found.shape == (3, n_out) and experts[1].shape == (n_out, n_in)

@@ -27,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
 
 from pipeinfer.models.torch import stage as stages  # noqa: E402
 from pipeinfer.models.torch.attention import MaskedCells  # noqa: E402
-from pipeinfer.models.torch.device import DeviceQueue, Past, TorchRows  # noqa: E402
+from pipeinfer.models.torch.device import DeviceQueue, DoneMark, TorchRows  # noqa: E402
 from pipeinfer.models.torch.layer import Layer, Matrix  # noqa: E402
 from pipeinfer.models.torch.stage import TorchStage  # noqa: E402
 
@@ -45,7 +45,7 @@ class FakeQueue(DeviceQueue):
 
     def __init__(self) -> None:
         super().__init__(GPU)
-        self._is_late = False
+        self._is_async = False
 
     def current(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -54,7 +54,7 @@ class FakeQueue(DeviceQueue):
         return values.to(GPU)
 
     def mark(self) -> Any:
-        return Past()
+        return DoneMark()
 
 
 class NoInference:

@@ -22,7 +22,17 @@ from tests.support.gguf_factory import Shape, write_model
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
 
-from pipeinfer.models.torch.matrices import GROUP, Int4, Int4Rows, Int8, Weight, check_device, multiply, packed, rounded  # noqa: E402
+from pipeinfer.models.torch.matrices import (  # noqa: E402
+    GROUP,
+    Int4,
+    Int4Rows,
+    Int8,
+    Weight,
+    check_device,
+    multiply,
+    pack_int4,
+    to_int4,
+)
 from pipeinfer.models.torch.stage import TorchStage  # noqa: E402
 from pipeinfer.models.torch.weights import Weights  # noqa: E402
 
@@ -62,16 +72,16 @@ def test_int4_multiplies_with_the_nearest_of_16_numbers_a_group(
     generator = torch.Generator().manual_seed(n_rows)
     matrix = torch.randn((n_out, n_in), generator=generator) * torch.logspace(-6, 6, n_out)[:, None]
     matrix[5], matrix[6] = 0.0, 3.0
-    kept, rows = rounded(matrix), torch.randn((n_rows, n_in), generator=generator).bfloat16()
+    kept, rows = to_int4(matrix), torch.randn((n_rows, n_in), generator=generator).bfloat16()
     again, groups = numbers_of(kept), matrix.view(n_out, -1, GROUP)
     step = (groups.amax(-1) - groups.amin(-1)) / 15
     wrong = (again - matrix).abs().view(groups.shape).amax(-1)
     assert (wrong <= 0.52 * step + 0.02 * groups.abs().amax(-1)).all()
     assert not again[5].any() and (again[6] == 3.0).all()
     sizes = again.norm(dim=1).clamp_min(1e-30)  # so that every row of the matrix counts
-    at_once = multiply(rows.float(), packed(kept)) / sizes
+    at_once = multiply(rows.float(), pack_int4(kept)) / sizes
     monkeypatch.setattr("pipeinfer.models.torch.matrices.PACKED_PIECE", 1)
-    assert torch.equal(multiply(rows.float(), packed(kept)) / sizes, at_once)
+    assert torch.equal(multiply(rows.float(), pack_int4(kept)) / sizes, at_once)
     assert difference(at_once.numpy(), (rows.float() @ again.T / sizes).numpy()) < 8e-3
 
 

@@ -40,7 +40,7 @@ from tests.support.gguf_factory import FILE_TYPES, Shape, quantise, write_model
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: pip install 'pipeinfer[torch]'")
 
 from pipeinfer.models.torch.attention import CacheFull  # noqa: E402
-from pipeinfer.models.torch.matrices import FEW_ROWS, multiply, quantised  # noqa: E402
+from pipeinfer.models.torch.matrices import FEW_ROWS, multiply, to_int8  # noqa: E402
 from pipeinfer.models.torch.stage import TorchStage, find_device  # noqa: E402
 from pipeinfer.models.torch.weights import Weights  # noqa: E402
 
@@ -162,7 +162,7 @@ def test_int8_multiplies_with_the_nearest_of_255_numbers_a_row(
     generator = torch.Generator().manual_seed(n_rows)
     matrix = torch.randn((33, n_in), generator=generator) * torch.logspace(-6, 6, 33)[:, None]
     matrix[5] = 0.0
-    kept, rows = quantised(matrix), torch.randn((n_rows, n_in), generator=generator).bfloat16()
+    kept, rows = to_int8(matrix), torch.randn((n_rows, n_in), generator=generator).bfloat16()
     again = kept.values.float() * kept.scales.float()[:, None]
     assert ((again - matrix).abs() <= matrix.abs().amax(1)[:, None] / 250).all()
     assert not kept.values[5].any() and int(kept.values.abs().max()) == 127
