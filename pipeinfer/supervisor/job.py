@@ -118,6 +118,8 @@ DRAINS_S = 1.0  # how long the last output of a killed job may take to arrive
 PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 DEATH = re.compile(r"pipeinfer: (.*); ending the job")
 TITLE = re.compile(r"rank (\d+) \(host ([^,)]+)")  # as `watch.protocol.title` writes it
+RULE = re.compile(rb"\s*(={40,}|-{40,})\s*")  # with such a line MPICH and Open MPI begin to report a death
+REPORTED = re.compile(rb"RUNNING AT (\S+)|with PID \d+ on node (\S+) exited")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +145,8 @@ def loss_in(line: str) -> Loss | None:
 
 
 class Job:
-    """Runs from creation on. `loss`: set as soon as the watch reports one."""
+    """Runs from creation on. `loss`: set as soon as the watch reports one. `reported`: what the launcher reports, which
+    may end the watch before that can report anything."""
 
     def __init__(
         self, attempt: Attempt, words: Sequence[str], environ: Mapping[str, str], stdin: KeptInput | None
@@ -151,6 +154,7 @@ class Job:
         """Called by the main thread, since the launcher ends with the thread that starts it. Raises OSError."""
         self.attempt, self._is_over = attempt, False
         self.loss: Loss | None = None
+        self.reported: Loss | None = None
         prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
         die = prctl and (lambda: prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM))
         more: dict[str, Any] = {"env": {**environ, VARIABLE: attempt.text()}, "preexec_fn": die}
@@ -192,14 +196,26 @@ class Job:
         return 128 - code if code < 0 else code
 
     def _read(self, stream: IO[bytes]) -> None:
-        """Copy what the launcher writes until the job is lost or over: after that it reports its own actions."""
-        line = b""
+        """Copy what the launcher writes until the job is lost or over: after that it reports its own actions. Its
+        report of a death is left out."""
+        line = report = b""
         while data := os.read(stream.fileno(), READ_BYTES):
             for part in data.splitlines(keepends=True):
                 if self.loss or self._is_over:
                     break
-                with contextlib.suppress(OSError):
-                    os.write(2, part)
+                if report or RULE.fullmatch(part):
+                    report += part
+                else:
+                    self._copy(part)
                 line += part
                 if line.endswith(b"\n"):
                     self.loss, line = loss_in(line.decode("utf-8", "replace")), b""
+        if died := REPORTED.search(report):
+            host = (died[1] or died[2]).decode("utf-8", "replace")
+            self.reported = Loss(f"a process of the job on host {host} has ended")
+        elif not self.loss:
+            self._copy(report)
+
+    def _copy(self, data: bytes) -> None:
+        with contextlib.suppress(OSError):
+            os.write(2, data)

@@ -77,8 +77,9 @@ class Supervisor:
                     self._output.end()
                     self._links.close()
                     return self._exit_code(code, loss, stdin)
+                reported = self._job and self._job.reported
                 try:
-                    self._prepare_restart(loss or Loss(f"the job ended with exit code {code}"))
+                    self._prepare_restart(loss or reported or Loss(f"the job ended with exit code {code}"))
                 except UserError as error:
                     complain(str(error))
                     self._links.close()

@@ -1,12 +1,15 @@
-"""The words that start a job, without the hosts that are lost."""
+"""The words that start a job, without the hosts that are lost, and what is read of what the job writes."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 from pipeinfer.cluster.hosts.launcher import expand_nodes, read_launcher
+from pipeinfer.cluster.watch.rendezvous import Rendezvous
 from pipeinfer.errors import UserError
-from pipeinfer.supervisor.job import Loss, loss_in
+from pipeinfer.job.process.supervised import Attempt
+from pipeinfer.supervisor.job import Job, Loss, loss_in
 
 RUN = ["pipeinfer", "run", "-n", "8", "-f", "x"]
 
@@ -75,3 +78,36 @@ def test_what_the_watch_says() -> None:
     )
     assert loss_in("pipeinfer: guesses cost time") is None
     assert Loss("rank 1 (host b) cannot be reached any more, its host or the way to it is down", 1, "b").is_unreachable
+
+
+MPICH = f"""{"=" * 83}
+=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES
+=   PID 13048 RUNNING AT node1
+=   EXIT CODE: 9
+{"=" * 83}
+"""
+OPEN_MPI = f"""{"-" * 74}
+prterun noticed that process rank 1 with PID 13048 on node node1 exited on
+signal 9 (Killed).
+"""
+WATCH = "pipeinfer: rank 1 (host node1) died of SIGKILL; ending the job\n"
+
+
+@pytest.mark.parametrize(
+    ("says", "copied", "loss", "why"),
+    [
+        (MPICH, "", None, "a process of the job on host node1 has ended"),
+        (OPEN_MPI, "", None, "a process of the job on host node1 has ended"),
+        (MPICH + WATCH, "", Loss("rank 1 (host node1) died of SIGKILL", 1, "node1"), None),
+        (WATCH + MPICH, WATCH, Loss("rank 1 (host node1) died of SIGKILL", 1, "node1"), None),
+        (f"{'-' * 74}\nmpirun is out of slots\n", f"{'-' * 74}\nmpirun is out of slots\n", None, None),
+    ],
+)
+def test_what_a_launcher_reports_of_a_death_is_left_out(
+    says: str, copied: str, loss: Loss | None, why: str | None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    job = Job(Attempt("job", 1, Rendezvous("", (), 0, "")), ["printf", "%s", f"a line\n{says}"], os.environ, None)
+    job.wait(lambda: False)
+    assert capfd.readouterr().err == f"a line\n{copied}"
+    assert job.loss == loss
+    assert why is None or (job.reported and job.reported.why) == why
