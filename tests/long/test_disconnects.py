@@ -117,7 +117,7 @@ def test_who_leaves_makes_room(draft_rank: int) -> None:
 
 def check(n_ranks: int, options: Sequence[str]) -> None:
     words = ["--parallel", str(N_STREAMS), *options]
-    with Served(n_ranks, words) as served, ThreadPoolExecutor(N_STREAMS) as pool:
+    with Served(n_ranks, words, by_pid=True) as served, ThreadPoolExecutor(N_STREAMS) as pool:
         alone = [ask(served.http, *random_request(number)) for number in range(N_DIFFERENT)]
         calm, hasty = (Rounds(served, alone, random.Random(f"{words}")) for _ in range(2))
         calm.play(pool, 0)

@@ -27,7 +27,7 @@ WRONG = ({"prompt": [-1]}, {"prompt": "x", "max_tokens": -5}, {"prompt": "x", "g
 
 @pytest.mark.parametrize("options", [[], ["--draft-rank", "1", "--policy", "pipeinfer"]], ids=["auto", "pipeinfer"])
 def test_nothing_is_kept(options: list[str]) -> None:
-    with Served(2, ["--parallel", "16", *options]) as served:
+    with Served(2, ["--parallel", "16", *options], by_pid=True) as served:
         ask_one = asker(served, [ask(served.http, *random_request(number)) for number in range(N_DIFFERENT)])
         done, found = Counter[str](), []
         with ThreadPoolExecutor(N_CLIENTS) as pool:

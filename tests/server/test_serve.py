@@ -36,7 +36,7 @@ LONG: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 900, "seed": 1, "ignore_
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     words = ["--parallel", "20", "--queue", "12", "--alias", "pair", "-sys", "of", "--timeout", "3"]
-    with Served(2, [*words, "--log-format", "none"]) as server:
+    with Served(2, [*words, "--log-format", "none"], by_pid=True) as server:
         yield server
 
 
@@ -554,7 +554,7 @@ def test_what_is_open_is_given_up_when_its_time_is_over(drain_s: str, n_signals:
 
 
 def test_a_front_that_stands_still_ends_the_job() -> None:
-    with Served(1, ["--rank-timeout", "3"]) as served:
+    with Served(1, ["--rank-timeout", "3"], by_pid=True) as served:
         front = next(pid for pid in descendants(served.job.pid) if b"server.process" in command_of(pid))
         time.sleep(4)  # while nobody asks for anything it says that it is there
         assert served.http.get("/health").status_code == 200
@@ -564,7 +564,7 @@ def test_a_front_that_stands_still_ends_the_job() -> None:
 
 
 def test_without_its_front_the_job_ends() -> None:
-    with Served(1, []) as served:
+    with Served(1, [], by_pid=True) as served:
         front = next(pid for pid in descendants(served.job.pid) if b"server.process" in command_of(pid))
         os.kill(front, signal.SIGKILL)
         assert served.wait(timeout_s=10) == 1
@@ -587,7 +587,11 @@ def test_a_killed_process_of_the_chat_template_costs_nobody_a_chat(served: Serve
 
 def test_who_asks_is_told_that_a_rank_died() -> None:
     """The launcher kills rank 0 with the others; what speaks with clients is out of its reach."""
-    with Served(2, ["--parallel", "4"]) as served, served.stream(**LONG) as answer, ThreadPoolExecutor(1) as pool:
+    with (
+        Served(2, ["--parallel", "4"], by_pid=True) as served,
+        served.stream(**LONG) as answer,
+        ThreadPoolExecutor(1) as pool,
+    ):
         whole = pool.submit(httpx.post, f"{served.url}/v1/completions", json=LONG)
         lines = lines_of(answer)
         next(lines)

@@ -79,7 +79,7 @@ def guarded(certificate: tuple[Path, Path], tmp_path_factory: pytest.TempPathFac
     words = ["--api-key", "one,four", "--api-key-file", str(keys), "--max-body", "2048", "--timeout", str(TIMEOUT_S)]
     words += ["--ssl-key-file", str(certificate[0]), "--ssl-cert-file", str(certificate[1]), "--max-connections", "9"]
     trusted = ssl.create_default_context(cafile=str(certificate[1]))
-    with Served(1, ["-md", "none", *words], verify=trusted) as server:
+    with Served(1, ["-md", "none", *words], by_pid=True, verify=trusted) as server:
         yield server
 
 

@@ -44,7 +44,7 @@ BY_MPICH = MPIRUN is None or "--oversubscribe" not in launcher(2)
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {
+    return {name: value for name, value in os.environ.items() if name not in SET_BY_PROGRAM} | {
         "OMPI_ALLOW_RUN_AS_ROOT": "1",
         "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
         "PYTHONPATH": str(ROOT),
@@ -78,16 +78,13 @@ def _end(process: subprocess.Popen[str], folder: str) -> None:
 
 
 def _variables() -> dict[str, str]:
-    return {
-        name: value
-        for name, value in environment().items()
-        if not name.startswith("PYTEST_") and name not in SET_BY_PROGRAM
-    }
+    return {name: value for name, value in environment().items() if not name.startswith("PYTEST_")}
 
 
-def start(n_ranks: int, arguments: Sequence[str], **options: Any) -> subprocess.Popen[str]:
+def start(n_ranks: int, arguments: Sequence[str], warm: bool = False, **options: Any) -> subprocess.Popen[str]:
+    """`warm`: by `warm_command`."""
     return subprocess.Popen(
-        [*launcher(n_ranks), *COMMAND, *arguments],
+        [*launcher(n_ranks), *(warm_command() if warm else COMMAND), *arguments],
         stdin=options.pop("stdin", subprocess.DEVNULL),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -22,10 +22,14 @@ LISTENS = "pipeinfer: listening on "
 
 
 class Served:
-    """A server that is ready. Leaving the block stops it, and checks that it ends in order."""
+    """A server that is ready. Leaving the block stops it, and checks that it ends in order. `by_pid`: its processes are
+    those that the launcher starts."""
 
-    def __init__(self, n_ranks: int, words: Sequence[str], timeout_s: float = 60, **client: Any) -> None:
-        self.job = start(n_ranks, ["serve", "--port", "0", "-t", "1", *words], start_new_session=True)
+    def __init__(
+        self, n_ranks: int, words: Sequence[str], timeout_s: float = 60, by_pid: bool = False, **client: Any
+    ) -> None:
+        command = ["serve", "--port", "0", "-t", "1", *words]
+        self.job = start(n_ranks, command, warm=not by_pid, start_new_session=True)
         self.lines: list[str] = []
         self._found: queue.Queue[str] = queue.Queue()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -54,7 +58,7 @@ class Served:
         self.job.send_signal(number)
 
     def pid_of(self, rank: int) -> int:
-        """Of a job of several ranks."""
+        """Of a job of several ranks, by pid."""
         return next(pid for pid in descendants(self.job.pid) if rank_of(pid) == rank)
 
     def wait(self, timeout_s: float = 30) -> int:
