@@ -216,22 +216,25 @@ class Auto(Policy):
     def settled(self, settled: Settled, context: PolicyView) -> str:
         self.calibration.settled(settled)
         self.temperature.settled(settled)
-        return self._backoff.settled(settled, self.calibration.hit_rate) or self._weighed(len(settled.tokens), context)
+        return self._backoff.settled(settled, self.calibration.hit_rate) or self._weighed(settled, context)
 
-    def _weighed(self, n_tokens: int, context: PolicyView) -> str:
-        """Give the trial the time of new tokens; returns its notice."""
+    def _weighed(self, settled: Settled, context: PolicyView) -> str:
+        """Give the trial the time of new tokens; returns its notice. Without a draft a token that no guess was sent for
+        takes the same time in either case."""
         last_s, self._settled_s = self._settled_s, context.clock() if context.is_alone else math.nan
         if math.isnan(last_s) or not context.is_alone or (self._backoff.holds and not self._trial.rests):
             return ""
         if self._trial.rests and context.tree.root.position <= self._guesses_end:
             return ""
         rested = self._trial.rests
+        if not rested and self._last_drafted < 0 and not _has_guesses(settled, context):
+            return ""
         position, token_s = context.tree.root.position, self._settled_s - last_s
 
         def may_try() -> bool:
             return self._last_drafted < 0 or self._may_repay(context)
 
-        line = self._trial.settled(n_tokens, token_s, partial(_least_s, context), position, may_try)
+        line = self._trial.settled(len(settled.tokens), token_s, partial(_least_s, context), position, may_try)
         if self._trial.rests > rested:
             sent = (node.position for node in context.tree.nodes if node.run_id is not None)
             self._guesses_end = 1 + max(sent, default=position)
@@ -244,6 +247,13 @@ class Auto(Policy):
     def _all_guesses_rest(self, context: PolicyView) -> bool:
         """Whether looked-up guesses rest too: they go on while a draft rests, and rest where there is no draft."""
         return self._last_drafted < 0 and self._draft_rests(context)
+
+
+def _has_guesses(settled: Settled, context: PolicyView) -> bool:
+    """Whether guesses were sent for the settled tokens, or are under way."""
+    judged = (guess for guesses, _ in settled.contests for guess in guesses)
+    open_guesses = (node for node in context.tree.nodes if node is not context.tree.root)
+    return any(guess.run_id is not None for guess in (*judged, *open_guesses))
 
 
 # -- a pipeline's run

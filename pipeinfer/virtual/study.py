@@ -161,7 +161,10 @@ def _rows(generations: Sequence[Sample]) -> Iterator[tuple[str, ...]]:
     speeds = {policy: fmean(_timings(samples, "predicted_per_second")) for policy, samples in by_policy.items()}
     plain = speeds.get("iterative", math.nan)
     # with a draft there may be one stage less
-    limit = min(simulated.profile.limit_per_s(len(simulated.request.prompt)) for simulated, _ in generations)
+    limit = min(
+        fmean(each.profile.limit_per_s(len(each.request.prompt)) for each, _ in samples)
+        for samples in by_policy.values()
+    )
     for policy, samples in by_policy.items():
         metrics = [simulated.metrics for simulated, _ in samples]
         spread = f" ± {number(stdev(_timings(samples, 'predicted_per_second')))}" if len(samples) > 1 else ""

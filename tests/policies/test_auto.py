@@ -238,6 +238,24 @@ def test_requests_of_a_session_share_what_was_learned_and_said_and_nothing_else(
     assert not second.settled(Settled([tree.root], []), beside_others) and second._backoff.holds, "it was said before"
 
 
+@pytest.mark.parametrize("are_sent", [True, False])
+def test_without_a_draft_only_tokens_that_guesses_were_sent_for_say_what_guesses_cost(
+    are_sent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeinfer.policies.auto._least_s", lambda context, n_before: 1.0)
+    auto, tree, now_s, notices = Auto(), TokenTree(1, 0), [0.0], []
+    alone: Any = SimpleNamespace(is_alone=True, tree=tree, clock=lambda: now_s[0])
+    for number in range(100):
+        if not auto._all_guesses_rest(alone):
+            (guess,) = tree.grow(tree.root, [Guess(2, 0.9)], [-0.1])
+            guess.run_id = number if are_sent else None
+        tree.root.verdict = 2 + number % 2
+        now_s[0] += 1.0 if auto._all_guesses_rest(alone) else 2.0
+        notices.append(auto.settled(tree.settle(), alone))
+    assert any("guesses cost time here" in notice for notice in notices) == are_sent
+    assert auto._all_guesses_rest(alone) == are_sent
+
+
 @pytest.mark.parametrize("power", [1.0, 2.0])
 def test_the_sharpness_of_a_draft_is_learned(power: float) -> None:
     """A draft that says the square root of how likely tokens are, as shares, gets a power of two; a right one none."""
