@@ -6,7 +6,8 @@
 #   PAIRS      model pairs, TARGET:DRAFT, separated by spaces. [the shipped pair, and a target grown from it]
 #   RANKS      numbers of MPI ranks. [3 4; under Slurm the tasks of the allocation, or its nodes]
 #   TOKENS     tokens to generate. [128]     REPEATS  of everything. [3]      SEED [0]
-#   QUESTIONS  folder with .jsonl question sets [../shared/prompts, if there], N_QUESTIONS of each [1]
+#   QUESTIONS  folder with .jsonl question sets [../shared/prompts, if there], N_QUESTIONS of each [1]; these are asked
+#              once, after all rounds, and without ablations
 #   CUT        tokens of a prompt at most. [128]
 #   LAYERS     of the grown target. [48]
 #   POLICIES   what to measure. [iterative,speculative,pipeinfer]

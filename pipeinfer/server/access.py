@@ -1,5 +1,5 @@
 """Access to the server: keys, CORS, defence against other sites' pages in a browser; and limits of connections: their
-number, time to send a request, time to read. Reads no request's body."""
+number, time to send a request and its size, time to read."""
 
 import asyncio
 import contextlib
@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import h11
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -280,3 +281,26 @@ def _n_files() -> int:
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return 1 << 20 if soft == resource.RLIM_INFINITY else soft
+
+
+MOST_DISCARDED = 32 << 20  # bytes of a body that is too long
+
+
+async def read_body(request: Request, n_most: int) -> bytes:
+    """Raises Refusal for a body of more than `n_most` bytes. It is read to its end first, since many clients read no
+    answer before they have sent all; a much longer one is not, nor one whose client waits for permission to send."""
+    message = f"the request is longer than {n_most} bytes; say less, or start the server with a larger --max-body"
+    length = request.headers.get("content-length", "0")
+    n_declared = int(length) if length.isdecimal() else 0
+    if n_declared > n_most + MOST_DISCARDED or (n_declared > n_most and "expect" in request.headers):
+        raise Refusal(413, message)
+    data, n_read = bytearray(), 0
+    async for part in request.stream():
+        n_read += len(part)
+        if n_read <= n_most:
+            data += part
+        elif n_read > n_most + MOST_DISCARDED:
+            break
+    if n_read > n_most:
+        raise Refusal(413, message)
+    return bytes(data)

@@ -32,7 +32,7 @@ from pipeinfer.job.requests.fields import (
 from pipeinfer.job.serve.channel import Setup
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import anthropic, llama_cpp, responses
-from pipeinfer.server.access import PAGE_FILES, Access
+from pipeinfer.server.access import PAGE_FILES, Access, read_body
 from pipeinfer.server.anthropic import COUNT_TOKENS, MESSAGES, MessageForm
 from pipeinfer.server.errors import NOT_SAVED, JsonResponse, Refusal, error_response
 from pipeinfer.server.forms import BlockForm, OpenAIForm, event
@@ -326,7 +326,7 @@ class Api:
     async def _data(self, request: Request) -> bytes:
         """Raises Refusal when the body is too large, or does not come."""
         try:
-            return await asyncio.wait_for(_read(request, self.http.max_body), self.http.timeout_s)
+            return await asyncio.wait_for(read_body(request, self.http.max_body), self.http.timeout_s)
         except asyncio.TimeoutError:
             raise Refusal(408, f"the request was not complete after {self.http.timeout_s:g} s") from None
 
@@ -334,16 +334,3 @@ class Api:
 def _client(request: Request) -> str:
     """The address of a client, which cannot be forged."""
     return request.client.host if request.client else ""
-
-
-async def _read(request: Request, n_most: int) -> bytes:
-    message = f"the request is longer than {n_most} bytes; say less, or start the server with a larger --max-body"
-    length = request.headers.get("content-length", "0")
-    if length.isdecimal() and int(length) > n_most:
-        raise Refusal(413, message)
-    data = bytearray()
-    async for part in request.stream():
-        data += part
-        if len(data) > n_most:
-            raise Refusal(413, message)
-    return bytes(data)

@@ -10,6 +10,8 @@ import socket
 import ssl
 import subprocess
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -146,6 +148,15 @@ def test_a_request_that_is_too_long_is_refused_whatever_it_says_of_itself(guarde
     for content in (body, iter([body[:1000], body[1000:]])):
         answer = guarded.http.post("/v1/completions", content=content, headers=KEY)
         assert answer.status_code == 413 and "longer than 2048 bytes" in answer.json()["error"]["message"]
+
+
+def test_who_sends_all_of_it_before_reading_is_told_so(guarded: Served, certificate: tuple[Path, Path]) -> None:
+    """Unread bytes of a closed connection would reset it, and the answer be lost."""
+    trusted = ssl.create_default_context(cafile=str(certificate[1]))
+    asked = urllib.request.Request(f"{guarded.url}/v1/completions", data=b"a" * (9 << 20), headers=KEY)
+    for _ in range(3):
+        with pytest.raises(urllib.error.HTTPError, match="413"):
+            urllib.request.urlopen(asked, context=trusted, timeout=30)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
 
+from pipeinfer.child import process_stat
 from pipeinfer.cluster.hosts.launch import n_ranks_here
 from pipeinfer.cluster.hosts.launcher import hosts_by_rank
 from pipeinfer.cluster.watch import processes, protocol
@@ -115,11 +116,17 @@ class Sentinel:
         if time.monotonic() > self._early_end_s + HEAD_GRACE_S:
             self._end(self._early_end)
         if waited_s > self.join_s:
-            here = "" if self._key else f", nor does it run on host {self._hosts[0]}"
-            about = "".join(f"; {line}" for line in self._inquiry.lines)
+            about = "".join(f"; {line}" for line in (*self._standing_still(), *self._inquiry.lines))
+            is_beside = self._key or len(self._beside) == self.size
+            here = "" if is_beside else f", nor does it run on host {self._hosts[0]}"
             self._end(f"{self._missing()} did not join within {self.join_s:g} s{here}{about}")
         if waited_s > self._notice_s:
             self._report_missing(waited_s)
+
+    def _standing_still(self) -> list[str]:
+        """A line for each rank of this host whose process is stopped."""
+        stopped = [rank for rank, each in self._beside.items() if process_stat(each.pid)[:1] in (["T"], ["t"])]
+        return [f"{self._title(rank)} stands still: process {self._beside[rank].pid} is stopped" for rank in stopped]
 
     def _report_missing(self, waited_s: float) -> None:
         """Name the ranks that are missing after some seconds, and start the inquiry into their hosts."""

@@ -174,6 +174,8 @@ def model_of(headers: Sequence[Header]) -> ModelInfo:
     path, metadata = headers[0].path, headers[0].metadata
     check_is_model(path, metadata)
     architecture = value_of(metadata, "general.architecture", "")
+    if not architecture:
+        raise UserError(f"{path}: it names no architecture (general.architecture), so it is damaged or no model")
     if architecture not in ARCHITECTURES:
         names = ", ".join(sorted(name for name, each in ARCHITECTURES.items() if not each.refused))
         possible = f"those that can be cut into layer slices are {names}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import select
 import signal
 import socket
@@ -234,6 +235,16 @@ def test_a_rank_that_ended_before_mpi_started_does_not_hang_the_job(absent: int)
     (line,) = complaints(errors)
     assert line.startswith("pipeinfer: rank 1 did not join within 3 s" if absent else "pipeinfer: rank 1 (host ")
     assert "rank 0 says nothing" in line or absent
+
+
+@only_mpich
+def test_a_rank_that_stands_still_before_mpi_has_started_is_named() -> None:
+    job = start([*COMMAND, *RUN], ["sh", "-c", "kill -STOP $$"], PIPEINFER_JOIN_TIMEOUT="3")
+    _, errors = job.communicate(timeout=60)
+    assert job.returncode == 1 and "nor does it run" not in errors
+    assert re.search(r"did not join within 3 s; rank 1 \(host \S+\) stands still: process \d+ is stopped", errors), (
+        errors
+    )
 
 
 @only_mpich
