@@ -112,7 +112,7 @@ def plan_report(
         "not_predicted": not_predicted,
         "ways": [way.as_data() for way in ways],
         "warnings": [*filter(None, translations), *plan.warnings, *unused],
-        "notes": list(_notes(planner)),
+        "notes": [*_notes(planner), *_prompt_note(planner, bool(question.n_prompt))],
     }
 
 
@@ -148,6 +148,23 @@ def _notes(planner: Planner) -> Iterator[str]:
         yield "predictions read the experts of one row: guesses, of which each has experts of its own, are dearer"
     if planner.may_split_otherwise:
         yield "layers go by size; `run` times them on ranks that are not alike, and may split them otherwise"
+
+
+NOTED = 1.05  # times as much memory as planned that longer prompts must take to be worth a note
+
+
+def _prompt_note(planner: Planner, is_asked: bool) -> Iterator[str]:
+    """What `chat` takes, which plans for prompts as long as the context, unless the user gave a prompt's length."""
+    n_ctx = planner.plan.capacity.n_ctx
+    if is_asked or planner.plan.shortage or n_ctx <= planner.n_prompt + 1:
+        return
+    longest = replace(planner.changed(ctx_size=n_ctx, predict=1, fit=False), n_prompt=n_ctx - 1)
+    planned, needed = (sum(memory.total for memory in each.plan.memory) for each in (planner, longest))
+    if needed > NOTED * planned:
+        yield (
+            f"memory is for a prompt of {planner.n_prompt} tokens (-p); with prompts as long as the context, as in "
+            f"chat, all ranks take {size_text(needed)} in place of {size_text(planned)}"
+        )
 
 
 # -- text

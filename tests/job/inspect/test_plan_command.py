@@ -26,6 +26,7 @@ from pipeinfer.job.planning.suggestions import suggestions
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.policies import PipeInfer, make_policy
+from pipeinfer.text import size_text
 from pipeinfer.virtual.nodes import read_hosts
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import environment, finish
@@ -56,9 +57,9 @@ def plan(*words: object) -> tuple[dict[str, Any], str]:
 
 
 def notes(*words: object) -> list[str]:
-    """Without that of processors whose kernels repack."""
+    """Without those of processors whose kernels repack, and of longer prompts."""
     found: list[str] = plan(*words, "--no-repack")[0]["notes"]
-    return found
+    return [note for note in found if not note.startswith("memory is for a prompt")]
 
 
 def speed_of(found: dict[str, Any]) -> float:
@@ -259,6 +260,14 @@ def test_that_run_would_time_them_is_said_of_hosts_of_which_nobody_knows_how_fas
     assert "layers go by size" in note
     for lines in (["a cores=4", "b cores=4"], [f"a cores=4 {FAST}", f"b cores=8 {SLOW}"]):
         assert not notes("--hosts", write(tmp_path, *lines), "-m", wide)
+
+
+def test_what_longer_prompts_take_is_said_unless_their_length_is_given(wide: Path) -> None:
+    words = ["-m", wide, "-c", "8000", "--no-fit"]
+    (note,) = (note for note in plan(*words)[0]["notes"] if note.startswith("memory is for a prompt"))
+    needed = sum(row["memory_bytes"] for row in plan(*words, "-p", "7999", "-n", "1")[0]["ranks"])
+    assert f"all ranks take {size_text(needed)} in place of" in note
+    assert not any(each.startswith("memory is") for each in plan(*words, "-p", "4000")[0]["notes"])
 
 
 def test_that_ranks_which_share_cores_are_not_predicted_is_said(tmp_path: Path) -> None:
