@@ -63,6 +63,11 @@ def process_stat(pid: int) -> list[str]:
         return []
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process stands still, by a signal or a debugger."""
+    return process_stat(pid)[:1] in (["T"], ["t"])
+
+
 def launcher_at_terminal(number: int = 0) -> int:
     """The launcher on this host that started this process, and whose file descriptor `number` is a terminal, by default
     that where a user types; 0: there is none."""
@@ -188,7 +193,7 @@ def _output(process: subprocess.Popen[bytes], data: bytes, end_s: float) -> byte
             return process.communicate(unsent, min(CHECK_EVERY_S, max(remaining_s, 0.0)))[0]
         except subprocess.TimeoutExpired:
             unsent = None
-            if process_stat(process.pid)[:1] in (["T"], ["t"]):
+            if is_stopped(process.pid):
                 return None
             if remaining_s <= CHECK_EVERY_S:
                 raise

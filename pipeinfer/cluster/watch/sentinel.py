@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
 
-from pipeinfer.child import process_stat
+from pipeinfer.child import is_stopped
 from pipeinfer.cluster.hosts.launch import n_ranks_here
 from pipeinfer.cluster.hosts.launcher import hosts_by_rank
 from pipeinfer.cluster.watch import processes, protocol
@@ -125,7 +125,7 @@ class Sentinel:
 
     def _standing_still(self) -> list[str]:
         """A line for each rank of this host whose process is stopped."""
-        stopped = [rank for rank, each in self._beside.items() if process_stat(each.pid)[:1] in (["T"], ["t"])]
+        stopped = [rank for rank, each in self._beside.items() if is_stopped(each.pid)]
         return [f"{self._title(rank)} stands still: process {self._beside[rank].pid} is stopped" for rank in stopped]
 
     def _report_missing(self, waited_s: float) -> None:
