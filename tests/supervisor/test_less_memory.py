@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from bisect import bisect_left
-from functools import cache
 
 import pytest
 
@@ -38,19 +36,22 @@ def limits(words: list[str]) -> tuple[int, int, str]:
 
 
 def _limits(group: MemoryGroup, words: list[str]) -> tuple[int, int, str]:
-    steps = range(300 * MIB, 1200 * MIB, 20 * MIB)
-
-    @cache
-    def repacks(limit: int) -> int:
-        """-1: it does not fit; 0: it fits as it is in the file; 1: repacked too."""
+    def repacks(limit: int) -> bool:
         group.limit(limit)
         done = group.finish(2, [*words, "-n", "1"])
-        return -1 if done.returncode else int("no memory to repack" not in done.stderr)
+        assert done.returncode == 0, done.stderr
+        return "no memory to repack" not in done.stderr
 
-    least, enough = (steps[bisect_left(steps, wanted, key=repacks)] for wanted in (0, 1))
-    assert repacks(least) == 0, "the file's own layout never fitted alone"
-    assert enough - least > 2 * SUPERVISOR_BYTES, "the two layouts need about as much"
-    group.limit(enough)
+    group.limit(200 * MIB)
+    said = group.finish(2, words).stderr  # two ranks need more
+    found = re.search(r"has ([\d.]+) MB of memory left, and what shall run there needs ([\d.]+) MB", said)
+    assert found, said
+    least = (210 + int((float(found[2]) - float(found[1])) * 1e6) // MIB) * MIB
+    enough = least + 2 * SUPERVISOR_BYTES
+    assert not repacks(least) and not repacks(enough), "the two layouts need about as much"
+    while not repacks(enough):
+        enough += 20 * MIB
+        assert enough < 1200 * MIB, "it is never repacked"
     return enough + SUPERVISOR_BYTES, least + SUPERVISOR_BYTES, group.finish(2, words).stdout
 
 

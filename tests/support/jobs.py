@@ -52,24 +52,26 @@ def environment() -> dict[str, str]:
     }
 
 
-def warm_command() -> list[str]:
+def warm_command(arguments: Sequence[str]) -> list[str]:
     """In place of COMMAND, in less than half of its time; COMMAND itself if a test has changed the environment, which
-    modules look at when they are imported. The processes of the job are not those that the launcher started."""
-    path, variables = _warm()
-    return [sys.executable, "-ISs", str(WARM), path] if variables == _variables() else COMMAND
+    modules look at when they are imported. The processes of the job are not those that the launcher started.
+    `arguments`: of the job."""
+    if _variables() != UNCHANGED:
+        return COMMAND
+    return [sys.executable, "-ISs", str(WARM), _warm(any("torch" in word for word in arguments))]
 
 
 @cache
-def _warm() -> tuple[str, Mapping[str, str]]:
-    """The process that forks ranks, which ends with this one: where it listens, and its environment."""
+def _warm(with_torch: bool) -> str:
+    """The process that forks ranks, which ends with this one: where it listens."""
     folder = mkdtemp(prefix="pipeinfer-warm-")
-    command = [sys.executable, "-m", "tests.support.warm", path := f"{folder}/listens"]
+    command = [sys.executable, "-m", "tests.support.warm", path := f"{folder}/listens", *["torch"] * with_torch]
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment()
     )
     atexit.register(_end, process, folder)
     assert process.stdout and process.stdout.readline() == "ready\n", "no warm process"
-    return path, _variables()
+    return path
 
 
 def _end(process: subprocess.Popen[str], folder: str) -> None:
@@ -81,10 +83,13 @@ def _variables() -> dict[str, str]:
     return {name: value for name, value in environment().items() if not name.startswith("PYTEST_")}
 
 
+UNCHANGED = _variables()
+
+
 def start(n_ranks: int, arguments: Sequence[str], warm: bool = False, **options: Any) -> subprocess.Popen[str]:
     """`warm`: by `warm_command`."""
     return subprocess.Popen(
-        [*launcher(n_ranks), *(warm_command() if warm else COMMAND), *arguments],
+        [*launcher(n_ranks), *(warm_command(arguments) if warm else COMMAND), *arguments],
         stdin=options.pop("stdin", subprocess.DEVNULL),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -94,10 +99,12 @@ def start(n_ranks: int, arguments: Sequence[str], warm: bool = False, **options:
     )
 
 
-def finish(n_ranks: int, arguments: Sequence[str], timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    """Run to the end; a job that hangs is killed and fails the test."""
+def finish(
+    n_ranks: int, arguments: Sequence[str], timeout_s: float = 120, warm: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Run to the end; a job that hangs is killed and fails the test. Without `warm` ranks import what they need."""
     return subprocess.run(
-        [*launcher(n_ranks), *warm_command(), *arguments],
+        [*launcher(n_ranks), *(warm_command(arguments) if warm else COMMAND), *arguments],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
@@ -106,8 +113,8 @@ def finish(n_ranks: int, arguments: Sequence[str], timeout_s: float = 120) -> su
     )
 
 
-def run_json(n_ranks: int, arguments: Sequence[str], timeout_s: float = 300) -> dict[str, Any]:
-    done = finish(n_ranks, ["run", "--json", *arguments], timeout_s)
+def run_json(n_ranks: int, arguments: Sequence[str], timeout_s: float = 300, warm: bool = True) -> dict[str, Any]:
+    done = finish(n_ranks, ["run", "--json", *arguments], timeout_s, warm)
     assert done.returncode == 0, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     return result

@@ -1,9 +1,9 @@
 """Ranks that do not start Python anew: a process that has imported all that jobs import is forked for each.
 
-`python -m tests.support.warm PATH` is that process; it listens at PATH until its standard input ends. The client, this
-file run with `-ISs` and the words PATH WORDS, takes the place of `python -m pipeinfer WORDS` under a launcher: it sends
-its words, environment, folder and open files, forwards signals, and ends as the rank does. Most of what a short job
-costs is imports.
+`python -m tests.support.warm PATH [torch]` is that process; it listens at PATH until its standard input ends. The
+client, this file run with `-ISs` and the words PATH WORDS, takes the place of `python -m pipeinfer WORDS` under a
+launcher: it sends its words, environment, folder and open files, forwards signals, and ends as the rank does. Most of
+what a short job costs is imports.
 """
 
 import array
@@ -46,10 +46,10 @@ def end_with(code: int) -> NoReturn:
     os._exit(code)
 
 
-def serve(path: str) -> None:
+def serve(path: str, with_torch: bool) -> None:
     """Fork a rank for each client; a rank whose client dies is killed."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # as the command does
-    _import_all()
+    _import_all(with_torch)
     gc.collect()
     gc.freeze()  # else each rank's collector passes over all of it, and copies the pages
     listener = socket.socket(socket.AF_UNIX)
@@ -88,7 +88,7 @@ def serve(path: str) -> None:
                     os.kill(pid, signal.SIGKILL)
 
 
-def _import_all() -> None:
+def _import_all(with_torch: bool) -> None:
     from importlib import import_module
     from pkgutil import walk_packages
 
@@ -96,7 +96,7 @@ def _import_all() -> None:
     from pipeinfer.job.planning.prepare import get_ready
 
     for module in walk_packages(pipeinfer.__path__, "pipeinfer."):
-        if "torch" not in module.name and not module.name.rpartition(".")[2].startswith("_"):
+        if (with_torch or "torch" not in module.name) and not module.name.rpartition(".")[2].startswith("_"):
             import_module(module.name)
     import_module("numpy.ma")  # for percentiles, which numpy imports when they are needed
     get_ready()
@@ -137,6 +137,6 @@ def _become_rank(link: socket.socket) -> NoReturn:
 
 if __name__ == "__main__":
     if __package__:  # by -m
-        serve(sys.argv[1])
+        serve(sys.argv[1], sys.argv[2:] == ["torch"])
     else:
         end_with(ask(sys.argv[1], sys.argv[2:]))

@@ -222,8 +222,8 @@ class Numerics:
     numerics: exact: every policy and rank count gives the same bits; fast: llama.cpp's default kernels.
     allow_other_numerics: Where a text goes on (--resume, supervise) and the numerics with which it was begun cannot be
         had, go on with others.
-    repack: Copy weights into the layout of faster kernels; with --numerics exact where these give a row the same bits
-        in every batch and on every rank, and there is memory for it.
+    repack: Copy weights into the layout of faster kernels, which round differently; with --numerics exact where these
+        give a row the same bits in every batch and on every rank, and there is memory for it.
     wire_type: What activations travel as between ranks: f32, or bf16, half the bytes, rounded (with --numerics fast).
     gpu_aware: Activations between stages of torch go from device to device by MPI; auto: from GPUs, where MPI says that
         it is GPU-aware; on: from CPUs too, and where MPI does not say.

