@@ -25,7 +25,7 @@ from pathlib import Path
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.runs import Guess
 from pipeinfer.core.tree import Node
-from pipeinfer.policies import Auto, FlowSpec, Iterative, PipeDec, PipeInfer, PipeSpec, Speculative, Ssd
+from pipeinfer.policies import POLICIES, Auto, FlowSpec, PipeDec, PipeInfer, PipeSpec, Speculative, Ssd
 from pipeinfer.policies.auto import LEAST
 from pipeinfer.text import markdown_table
 from pipeinfer.virtual.choices import Choices, n_predicted, ranks_for, synthetic_team
@@ -63,7 +63,7 @@ class Knowing(Auto):
 BOUND = "probabilities known"
 ACCEPTANCES = (0.05, 0.3, 0.52, 0.66, 0.79, 0.9, 0.95)
 TUNED: dict[str, Sequence[Policy]] = {
-    "iterative": [Iterative()],
+    **{name: [policy()] for name, policy in POLICIES.items()},
     "speculative": [
         Speculative.from_paper(),
         *(Speculative(n_draft=n, width=4) for n in (2, 4, 12)),
@@ -85,7 +85,6 @@ TUNED: dict[str, Sequence[Policy]] = {
     ],
     "pipespec": [PipeSpec(), PipeSpec(asynchronous=False)],
     "ssd": [Ssd.from_paper(), *(Ssd(n_draft=n) for n in (2, 4, 12)), Ssd(backup="none")],
-    "auto": [Auto()],
     BOUND: [Knowing()],
 }
 N_PROMPT = 128

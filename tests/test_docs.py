@@ -12,6 +12,8 @@ import pytest
 
 from docs.generate import FOLDER, PAGES, generated
 from pipeinfer.cli.commands import COMMANDS, cli
+from pipeinfer.models.gguf.architectures import ARCHITECTURES
+from pipeinfer.policies import POLICIES
 
 ROOT = Path(__file__).parent.parent
 
@@ -101,3 +103,10 @@ def test_documents_that_code_names_exist() -> None:
     ]
     for path in [*files, *ROOT.glob("*.py"), *ROOT.glob("*.sh"), ROOT / "Makefile"]:
         assert [name for name in NAMED.findall(path.read_text()) if not (ROOT / name).exists()] == [], path
+
+
+def test_what_is_counted_and_listed_by_hand_is_complete() -> None:
+    n_cut = sum(not each.refused for each in ARCHITECTURES.values())
+    assert f"[{n_cut} architectures]" in (ROOT / "README.md").read_text()
+    page = (ROOT / "docs/explanation/policies.md").read_text()
+    assert [name for name in POLICIES if f"| `{name}` |" not in page] == []

@@ -115,6 +115,11 @@ def test_files_of_a_room_import_each_other_in_one_direction() -> None:
     assert not cycles, cycles
 
 
+def test_no_file_is_long() -> None:
+    lengths = {str(path): len(path.read_text().splitlines()) for path in MODULES}
+    assert [path for path, length in lengths.items() if length > 350] == []
+
+
 def test_core_and_policies_need_numpy_only() -> None:
     for path in MODULES:
         if room_of(module_of(path)) in ("core", "policies") and path.name != "__main__.py":

@@ -2,13 +2,13 @@
 
 | message     | from, to                | content                                                                    |
 |-------------|-------------------------|----------------------------------------------------------------------------|
-| run         | head, stage after stage | Header, KvOps, SentRows, ExtraSeqs; the new requests, pickled; features    |
+| run         | head, stage after stage | Header, KvOps, SentRows, more sequences; new requests, pickled; features    |
 |             |                         | (n_features, n_rows, n_embd) in bf16 of the layers so far that drafts      |
 |             |                         | read; the activations (n_rows, n_embd) of a WireType                       |
 | out of band | stage to stage          | the activations of the run before it, from one device's memory to another  |
 | order       | head, stage after stage | Header: report, or shut down                                               |
-| verdict     | last stage, head        | VerdictHeader; an int32 a row: its token, or how many guesses; the Guesses |
-|             |                         | of a draft; features (n_rows, n) in bf16; a ScoredRow and its Likelys a    |
+| verdict     | last stage, head        | VERDICT; an int32 a row: its token, or how many guesses; the guesses       |
+|             |                         | of a draft; features (n_rows, n) in bf16; a ScoredToken and its Likelys a  |
 |             |                         | token with log-probabilities                                               |
 | prunings    | head, every stage       | an int32: how many PrunedRows follow; 0 ends the pipeline                  |
 

@@ -170,7 +170,8 @@ class Policy(ABC):
         return {}
 
     def begin(self) -> "Policy":
-        """The policy of a new request, with these settings."""
+        """The policy of a new request, with these settings. What a request changes must not be shared: a policy with
+        lists or dictionaries of its own answers `fresh()` here."""
         return copy(self)
 
     def fresh(self) -> "Policy":

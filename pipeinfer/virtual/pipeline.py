@@ -1,6 +1,6 @@
-"""A pipeline in virtual time: the same runs, order and cancellations, with modelled durations. Deterministic. As in
-`serve.serve`, a stage takes runs in order and checks for cancellation before a run and between layers; cancelled runs
-go on without activations. Nothing here sleeps, computes a model or imports MPI."""
+"""A pipeline in virtual time: the same runs, order and cancellations, with modelled durations. Deterministic. As on
+ranks (`cluster/stages/serve.py`), a stage takes runs in order and checks for cancellation before a run and between
+layers; cancelled runs go on without activations. Nothing here sleeps, computes a model or imports MPI."""
 
 import math
 from collections import deque

@@ -24,6 +24,8 @@ from pipeinfer.core.runs import KvOp, Opening, OpKind, Row, Run, Verdict
 from pipeinfer.core.sampling import SamplingParams, choose
 from pipeinfer.core.types import ConstraintFailed, FloatArray
 from pipeinfer.errors import UserError
+from pipeinfer.job.options.text_sections import GrammarOptions
+from pipeinfer.job.requests import request
 from pipeinfer.job.requests.request import check_constraints
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.llama.ggml import load_library
@@ -400,3 +402,9 @@ def test_a_wrong_grammar_is_refused_before_anything_loads() -> None:
     done = finish(1, ["run", *PROMPT, "--grammar", "root ::= b"])
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
     assert "this is no grammar in llama.cpp's form (GBNF)" in done.stderr
+
+
+def test_a_file_without_a_grammar_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text(" \n")
+    with pytest.raises(UserError, match=r"--grammar-file .*empty is empty"):
+        request.grammar_of(GrammarOptions(grammar_file=tmp_path / "empty"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import math
 import multiprocessing
 from dataclasses import fields
@@ -47,6 +48,17 @@ def test_every_sampling_option_is_in_the_keys_of_both_tables() -> None:
     }  # options has it
     options = {field.name for field in fields(SamplingParams)} - others
     assert options <= set(KEY) and options <= set(LOADS.key)
+
+
+def test_every_column_is_filled(tmp_path: Path) -> None:
+    """But those of what was not asked for, and of what a machine may not have."""
+    path = tmp_path / "results.csv"
+    done = finish(2, ["run", "-p", "def f", "-n", "8", "--policy", "pipeinfer", "-t", "1", "--results", str(path)])
+    assert done.returncode == 0, done.stderr
+    (row,) = csv.DictReader(path.open())
+    asked = {"variant", "options", "prompt", "dry_sequence_breakers", "sampler_order", "logit_bias", "grammar"}
+    asked |= {"pace", "pace_hash", "choices"}
+    assert {name for name, cell in row.items() if not cell} - {"joules_per_token"} == asked
 
 
 def _append_many(path: Path, policy: str) -> None:

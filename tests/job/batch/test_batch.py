@@ -21,6 +21,7 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.batch.batch_file import BatchFile, BatchOutput, read_request
 from pipeinfer.job.placement.checks import open_models
+from pipeinfer.job.requests import fields
 from pipeinfer.job.requests.body import Defaults
 from pipeinfer.models.text.chat_template import ChatMessage, ChatTemplate
 from pipeinfer.models.text.json_schema import schema_grammar
@@ -589,3 +590,8 @@ def test_what_one_chat_s_template_refuses_is_no_other_s_affair(pair: list[str]) 
         assert [isinstance(each, UserError) for each in found] == [False, True, False]
         assert wrong in str(found[1])
     tokenizer.close()
+
+
+def test_no_sampling_option_is_refused_or_passed_over() -> None:
+    refused = {*fields.ONLY, *fields.IN_EFFECT, *fields.WITHOUT_EFFECT}
+    assert refused & {*fields.ALIASES, *(name for name, _, _ in fields.SAMPLING_SETTINGS)} == set()
