@@ -22,6 +22,7 @@ from pipeinfer.outputs import working_folder
 
 JOB_COMMANDS = ("run", "bench", "batch", "serve", "measure", "plan")  # what runs on several ranks
 SUPERVISED = ("run", "batch", "serve")
+DRAIN_S = 20  # of a service: Slurm kills a job so many seconds after it told it (KillWait), 30 by default
 
 COUNT = Whole(1, 1_000_000)
 LAUNCHER = click.Choice(["srun", "mpirun"])
@@ -75,10 +76,10 @@ def submit_command(words: tuple[str, ...], groups: tuple[str, ...], dry_run: boo
         raise UserError(f"--job-name {name} names a directory too; leave / out")
     if restarts and not {*words[:1]} & {*SUPERVISED}:
         raise UserError(f"--restarts is for {', '.join(SUPERVISED)}, which go on where they were; leave it out")
-    if n_array and (words[:1] != ("batch",) or wait):
-        raise UserError(
-            "--array shares out the requests of a `batch`, and --wait follows one job; leave one of them out"
-        )
+    if n_array and words[:1] != ("batch",):
+        raise UserError("--array shares out the requests of a `batch`; leave it out")
+    if n_array and wait:
+        raise UserError("--wait follows one job, and --array makes several; leave one of them out")
     for option in others["extra"]:
         if not option.startswith("-"):
             raise UserError(f"--sbatch {option} is no option of sbatch; write it as --sbatch=--{option}")
@@ -120,7 +121,8 @@ def parse_words(words: tuple[str, ...]) -> dict[str, Any]:
 
 
 def job_words(words: tuple[str, ...], params: dict[str, Any], job: SlurmJob) -> tuple[str, ...]:
-    """The command with options for the files that it writes; in an array with those of each job."""
+    """The command with options for the files that it writes, in an array with those of each job; a service ends within
+    the time that Slurm gives it."""
     if "--" in words:
         return words
     suffix = f"-{INDEX}" if job.n_array else ""
@@ -131,6 +133,8 @@ def job_words(words: tuple[str, ...], params: dict[str, Any], job: SlurmJob) -> 
     for name, option, file in files:
         if name in params and params[name] is None:
             own_files += [option, f"{FOLDER}/{file}"]
+    if words[0] == "serve" and not any(word.startswith("--drain") for word in words):
+        own_files += ["--drain", str(DRAIN_S)]
     if not job.n_array:
         return (*words, *own_files)
     part = f"{FOLDER}/{PART}"

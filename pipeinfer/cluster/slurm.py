@@ -117,7 +117,8 @@ def script_text(job: SlurmJob) -> str:
     lines = ["#!/bin/bash", *_directives(job), "", "set -e"]
     lines += [f"module load {shlex.join(job.modules)}"] if job.modules else []
     if job.requeues and not job.keeps_text:
-        lines.append(f": > {_quoted(job.text_file)}")
+        text = _quoted(job.text_file)
+        lines += [f"[ ! -s {text} ] || cp {text} {text}.before", f": > {text}"]
     lines += [*map(_one_line, job.setup), f"exec {_supervise(job)}{_launch(job)}"]
     return "\n".join(lines) + "\n"
 

@@ -10,7 +10,7 @@ import subprocess
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from pipeinfer.child import is_open_mpi
@@ -27,6 +27,7 @@ from pipeinfer.text import count_text
 WINDOW_S = 600.0  # `restarts` and `N_DEATHS` are limits within this time
 N_DEATHS = 2  # a host on which ranks have died so often is left out, while there are others
 PROBE_S = 20.0  # how long a launcher may take to start nothing on a host
+BACK_S = 5.0  # the same for a host that is left out
 SECOND_S = 5.0  # how long a job may take to end after a second signal
 LONGEST_DELAY_S = 30.0
 LOOK_S = 0.05
@@ -110,7 +111,7 @@ class Supervisor:
 
     def _attempt(self, number: int, hosts_file: Path, stdin: KeptInput | None) -> tuple[int, Loss | None]:
         self._links.begin(number)
-        words = self.launcher.without(self.excluded, hosts_file)
+        words = self.launcher.without(self.excluded, hosts_file, again=number > 1)
         words[1:1] = self._pass_variable
         sends_keys = self._terminal is not None
         choices = self._links.numerics, self._links.fitted
@@ -142,6 +143,7 @@ class Supervisor:
             raise UserError(f"{loss.why}; the job was started again {times_text}, and is not any more")
         self._starts_s.append(now_s)
         self._n_fruitless = 0 if self._links.has_progress else self._n_fruitless + 1
+        self._take_back()
         host = self.launcher.host_of(loss.rank, loss.host) if loss.rank >= 0 else ""
         if host:
             self._deaths.setdefault(host, deque()).append(now_s)
@@ -162,16 +164,29 @@ class Supervisor:
         if len(self.excluded) + 1 < len({each.name for each in self.launcher.hosts}):
             self.excluded[host] = why
 
+    def _take_back(self) -> None:
+        """Hosts that are left out, and on which the launcher starts programs again."""
+        tried = [host for host in self.excluded if len(self._deaths.get(host, ())) < N_DEATHS]
+        for host in {*tried} - self._failing(tried, BACK_S):
+            del self.excluded[host]
+            complain(f"host {host} can be reached again, and is taken again")
+
     def _probe(self) -> None:
         """Leave out hosts on which the launcher starts nothing any more: a host that is down reports nothing."""
+        for host in self._failing({each.name for each in self.launcher.hosts} - self.excluded.keys(), PROBE_S):
+            self._leave_out(host, "nothing can be started there")
+
+    def _failing(self, hosts: Collection[str], limit_s: float) -> set[str]:
+        """Those on which the launcher starts nothing within the limit."""
+        failing = set[str]()
         processes: dict[str, subprocess.Popen[bytes]] = {}
         with tempfile.TemporaryDirectory(prefix="pipeinfer-") as folder, contextlib.ExitStack() as running:
-            for number, host in enumerate({each.name for each in self.launcher.hosts} - self.excluded.keys()):
+            for number, host in enumerate(hosts):
                 words = self.launcher.trial(host, Path(folder) / str(number))
                 none, environ = subprocess.DEVNULL, dict(self.environ)
                 process = subprocess.Popen(words, stdin=none, stdout=none, stderr=none, env=environ)
                 processes[host] = running.enter_context(process)
-            deadline = time.monotonic() + PROBE_S
+            deadline = time.monotonic() + limit_s
             for host, process in processes.items():
                 try:
                     code = process.wait(max(0.0, deadline - time.monotonic()))
@@ -179,7 +194,8 @@ class Supervisor:
                     process.kill()
                     code = -1
                 if code:
-                    self._leave_out(host, "nothing can be started there")
+                    failing.add(host)
+        return failing
 
     def _ignores_interrupt(self) -> bool:
         """Whether an interrupt is ignored: a chat that starts again has no answer to stop, and ends with the second."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipeinfer.cluster.spread import StageRoom, spread_layers
 from pipeinfer.errors import UserError
+from pipeinfer.text import count_text
 from pipeinfer.virtual.costs import NO_WORK, HeadCost, HostWork, LinkCost, ModelCost, Profile, Work, roofline
 from pipeinfer.virtual.toml_text import TomlTable
 
@@ -234,7 +235,7 @@ def share_layers(machines: Sequence[Machine], model: Model) -> list[int]:
     counts = spread_layers([[layer_s] * (n_layers - 1) + [last_s] for layer_s, last_s in rows], room)
     if not counts:
         n_room = sum(int(machine.memory_bytes // model.layer_bytes) for machine in machines)
-        need = f"has {n_layers} layers and an output table: {n_stages} stages have room for {n_room} layers"
+        need = f"has {n_layers} layers and an output table; {count_text(n_stages, 'stage')} would hold {n_room} layers"
         raise UserError(f"{model.name} {need}; give more nodes")
     return counts
 

@@ -76,9 +76,9 @@ def test_open_mpi_is_started_as_it_wants(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_server_and_a_batch_can_be_submitted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert " serve -m target.gguf --host 0.0.0.0" in call(
-        "--dry-run", "-n", 3, "serve", "-m", "target.gguf", "--host", "0.0.0.0"
-    )
+    words = ["--dry-run", "-n", 3, "serve", "-m", "target.gguf"]
+    assert " serve -m target.gguf --host 0.0.0.0 --drain 20\n" in call(*words, "--host", "0.0.0.0")
+    assert " serve -m target.gguf --drain 5\n" in call(*words, "--drain", "5")
     assert " batch in.jsonl -o out.jsonl" in call("--dry-run", "-n", 3, "batch", "in.jsonl", "-o", "out.jsonl")
     with pytest.raises(click.BadParameter, match="'many' is not a whole number"):
         call("--dry-run", "-n", 3, "serve", "--port", "many")
@@ -319,7 +319,9 @@ def test_a_job_that_is_requeued_goes_on(slurm: Slurm, tmp_path: Path) -> None:
     assert slurm.finish("scontrol", "update", f"JobId={number}", "StartTime=now").returncode == 0, "not in two minutes"
     ended(slurm, number, timeout_s=300)
     record = slurm.output("scontrol", "show", "job", number)
-    assert (folder / "text").read_text() == finish(2, words).stdout, record
+    whole = finish(2, words).stdout
+    assert (folder / "text").read_text() == whole, record
+    assert whole.startswith((folder / "text.before").read_text()[:200]), "what was there is kept"
     assert "terminated; the text" in (folder / "log").read_text(), "what the first one said is kept"
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import threading
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -59,3 +60,19 @@ def test_hosts_on_which_nothing_starts_are_found(tmp_path: Path) -> None:
     supervisor = Supervisor(read_launcher(words), 9, os.environ)
     supervisor._probe()
     assert supervisor.excluded.keys() == {"bad1", "bad2"}
+
+
+def test_hosts_that_are_left_out_are_taken_again_when_programs_start_there(tmp_path: Path) -> None:
+    """Not those on which ranks die again and again."""
+    launcher = tmp_path / "mpirun"
+    launcher.write_text(f'#!/bin/sh\nif grep -q -f {tmp_path}/down "$2"; then exit 1; fi\n')
+    launcher.chmod(0o755)
+    (tmp_path / "hosts").write_text("good\naway\nback\nbad\n")
+    (tmp_path / "down").write_text("away\n")
+    words = [str(launcher), "-f", str(tmp_path / "hosts"), "-np", "4", "pipeinfer", "run"]
+    supervisor = Supervisor(read_launcher(words), 9, os.environ)
+    for name in ("away", "back", "bad"):
+        supervisor._leave_out(name, "lost")
+    supervisor._deaths["bad"] = deque([0.0, 1.0])
+    supervisor._take_back()
+    assert supervisor.excluded.keys() == {"away", "bad"}

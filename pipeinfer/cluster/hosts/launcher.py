@@ -17,6 +17,8 @@ NODES = ("-N", "--nodes")
 CONVERSATION = ("-cnv", "--conversation")
 COMMANDS = ("run", "chat", "batch", "serve")
 HOSTS = ("-hosts", "-host", "--host", "-H")
+# a lost node's step keeps the cores of the others for minutes; 60: seconds to wait for what is not there
+AGAIN = ("--overlap", "--immediate=60")
 SLOTS = re.compile(r"[:\s](?:slots\s*=\s*)?(\d+)")
 
 
@@ -142,15 +144,21 @@ class Launcher:
         ranks = [host.name for host in self.hosts for _ in range(host.n_slots)]
         return ranks[rank % len(ranks)] if ranks and not self.is_srun else ""
 
-    def without(self, lost: Collection[str], hosts_file: Path) -> list[str]:
+    def without(self, lost: Collection[str], hosts_file: Path, again: bool = False) -> list[str]:
         """The words that start the job on the other hosts, with fewer ranks where these do not take as many;
-        `hosts_file` is written where there was a file. Raises UserError where no host remains."""
-        return [*self._words(lost, hosts_file), *self.command]
+        `hosts_file` is written where there was a file. `again`: a job of these words has run. Raises UserError where no
+        host remains."""
+        words = self._words(lost, hosts_file)
+        if again and self.is_srun:
+            words[1:1] = AGAIN
+        return [*words, *self.command]
 
     def trial(self, host: str, hosts_file: Path) -> list[str]:
         """The words that start nothing, on one host."""
         words = self._words({each.name for each in self.hosts} - {host}, hosts_file)
         _replace(words, RANKS, "1")
+        if self.is_srun:
+            words[1:1] = AGAIN
         return [*words, "true"]
 
     def _words(self, lost: Collection[str], hosts_file: Path) -> list[str]:

@@ -42,7 +42,7 @@ class HostList:
         is_alone = self.here.issuperset(self.names)
         if self.launcher == "srun":
             mpi = "pmix" if self.open_mpi else "pmi2"
-            return ["srun", f"--mpi={mpi}", "-N", str(len(hosts)), "-n", total, "-w", ",".join(hosts)]
+            return ["srun", "-X", f"--mpi={mpi}", "-N", str(len(hosts)), "-n", total, "-w", ",".join(hosts)]
         if self.launcher == "openmpi":
             network = ["--mca", "btl_tcp_if_include", interface] if interface else []
             return ["mpirun", *([] if is_alone else ["--host", listed]), "--bind-to", "none", *network, "-np", total]

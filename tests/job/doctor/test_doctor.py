@@ -321,7 +321,7 @@ def test_hosts_are_a_file_or_names(tmp_path: Path) -> None:
     of_network = "--mca btl_tcp_if_include eth1"
     assert other == f"mpirun --host node1:2,node2:1 --bind-to none {of_network} -np 3".split()
     slurm = replace(made, launcher="srun").words(made.names, ranks)
-    assert slurm == ["srun", "--mpi=pmi2", "-N", "2", "-n", "3", "-w", "node1,node2"]
+    assert slurm == ["srun", "-X", "--mpi=pmi2", "-N", "2", "-n", "3", "-w", "node1,node2"]
     for wrong in ("node1,", "node1;reboot", "node1:0", "-oProxyCommand=x"):
         with pytest.raises(UserError, match="neither a file nor a host"):
             read_host_list(wrong, "mpich")

@@ -41,7 +41,7 @@ def test_the_nodes_of_an_allocation(slurm: Slurm) -> None:
     result = json.loads(done.stdout)
     assert [each for each in result["findings"] if each["level"] == "error"] == [], done.stderr
     assert list(result["hosts"]) == ["node0", "node1"]
-    assert result["command"].startswith("srun --mpi=pmi2 -N 2 -n 2 -w node0,node1 ")
+    assert result["command"].startswith("srun -X --mpi=pmi2 -N 2 -n 2 -w node0,node1 ")
     (ring,) = [each for each in result["findings"] if each["check"] == "ring"]
     assert "a message went round 2 ranks of srun" in ring["text"]
     assert {each["state"] for each in result["links"]} == {"open"}
