@@ -49,8 +49,8 @@ test: install lint .venv/stamp-lm-eval
 	$(BIN)/python -m pytest -m "not ranks and not long" -n 2 --dist loadfile $(WITH_TORCH:%=--ignore=%)
 	@# in processes of their own: torch and libggml both use a thread's AMX tiles
 	$(BIN)/python -m pytest -m "not ranks and not long" -n 2 --dist loadfile $(WITH_TORCH)
-	@# two jobs at a time disturb each other's times: only what fails alone has failed
-	$(BIN)/python -m pytest -m "ranks and not long" -n 2 --dist loadfile \
+	@# jobs side by side disturb each other's times: only what fails alone has failed; many of these tests wait
+	$(BIN)/python -m pytest -m "ranks and not long" -n 3 --dist loadfile \
 	  || $(BIN)/python -m pytest -m "ranks and not long" --last-failed --last-failed-no-failures none
 
 test-long: .venv/stamp-dev

@@ -381,9 +381,9 @@ def test_a_later_turn_is_asked_after_the_answers(tmp_path: Path) -> None:
         fresh = run_json(2, ["-t", "1", "-f", str(spoken), *common, "--ignore-eos"])
         name = "talk/1" if number == 1 else f"talk/1.{number}"
         speculation = fresh["speculation"]  # not `runs`: chunks of the prompt are as long as is fast at that moment
-        expected.append((name, len(fresh["prompt_tokens"]), speculation["draft_n"], speculation["draft_n_accepted"]))
+        expected.append((name, len(fresh["prompt_tokens"]), speculation["draft_n"], speculation["draft_n_sent"]))
         text += fresh["text"]
-    found = [(row["prompt"], row["prompt_n"], row["draft_n"], row["draft_n_accepted"]) for row in RESULTS.read(results)]
+    found = [(row["prompt"], row["prompt_n"], row["draft_n"], row["draft_n_sent"]) for row in RESULTS.read(results)]
     assert found == expected * 2
 
 
