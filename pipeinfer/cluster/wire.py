@@ -2,7 +2,7 @@
 
 | message     | from, to                | content                                                                    |
 |-------------|-------------------------|----------------------------------------------------------------------------|
-| run         | head, stage after stage | Header, KvOps, SentRows, more sequences; new requests, pickled; features    |
+| run         | head, stage after stage | Header, KvOps, SentRows, more sequences; new requests, pickled; features   |
 |             |                         | (n_features, n_rows, n_embd) in bf16 of the layers so far that drafts      |
 |             |                         | read; the activations (n_rows, n_embd) of a WireType                       |
 | out of band | stage to stage          | the activations of the run before it, from one device's memory to another  |

@@ -32,6 +32,9 @@ from pipeinfer.policies import POLICIES, PipeInfer
 from tests.support.jobs import COMMAND, environment, finish, run_json
 from tests.support.planned import lay_out, options_of
 
+WITH_DRAFT = ", ".join(
+    name for name, policy in POLICIES.items() if any(setting.flag == "--draft" for _, _, setting in settings_of(policy))
+)
 ODD = (
     "nan",
     "inf",
@@ -189,7 +192,7 @@ def test_a_run_with_every_number_at_its_limit(which: str, policy: str) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["run", "--draft", "4"], "--draft is an option of --policy speculative, "),
+        (["run", "--draft", "4"], f"--draft is an option of --policy {WITH_DRAFT}; auto has no such options"),
         (
             ["run", "--policy", "iterative", "-pa", "0.1"],
             "--accept-cutoff is an option of --policy speculative, pipeinfer",

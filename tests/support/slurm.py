@@ -19,7 +19,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.jobs import BY_MPICH
+from tests.support import namespaces
+from tests.support.jobs import BY_MPICH, ROOT
 from tests.support.namespaces import Hosts
 
 N_CPUS = 8
@@ -28,6 +29,7 @@ N_CPUS = 8
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "sinfo")
 SEARCH_PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
 START_TIMEOUT_S = 20.0
+NOT_OPEN_MPI = "Open MPI needs Slurm's PMIx, which Debian's does not load"
 
 CONFIG = """
 ClusterName=test
@@ -204,13 +206,28 @@ def private_slurm(
             slurm.stop()
 
 
+ON_HOSTS = {"PYTHONPATH": str(ROOT), "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}
+"""The environment of commands on hosts of their own."""
+
+
+@contextlib.contextmanager
+def slurm_on_hosts(n: int, folder: Path, setups: Mapping[str, str] | None = None) -> Iterator[Slurm]:
+    """With a node on each of `n` hosts; the test is skipped where these cannot be made."""
+    if why := ", ".join(missing_programs()) or namespaces.missing(needs_hydra=False):
+        pytest.skip(f"no hosts with Slurm can be made here: {why}")
+    if not BY_MPICH:
+        pytest.skip(NOT_OPEN_MPI)
+    with namespaces.hosts(n, folder) as made, private_slurm(hosts=made, setups=setups) as running:
+        yield running
+
+
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Slurm]:
     """Of two nodes. A module that imports it names it in `__all__`."""
     if missing_programs():
         pytest.skip(f"not installed: {', '.join(missing_programs())}")
     if not BY_MPICH:
-        pytest.skip("Open MPI needs Slurm's PMIx, which Debian's does not load")
+        pytest.skip(NOT_OPEN_MPI)
     with private_slurm(2) as running:
         yield running
     assert running.processes() == []

@@ -148,21 +148,18 @@ class Launcher:
         """The words that start the job on the other hosts, with fewer ranks where these do not take as many;
         `hosts_file` is written where there was a file. `again`: a job of these words has run. Raises UserError where no
         host remains."""
-        words = self._words(lost, hosts_file)
-        if again and self.is_srun:
-            words[1:1] = AGAIN
-        return [*words, *self.command]
+        return [*self._words(lost, hosts_file, again), *self.command]
 
     def trial(self, host: str, hosts_file: Path) -> list[str]:
         """The words that start nothing, on one host."""
-        words = self._words({each.name for each in self.hosts} - {host}, hosts_file)
+        words = self._words({each.name for each in self.hosts} - {host}, hosts_file, again=True)
         _replace(words, RANKS, "1")
-        if self.is_srun:
-            words[1:1] = AGAIN
         return [*words, "true"]
 
-    def _words(self, lost: Collection[str], hosts_file: Path) -> list[str]:
+    def _words(self, lost: Collection[str], hosts_file: Path, again: bool) -> list[str]:
         words = list(self.words)
+        if again and self.is_srun:
+            words[1:1] = AGAIN
         if not lost:
             return words
         hosts = [host for host in self.hosts if host.name not in lost]

@@ -14,25 +14,18 @@ from typing import Any
 import pytest
 
 from tests.job.doctor.test_doctor_hosts import FIREWALL, NFT
-from tests.support import namespaces
-from tests.support.jobs import BY_MPICH, COMMAND, ROOT
-from tests.support.slurm import Slurm, missing_programs, private_slurm, slurm
+from tests.support.jobs import COMMAND, ROOT
+from tests.support.slurm import ON_HOSTS, Slurm, slurm, slurm_on_hosts
 
 __all__ = ["slurm"]
-ENVIRON = {"PYTHONPATH": str(ROOT), "UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}
 
 
 @pytest.fixture(scope="module")
 def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     """Of three nodes; node3 lacks the program."""
-    if why := ", ".join(missing_programs()) or namespaces.missing(needs_hydra=False):
-        pytest.skip(f"no hosts with Slurm can be made here: {why}")
-    if not BY_MPICH:
-        pytest.skip("Open MPI needs Slurm's PMIx, which Debian's does not load")
-    with namespaces.hosts(3, tmp_path_factory.mktemp("hosts")) as made:
-        setups = {"node3": f"mount -t tmpfs none {sys.prefix}"}
-        with private_slurm(hosts=made, setups=setups) as running:
-            yield running
+    setups = {"node3": f"mount -t tmpfs none {sys.prefix}"}
+    with slurm_on_hosts(3, tmp_path_factory.mktemp("hosts"), setups) as running:
+        yield running
 
 
 def test_the_nodes_of_an_allocation(slurm: Slurm) -> None:
@@ -61,7 +54,7 @@ def test_a_rank_that_hangs_is_named_with_its_node(slurm: Slurm, tmp_path: Path) 
 
 def doctor(apart: Slurm, n_nodes: int) -> dict[str, Any]:
     words = ["salloc", "-N", str(n_nodes), "-n", str(n_nodes), "-w", f"node[1-{n_nodes}]", *COMMAND, "doctor", "--json"]
-    done = apart.finish(*words, environ=ENVIRON, timeout_s=120)
+    done = apart.finish(*words, environ=ON_HOSTS, timeout_s=120)
     assert done.stdout, done.stderr
     result: dict[str, Any] = json.loads(done.stdout)
     return result
@@ -77,7 +70,7 @@ def test_nodes_that_are_hosts_of_their_own(apart: Slurm) -> None:
     assert [report["place"][0] for report in result["hosts"].values()] == ["node1", "node2"]
     assert {(each["state"], each["interface"]) for each in result["links"]} == {("open", "eth0")}
     words = ["salloc", "-N", "2", "-n", "2", "-w", "node[1-2]", "sh", "-c", f"{result['command']} -n 4 --json"]
-    run = apart.finish(*words, environ=ENVIRON)
+    run = apart.finish(*words, environ=ON_HOSTS)
     assert run.returncode == 0, run.stderr
     assert [rank["host"] for rank in json.loads(run.stdout)["ranks"]] == ["node1", "node2"]
 
@@ -87,7 +80,7 @@ def test_a_node_without_the_program(apart: Slurm, tmp_path: Path) -> None:
     assert (host, check) == ("node3", "python") and text.endswith("is not there")
     words = ["salloc", "-N", "2", "-n", "2", "-w", "node[1,3]", "srun", "--mpi=pmi2", *COMMAND, "run", "-p", "x"]
     start_s = time.monotonic()
-    done = apart.finish(*words, environ=ENVIRON)
+    done = apart.finish(*words, environ=ON_HOSTS)
     passed_s = time.monotonic() - start_s
     line = [line for line in done.stderr.splitlines() if line.startswith("pipeinfer: ")][-1]
     assert line.startswith(f"pipeinfer: rank 1 (host node3) cannot start: python: {text} -> ")
