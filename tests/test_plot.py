@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -62,9 +62,9 @@ def plot(*arguments: Any) -> subprocess.CompletedProcess[str]:
     )
 
 
-def texts(figure: Figure) -> Iterator[Text]:
+def texts(figure: Figure) -> list[Text]:
     """What is drawn: of the ticks, those within the axes."""
-    figure.canvas.draw()
+    figure.draw_without_rendering()
     found = figure.findobj(Text)
     hidden = {
         id(tick.label1)
@@ -73,12 +73,12 @@ def texts(figure: Figure) -> Iterator[Text]:
         for tick in axis.get_major_ticks()
         if not min(axis.get_view_interval()) <= tick.get_loc() <= max(axis.get_view_interval())
     }
-    figure.canvas.draw()  # asking for the ticks has moved them
-    return (text for text in found if text.get_visible() and text.get_text().strip() and id(text) not in hidden)
+    figure.draw_without_rendering()  # asking for the ticks has moved them
+    return [text for text in found if text.get_visible() and text.get_text().strip() and id(text) not in hidden]
 
 
-def overlaps(figure: Figure) -> list[tuple[str, str]]:
-    boxes = [(text.get_text(), text.get_window_extent()) for text in texts(figure)]
+def overlaps(drawn: Iterable[Text]) -> list[tuple[str, str]]:
+    boxes = [(text.get_text(), text.get_window_extent()) for text in drawn]
     return [
         (one, other) for (one, box), (other, later) in combinations(boxes, 2) if box.shrunk(0.98, 0.9).overlaps(later)
     ]
@@ -89,7 +89,7 @@ def test_every_figure_and_no_overlapping_text(name: str) -> None:
     names = []
     for title, figure in draw(table(name), has_loads=False):
         names.append(title)
-        assert not overlaps(figure), title
+        assert not overlaps(texts(figure)), title
     assert names == list(FIGURES)
 
 
@@ -314,7 +314,7 @@ def test_labels_of_several_settings_do_not_overlap() -> None:
     long = "microbatch 0, inflight 0, accept_cutoff 0.5"
     rows = [RESULTS.as_read(make_row(ranks=2) | {"settings": f"width {number}, {long}"}) for number in range(4)]
     for name, figure in draw(rows, has_loads=False):
-        assert not overlaps(figure), name
+        assert not overlaps(texts(figure)), name
 
 
 def test_names_of_several_drafts_have_no_suffixes() -> None:

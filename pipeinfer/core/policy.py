@@ -1,7 +1,7 @@
 """What every policy answers, and what it may look at. Knows the tree, no pipeline and no model."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
@@ -127,9 +127,10 @@ class PolicyView(Protocol):
     def fitting(self, nodes: Sequence[Node]) -> list[Node]:
         """The unsent nodes for which there is room, in their order."""
 
-    def in_reach(self, node: Node) -> bool:
-        """Whether the node's token can be part of the output and another one can follow."""
-        return node.position - self.tree.root.position < self.depth_left
+    def in_reach(self, nodes: Iterable[Node]) -> list[Node]:
+        """The nodes whose token can be part of the output with another one after it, in their order."""
+        end = self.tree.root.position + self.depth_left
+        return [node for node in nodes if node.position < end]
 
     def may_branch(self, node: Node) -> bool:
         """Whether guesses after the node would be in reach."""

@@ -65,7 +65,7 @@ class Speculative(PaperPolicy):
 
     def _best(self, context: PolicyView) -> list[Node]:
         """The `n_draft` guesses of the highest score, parents before children."""
-        guesses = [node for node in context.tree.nodes[1:] if context.in_reach(node)]
+        guesses = context.in_reach(context.tree.nodes[1:])
         # a stable sort: a child scores at most as much as its parent and comes after it
         chosen = set(sorted(guesses, key=lambda node: -node.score)[: self.n_draft])
         return [node for node in guesses if node in chosen]

@@ -64,14 +64,14 @@ class FlowSpec(PaperPolicy):
         root = context.tree.root
         if root is not self._root:
             return NOTHING
-        if root.run_id is None and self._select:
-            return AwaitDraft(root)
-        segment = context.fitting(self._unsent())[: self.segment]
         if root.run_id is None:
-            return Send(segment or [root])
+            return AwaitDraft(root) if self._select else Send(self._segment(context) or [root])
         if context.n_inflight > context.n_stages:
             return NOTHING
-        return (context.early() if context.n_inflight else None) or Send(segment)
+        return (context.early() if context.n_inflight else None) or Send(self._segment(context))
+
+    def _segment(self, context: PolicyView) -> list[Node]:
+        return context.fitting(self._unsent())[: self.segment]
 
     def _unsent(self) -> list[Node]:
         """S without what was sent or pruned."""
@@ -154,15 +154,15 @@ class FlowSpec(PaperPolicy):
 
     def _next(self, context: PolicyView, layer: list[Node]) -> list[Node]:
         """The k children of a layer with the highest scores (section III-B)."""
-        return _top([child for node in layer for child in node.children if context.in_reach(child)], self.width)
+        return _top(context.in_reach(child for node in layer for child in node.children), self.width)
 
     def _grow(self, context: PolicyView) -> None:
         """Go down the layers that are expanded; select nodes once the last one is reached."""
         while self._select and not any(self._is_open(context, node) for node in self._layer):
             self._layer = self._next(context, self._layer)
             if not self._layer or self._layer[0].position >= self._end:
-                drafted = [node for node in context.tree.nodes if node.position <= self._end and context.in_reach(node)]
-                self._append(self._select(drafted))
+                drafted = context.in_reach(context.tree.nodes)
+                self._append(self._select([node for node in drafted if node.position <= self._end]))
                 self._select = None
 
     # -- which drafted nodes are verified; they come parents first

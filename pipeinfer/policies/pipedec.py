@@ -58,7 +58,7 @@ class PipeDec(PaperPolicy):
 
     def _next_layer(self, context: PolicyView) -> list[Node]:
         """The guesses after it, B^(l+1) in their scores."""
-        return [child for node in self._last_layer(context) for child in node.children if context.in_reach(child)]
+        return context.in_reach(child for node in self._last_layer(context) for child in node.children)
 
     def _top(self, context: PolicyView, candidates: Sequence[Node]) -> list[Node]:
         """D = TopK(Flatten(B^(l+1)), min(w, n^(l) c))."""

@@ -124,7 +124,7 @@ class PipeInfer(PaperPolicy):
         batch, layer = [tip], [tip]
         while layer and len(batch) <= n_rows:
             children = [child for node in layer for child in node.children if child.run_id is None]
-            layer = [child for child in children if context.in_reach(child) and self._counts(child, raised)]
+            layer = [child for child in context.in_reach(children) if self._counts(child, raised)]
             batch += layer
         return batch[: 1 + n_rows]
 

@@ -18,6 +18,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,9 +53,10 @@ class Server:
             return True
         return False
 
-    def start_again(self) -> Server:
-        """Another server in its place."""
+    def start_again(self, after_s: float = 0.0) -> Server:
+        """Another server in its place, so much later."""
         self.stop()
+        time.sleep(after_s)
         return Server(port=int(self.endpoint.rpartition(":")[2]))
 
     def stop(self) -> None:

@@ -396,7 +396,7 @@ class RandomPolicy(Policy):
         chosen: list[Node] = []
         for node in view.tree.unsent():
             parent = node.parent
-            if parent is None or not view.in_reach(node) or self.rng.random() < 0.4:
+            if parent is None or not view.in_reach([node]) or self.rng.random() < 0.4:
                 continue
             if parent.run_id is not None or parent in taken:
                 chosen.append(node)

@@ -15,6 +15,7 @@ from pipeinfer.job.options.limits import ALL_LAYERS, AUTO, OFF
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.devices import DevicePlan, RankDevices, check_servers, plan_devices, rank_options
 from pipeinfer.job.placement.numerics import may_repack
+from pipeinfer.job.process.supervised import own_attempt
 from pipeinfer.models.gguf.model_info import ModelInfo, part_paths, read_model_info
 from pipeinfer.models.llama.ggml import GPUS, Device, cache_key, has_gpu, llama_devices
 from pipeinfer.models.llama.params import LlamaParams
@@ -22,6 +23,7 @@ from pipeinfer.models.llama.repacking import grouped_types, repacked_types
 from pipeinfer.models.llama.rpc import connect
 from pipeinfer.models.llama.tensor_places import HOST, TensorPlaces
 
+RPC_BACK_S = 20.0  # how long a job that starts again waits for an RPC server that may be starting again, too
 MOST_DEVICES = 15  # beside the CPU: libggml's scheduler takes 16
 BUILD = "a build of llama-cpp-python with CMAKE_ARGS=-DGGML_CUDA=on"
 
@@ -34,7 +36,9 @@ def describe_host(
     placement, by_rank = options.placement, rank_options(options.placement, len(hosts))
     check_servers([each.servers for each in by_rank], [host.name for host in hosts])
     with named_rank(rank, hosts[rank].name):
-        connect(by_rank[rank].servers, Limits.of(placement.rank_timeout_s).silent_s)
+        is_again = (attempt := own_attempt()) is not None and attempt.number > 1
+        silent_s = Limits.of(placement.rank_timeout_s).silent_s
+        connect(by_rank[rank].servers, silent_s, refused_s=RPC_BACK_S if is_again else 0.0)
     offloads = has_gpu()
     uses_gpus = offloads and (any(placement.n_gpu_layers) or placement.n_gpu_layers_draft != 0)
     present = gpus() if uses_gpus or any(placement.device) else []

@@ -75,16 +75,16 @@ def rpc_backend() -> int | None:
     return function(ggml.ggml(), "ggml_backend_reg_by_name", ctypes.c_char_p)(b"RPC")
 
 
-def connect(servers: Sequence[str], least_s: float = LEAST_S) -> None:
+def connect(servers: Sequence[str], least_s: float = LEAST_S, refused_s: float = 0.0) -> None:
     """Make the devices of each server, HOST:PORT, devices of libllama: RPC0, RPC1 and so on. Those that are stay so.
-    `least_s`: see `expect`. Raises UserError if this build knows no RPC, or a server does not answer."""
+    `least_s`: see `expect`; `refused_s`: how long one that does not listen is waited for, in seconds. Raises UserError if this build knows no RPC, or a server does not answer."""
     _work.least_s = least_s
     new = [server for server in dict.fromkeys(servers) if server not in _servers]
     if new and not rpc_backend():
         needs = "a llama-cpp-python that was compiled with CMAKE_ARGS=-DGGML_RPC=on"
         raise UserError(f"--rpc {new[0]} needs {needs}; `make llama.cpp` compiles it again")
     for server in new:
-        _check(server)
+        _check(server, time.monotonic() + refused_s)
         if not _servers:
             ggml.explain_aborts(_explain)
         _servers.append(server)
@@ -164,10 +164,10 @@ def _end_by_reset(connection: socket.socket, by_reset: bool) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", by_reset, 0))
 
 
-def _check(server: str) -> None:
+def _check(server: str, refused_until_s: float) -> None:
     """Raises UserError if it does not answer in time, or is none of this libllama's, which would wait or abort."""
     try:
-        connection = socket.create_connection(_address(server), TIMEOUT_S)
+        connection = _reach(server, refused_until_s)
     except OSError as error:
         why = f"cannot be reached: {error.strerror or error}; start llama.cpp's ggml-rpc-server there"
         raise UserError(f"--rpc {server} {why}") from None
@@ -188,6 +188,17 @@ def _check(server: str) -> None:
         version = f"its protocol is {answer[8]}.{answer[9]}" if is_whole else "it answers otherwise"
         way_out = f"start the ggml-rpc-server of this version there ({ggml.describe_build()})"
         raise UserError(f"--rpc {server} is none of this llama.cpp's RPC servers: {version}; {way_out}")
+
+
+def _reach(server: str, refused_until_s: float) -> socket.socket:
+    """Raises OSError."""
+    while True:
+        try:
+            return socket.create_connection(_address(server), TIMEOUT_S)
+        except ConnectionRefusedError:
+            if time.monotonic() > refused_until_s:
+                raise
+        time.sleep(LOOK_S)
 
 
 @cache

@@ -303,13 +303,13 @@ def test_every_figure_of_loads_and_no_overlapping_text(others: Record) -> None:
     for name, figure in draw([*table(), *([row | others for row in table()] if others else [])], has_loads=True):
         drawn.append(name)
         width, height = figure.canvas.get_width_height()
-        for text in texts(figure):
+        for text in (shown := texts(figure)):
             box = text.get_window_extent()
             assert min(box.x0, box.y0) >= 0 and box.x1 <= width and box.y1 <= height, (name, text.get_text())
         asked = "7 to " if others else ""
         note = " ".join(figure.get_supxlabel().split())
         assert f"A load: {asked}" in note and "tokens each" in note
-        assert not overlaps(figure), name
+        assert not overlaps(shown), name
     assert drawn == list(FIGURES)
 
 

@@ -65,6 +65,19 @@ FACTS = {
 }
 
 
+@pytest.fixture(autouse=True)
+def no_name_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names such as node1 are nowhere: a name server that keeps silent is waited for, seconds each time."""
+    known, real = {"localhost", "127.0.0.1", socket.gethostname()}, socket.getaddrinfo
+
+    def resolve(host: Any, *others: Any, **options: Any) -> Any:
+        if host not in known:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return real(host, *others, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+
+
 def cluster(launcher: str = "mpich", **changes: Any) -> Cluster:
     """Of node1 and node2, with changes of the second: of its report, its system or its facts."""
     reports = {}

@@ -275,7 +275,7 @@ def test_a_supervised_job_goes_on_with_the_server_in_its_place() -> None:
         text = finish(1, [*words, "--policy", "iterative", *of(two[:1])]).stdout
         job = Supervised(2, [*words, *of(two)])
         begun = job.read(50)
-        two[1] = two[1].start_again()
+        two[1] = two[1].start_again(2.0)  # the job starts again before
         code, rest, errors = job.finish()
     assert (code, begun + rest) == (0, text) and "is gone" in errors and "the job starts again" in errors, errors
 
