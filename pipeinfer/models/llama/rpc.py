@@ -77,7 +77,8 @@ def rpc_backend() -> int | None:
 
 def connect(servers: Sequence[str], least_s: float = LEAST_S, refused_s: float = 0.0) -> None:
     """Make the devices of each server, HOST:PORT, devices of libllama: RPC0, RPC1 and so on. Those that are stay so.
-    `least_s`: see `expect`; `refused_s`: how long one that does not listen is waited for, in seconds. Raises UserError if this build knows no RPC, or a server does not answer."""
+    `least_s`: see `expect`; `refused_s`: how long one that does not listen is waited for, in seconds. Raises UserError
+    if this build knows no RPC, or a server does not answer."""
     _work.least_s = least_s
     new = [server for server in dict.fromkeys(servers) if server not in _servers]
     if new and not rpc_backend():
