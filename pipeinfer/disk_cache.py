@@ -12,7 +12,7 @@ from typing import Any
 from pipeinfer.errors import UserError
 from pipeinfer.outputs import write_file
 
-N_VALUES = 256  # the most values of the folder; the oldest are deleted
+N_VALUES = 256  # the most values of the folder; those that were not asked for the longest are deleted
 BYTES_MAX = 64 * 1024
 
 
@@ -31,19 +31,23 @@ class DiskCache:
             entry = json.loads(path.read_bytes())
         except (OSError, ValueError, RecursionError):
             return None
-        return entry.get("value") if isinstance(entry, dict) and entry.get("name") == name else None
+        if not isinstance(entry, dict) or entry.get("name") != name:
+            return None
+        with contextlib.suppress(OSError):  # another user's
+            os.utime(path)
+        return entry.get("value")
 
     def put(self, name: str, value: Any) -> None:
         """Store a value that JSON can hold, if the folder can be written."""
         with contextlib.suppress(OSError, UserError):
             self._folder.mkdir(parents=True, exist_ok=True)
             write_file(self._path(name), "a kept value", json.dumps({"name": name, "value": value}).encode())
-            self._forget_oldest()
+            self._forget()
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()[:32]}.json"
 
-    def _forget_oldest(self) -> None:
+    def _forget(self) -> None:
         with os.scandir(self._folder) as entries:
             files = [(entry.stat().st_mtime, entry.path) for entry in entries if entry.name.endswith(".json")]
         for _, path in sorted(files)[: max(0, len(files) - N_VALUES)]:

@@ -53,7 +53,8 @@ def test_the_folder_does_not_grow_for_ever(tmp_path: Path) -> None:
     kept = DiskCache(tmp_path)
     for number in range(N_VALUES + 20):
         kept.put(str(number), number)
-    assert len(list(tmp_path.iterdir())) == N_VALUES
+        assert kept.get("0") == 0
+    assert len(list(tmp_path.iterdir())) == N_VALUES, "without those that nobody has asked for"
 
 
 def test_writers_at_once(tmp_path: Path) -> None:
