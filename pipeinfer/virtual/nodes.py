@@ -99,7 +99,7 @@ def first_ranks(nodes: Sequence[Node], n_ranks: int, where: str) -> list[Node]:
 def read_hosts(path: Path) -> list[Node]:
     """A node for each slot. Raises UserError, with the line, for what is no hosts file."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()  # editors on Windows begin it with a mark
     except OSError as error:
         raise UserError(f"--hosts {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
@@ -121,7 +121,8 @@ def read_hosts(path: Path) -> list[Node]:
 def _read_line(where: str, words: Sequence[str]) -> list[Node]:
     name, _, slots = words[0].partition(":")
     if not HOST.fullmatch(name):
-        raise UserError(f"{where}: {words[0]!r} is no host; write its name, then KEY=VALUE")
+        user = "; a user is set in ~/.ssh/config" if "@" in name else ""
+        raise UserError(f"{where}: {words[0]!r} is no host; write its name, then KEY=VALUE{user}")
     values = _read_values(where, words[1:])
     if slots and "slots" in values:
         raise UserError(f"{where}: {words[0]} and slots={values['slots']} both give slots; leave one out")

@@ -24,7 +24,7 @@ N_READ = 40  # bytes of text, after which a rank is lost
 def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     shape = Shape(n_layer=16, n_embd=1024, n_head=16, n_head_kv=16, n_ff=4096)
     model = write_model(tmp_path_factory.mktemp("model") / "model.gguf", shape, "Q4_0")
-    settings = "-md none -p the -n 100 -c 512 --temp 0 --ignore-eos -t 1"
+    settings = "-md none -p the -n 60 -c 512 --temp 0 --ignore-eos -t 1"
     return ["run", "-m", str(model), *settings.split(), "--slice-cache", str(model.parent / "slices")]
 
 

@@ -1,4 +1,4 @@
-"""What `plan --json` says of twelve settings on one to five hosts: who has what, in how much memory, which numerics.
+"""What `plan --json` says of twelve settings on one, three and five hosts: who has what, in what memory and numerics.
 
 `python -m tests.job.planning.test_golden_plans` writes the file anew; a change of it is a change of plans.
 """
@@ -49,7 +49,7 @@ def plans() -> dict[str, Any]:
         return {
             f"{name}, np {n_ranks}": _plan(["--hosts", hosts, "-np", n_ranks, *_models(words), *words])
             for name, words in SETTINGS.items()
-            for n_ranks in range(1, 6)
+            for n_ranks in (1, 3, 5)
         }
 
 
@@ -89,7 +89,7 @@ def test_plans_are_what_they_were(name: str, found: dict[str, Any]) -> None:
 
 
 def test_every_setting_has_its_plan(found: dict[str, Any]) -> None:
-    assert list(found) == list(json.loads(GOLDEN.read_text())) and len(found) == 60
+    assert list(found) == list(json.loads(GOLDEN.read_text())) and len(found) == 36
 
 
 if __name__ == "__main__":
