@@ -21,25 +21,30 @@ STARTERS = {"subprocess", "multiprocessing", "pty"}
 @cache
 def starting(path: Path) -> frozenset[str]:
     """Names of a module of tests, functions and fixtures among them, whose use starts a process."""
-    tree = ast.parse(path.read_text())
     found, uses = set[str](), dict[str, set[str]]()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names} & STARTERS
-        elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tests."):
-            room = ROOT.joinpath(*node.module.split("."))
-            theirs = (
-                starting(room.with_suffix(".py"))
-                if not room.is_dir()
-                else {alias.name for alias in node.names if starting(room / f"{alias.name}.py")}
-            )
-            found |= {alias.asname or alias.name for alias in node.names if alias.name in theirs}
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            uses[node.name] = {name for each in ast.walk(node) if (name := _name(each))}
+    for top in _tree(path).body:
+        used = uses.setdefault(top.name, set()) if isinstance(top, ast.FunctionDef | ast.ClassDef) else set()
+        for node in ast.walk(top):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names} & STARTERS
+            elif isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("tests."):
+                room = ROOT.joinpath(*node.module.split("."))
+                theirs = (
+                    starting(room.with_suffix(".py"))
+                    if not room.is_dir()
+                    else {alias.name for alias in node.names if starting(room / f"{alias.name}.py")}
+                )
+                found |= {alias.asname or alias.name for alias in node.names if alias.name in theirs}
+            elif name := _name(node):
+                used.add(name)
     while more := {name for name, used in uses.items() if used & found} - found:
         found |= more
     return frozenset(found)
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def _name(node: ast.AST) -> str | None:
@@ -49,6 +54,23 @@ def _name(node: ast.AST) -> str | None:
     if isinstance(node, ast.arg):
         return node.arg
     return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+
+
+def has_tests(path: Path, of_ranks: bool) -> bool:
+    """Whether a module may have tests that start processes, or that start none."""
+    if "mark.ranks" in path.read_text():
+        return True
+    found = starting(path)
+    names = (node.name for node in _tree(path).body if isinstance(node, ast.FunctionDef | ast.ClassDef))
+    return any((name in found) == of_ranks for name in names if name.lower().startswith("test"))
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Modules without a test that is asked for are not imported: some take torch, others clients of OpenAI's."""
+    asked = str(config.option.markexpr)
+    if not collection_path.match("test_*.py") or "ranks" not in asked:
+        return None
+    return None if has_tests(collection_path, "not ranks" not in asked) else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
