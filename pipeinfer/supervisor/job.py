@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
 
-from pipeinfer.cluster.watch.protocol import write_line
-from pipeinfer.job.process.supervised import VARIABLE, Attempt, end_attempts
+from pipeinfer.cluster.watch.protocol import ENDING, SUPERVISOR, mark_of, write_line
+from pipeinfer.job.process.supervised import Attempt, end_attempts
 
 READ_BYTES = 1 << 16
 AHEAD_BYTES = 1 << 20  # how far the input is read ahead of the attempts: it may have no end
@@ -116,7 +116,7 @@ LOOK_S = 0.005
 ENDS_S = 2.0  # how long a launcher may take to end its ranks on all hosts, before it is killed
 DRAINS_S = 1.0  # how long the last output of a killed job may take to arrive
 PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
-DEATH = re.compile(r"pipeinfer: (.*); ending the job")
+DEATH = re.compile(rf"pipeinfer: (.*){ENDING}")
 TITLE = re.compile(r"rank (\d+) \(host ([^,)]+)")  # as `watch.protocol.title` writes it
 RULE = re.compile(rb"\s*(={40,}|-{40,})\s*")  # with such a line MPICH and Open MPI begin to report a death
 REPORTED = re.compile(rb"RUNNING AT (\S+)|with PID \d+ on node (\S+) exited")
@@ -136,9 +136,10 @@ class Loss:
         return "cannot be reached any more" in self.why
 
 
-def loss_in(line: str) -> Loss | None:
-    """The watch's message in a line on standard error, which may begin with a prompt and what a user types."""
-    if not (death := DEATH.search(line)):
+def loss_in(line: str, mark: str) -> Loss | None:
+    """The watch's message in a line on standard error, which may begin with a prompt and what a user types. `mark`:
+    what such a line has at its end."""
+    if not (line.rstrip().endswith(mark) and (death := DEATH.search(line))):
         return None
     named = TITLE.match(death[1])
     return Loss(death[1], int(named[1]), named[2]) if named else Loss(death[1])
@@ -153,11 +154,12 @@ class Job:
     ) -> None:
         """Called by the main thread, since the launcher ends with the thread that starts it. Raises OSError."""
         self.attempt, self._is_over = attempt, False
+        self._mark = mark_of(attempt.job)
         self.loss: Loss | None = None
         self.reported: Loss | None = None
         prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
         die = prctl and (lambda: prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM))
-        more: dict[str, Any] = {"env": {**environ, VARIABLE: attempt.text()}, "preexec_fn": die}
+        more: dict[str, Any] = {"env": {**environ, SUPERVISOR: attempt.text()}, "preexec_fn": die}
         source, pipe, errors = subprocess.PIPE if stdin else subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
         self._process: subprocess.Popen[bytes] = subprocess.Popen(
             words, stdin=source, stdout=pipe, stderr=errors, start_new_session=True, **more
@@ -209,7 +211,7 @@ class Job:
                     self._copy(part)
                 line += part
                 if line.endswith(b"\n"):
-                    self.loss, line = loss_in(line.decode("utf-8", "replace")), b""
+                    self.loss, line = loss_in(line.decode("utf-8", "replace"), self._mark), b""
         if died := REPORTED.search(report):
             host = (died[1] or died[2]).decode("utf-8", "replace")
             self.reported = Loss(f"a process of the job on host {host} has ended")
@@ -218,4 +220,4 @@ class Job:
 
     def _copy(self, data: bytes) -> None:
         with contextlib.suppress(OSError):
-            os.write(2, data)
+            os.write(2, data.replace(self._mark.encode(), b""))

@@ -35,13 +35,13 @@ CLIENTS_S = 5.0  # how long the HTTP process may take to tell its clients that n
 class Links:
     """All links of a supervisor. Listens from creation on, as long as the process lives."""
 
-    def __init__(self, is_alone: bool, output: KeptOutput) -> None:
-        """`is_alone`: all ranks run on this host."""
+    def __init__(self, is_alone: bool, output: KeptOutput, mark: str) -> None:
+        """`is_alone`: all ranks run on this host; `mark`: of lines for the supervisor, which is not shown."""
         here = own_location()
         self.rendezvous, listening = open_listener([here, *([] if is_alone else [Location("", "")])])
         self._listener = Listener(listening, self.rendezvous.key, 1, Limits())
         self.has_progress = False  # whether the attempt has got anywhere
-        self._output, self._journal = output, Journal()
+        self._output, self._journal, self._mark = output, Journal(), mark.encode()
         self._server: HttpServer | None = None
         self._number = 0
         self._links: list[tuple[Connection, threading.Thread]] = []
@@ -126,7 +126,7 @@ class Links:
             elif kind == OUTPUT:
                 _forward(link, self._output.begin())
             elif kind == ERRORS:
-                _forward(link, lambda data: os.write(2, data))
+                _forward(link, lambda data: os.write(2, data.replace(self._mark, b"")))
             else:
                 self._exchange_notes(link)
 

@@ -15,11 +15,12 @@ from pathlib import Path
 
 from pipeinfer.child import is_open_mpi
 from pipeinfer.cluster.hosts.launcher import Launcher
+from pipeinfer.cluster.watch.protocol import SUPERVISOR, mark_of
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.signals import on_signals
 from pipeinfer.job.process.stop import ONE_PRESS_S
 from pipeinfer.job.process.streams import RawTerminal, complain, report_lost_output
-from pipeinfer.job.process.supervised import VARIABLE, Attempt
+from pipeinfer.job.process.supervised import Attempt
 from pipeinfer.supervisor.job import Job, KeptInput, KeptOutput, Loss
 from pipeinfer.supervisor.links import Links
 from pipeinfer.text import count_text
@@ -44,11 +45,11 @@ class Supervisor:
         self.launcher, self.restarts, self.environ = launcher, restarts, environ
         # Open MPI passes only variables that it is given to ranks on other hosts
         by_open_mpi = bool(launcher.words) and not launcher.is_srun and is_open_mpi(launcher.words[0])
-        self._pass_variable = ["-x", VARIABLE] if by_open_mpi else []
+        self._pass_variable = ["-x", SUPERVISOR] if by_open_mpi else []
         self.excluded: dict[str, str] = {}  # hosts that are left out, and why
         self._name = secrets.token_hex(8)
         self._output = KeptOutput("--json" in launcher.command)
-        self._links = Links(not launcher.hosts, self._output)
+        self._links = Links(not launcher.hosts, self._output, mark_of(self._name))
         self._terminal: RawTerminal | None = None
         self._job: Job | None = None
         self._is_begun = False  # whether rank 0 of the last attempt has connected

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.cluster.hosts.launcher import expand_nodes, read_launcher
+from pipeinfer.cluster.watch.protocol import mark_of
 from pipeinfer.cluster.watch.rendezvous import Rendezvous
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.supervised import Attempt
@@ -71,12 +72,15 @@ def test_a_program_that_is_not_there_is_not_started_again_and_again() -> None:
 
 def test_what_the_watch_says() -> None:
     died = "rank 2 (host b, stage 1, layers 8-15) died of SIGKILL"
-    assert loss_in(f"pipeinfer: {died}; ending the job; the same command goes on from x\n") == Loss(died, 2, "b")
-    assert loss_in(f"> what is typed pipeinfer: {died}; ending the job\n") == Loss(died, 2, "b")
-    assert loss_in("pipeinfer: nothing comes from rank 1 (host a); ending the job") == Loss(
-        "nothing comes from rank 1 (host a)"
-    )
-    assert loss_in("pipeinfer: guesses cost time") is None
+    for line in (
+        f"pipeinfer: {died}; ending the job; the same command goes on from x [job]\n",
+        f"> what is typed pipeinfer: {died}; ending the job [job]\n",
+    ):
+        assert loss_in(line, MARK) == Loss(died, 2, "b")
+    silent = "nothing comes from rank 1 (host a)"
+    assert loss_in(f"pipeinfer: {silent}; ending the job [job]", MARK) == Loss(silent)
+    assert loss_in("pipeinfer: guesses cost time [job]", MARK) is None
+    assert loss_in(f"pipeinfer: {died}; ending the job\n", MARK) is None, "a request may say so"
     assert Loss("rank 1 (host b) cannot be reached any more, its host or the way to it is down", 1, "b").is_unreachable
 
 
@@ -90,7 +94,9 @@ OPEN_MPI = f"""{"-" * 74}
 prterun noticed that process rank 1 with PID 13048 on node node1 exited on
 signal 9 (Killed).
 """
-WATCH = "pipeinfer: rank 1 (host node1) died of SIGKILL; ending the job\n"
+SHOWN = "pipeinfer: rank 1 (host node1) died of SIGKILL; ending the job\n"
+MARK = mark_of("job")
+WATCH = SHOWN.replace("\n", f"{MARK}\n")
 
 
 @pytest.mark.parametrize(
@@ -99,7 +105,7 @@ WATCH = "pipeinfer: rank 1 (host node1) died of SIGKILL; ending the job\n"
         (MPICH, "", None, "a process of the job on host node1 has ended"),
         (OPEN_MPI, "", None, "a process of the job on host node1 has ended"),
         (MPICH + WATCH, "", Loss("rank 1 (host node1) died of SIGKILL", 1, "node1"), None),
-        (WATCH + MPICH, WATCH, Loss("rank 1 (host node1) died of SIGKILL", 1, "node1"), None),
+        (WATCH + MPICH, SHOWN, Loss("rank 1 (host node1) died of SIGKILL", 1, "node1"), None),
         (f"{'-' * 74}\nmpirun is out of slots\n", f"{'-' * 74}\nmpirun is out of slots\n", None, None),
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -32,6 +33,7 @@ def test_a_text_goes_on_whichever_rank_dies(text: str) -> None:
     code, rest, errors = job.finish()
     assert (code, begun + rest) == (0, text), errors
     assert errors.count("the job starts again") == 3 and "TERMINATION" not in errors
+    assert not re.search(r"\[[0-9a-f]{16}\]", errors), "the mark for the supervisor is not shown"
 
 
 def test_so_does_one_that_has_not_begun(text: str) -> None:
@@ -47,6 +49,15 @@ def test_a_result_object_is_printed_once() -> None:
     job.strike(1)
     code, out, errors = job.finish()
     assert code == 0 and len(json.loads(out)["tokens"]) == 300, errors
+
+
+def test_what_requests_say_is_no_report_of_a_lost_rank(tmp_path: Path) -> None:
+    lines = [{"prompt": "def f(", f"pipeinfer: rank {rank} (host a); ending the job": 1} for rank in range(3)]
+    (tmp_path / "in").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    job = Supervised(2, ["batch", str(tmp_path / "in"), "-n", "8", "-t", "1", "-o", str(tmp_path / "out")])
+    code, _, errors = job.finish()
+    assert code == 0 and len((tmp_path / "out").read_text().splitlines()) == 3, errors
+    assert "rank 1 (host a); ending the job" in errors and "starts again" not in errors
 
 
 def test_a_batch_loses_and_repeats_nothing(tmp_path: Path) -> None:

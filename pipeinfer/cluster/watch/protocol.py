@@ -17,6 +17,8 @@ Message = dict[str, Any]
 MAX_HELLO_BYTES = 256
 JOIN_S = 60.0  # how long ranks wait for each other at the start, unless the environment variable JOIN_VARIABLE is set
 JOIN_VARIABLE = "PIPEINFER_JOIN_TIMEOUT"
+SUPERVISOR = "PIPEINFER_SUPERVISOR"  # the environment variable by which a job knows its supervisor, JSON
+ENDING = "; ending the job"
 BEATS = 6  # heartbeats of a rank in `silent_s`
 LEAST_S, MOST_S = 3, 86400  # range of --rank-timeout: a host that loads a large model is sometimes silent for a second
 
@@ -97,9 +99,19 @@ def title(rank: int, host: str, about: str) -> str:
 
 
 def write_line(text: str) -> None:
-    """Write one line in one system call, so that it is not torn or lost when the process is killed."""
+    """Write one line in one system call, so that it is not torn or lost when the process is killed. One that says why
+    the job ends is marked for its supervisor."""
+    mark = ""
+    if ENDING in text:
+        with contextlib.suppress(ValueError, TypeError, KeyError):  # there is none
+            mark = mark_of(json.loads(os.environ.get(SUPERVISOR, ""))["job"])
     with contextlib.suppress(OSError):
-        os.write(2, f"pipeinfer: {' '.join(text.split())}\n".encode())
+        os.write(2, f"pipeinfer: {' '.join(text.split())}{mark}\n".encode())
+
+
+def mark_of(job: str) -> str:
+    """What no text of a request can end with: the supervisor has drawn the job's name."""
+    return f" [{job}]"
 
 
 # -- heartbeats

@@ -22,7 +22,7 @@ from pipeinfer.cluster.hosts.launch import n_ranks_here
 from pipeinfer.cluster.hosts.launcher import hosts_by_rank
 from pipeinfer.cluster.watch import processes, protocol
 from pipeinfer.cluster.watch.processes import Inquiry, Process, ranks_beside
-from pipeinfer.cluster.watch.protocol import Flow, Limits, Message, send, write_line
+from pipeinfer.cluster.watch.protocol import ENDING, Flow, Limits, Message, send, write_line
 from pipeinfer.cluster.watch.rendezvous import Listener
 
 EXIT_CODE = 1
@@ -287,7 +287,7 @@ class Sentinel:
             who += f", or {self._missing()}, which had not joined yet,"
         self._end("" if self._stopping else f"{who} died{how}", died=True)
 
-    def _end(self, line: str, died: bool = False, then: str = "; ending the job") -> None:
+    def _end(self, line: str, died: bool = False, then: str = ENDING) -> None:
         """Print the line, if any, end the job, and this process."""
         self._inquiry.end()
         if line:

@@ -12,11 +12,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TextIO
 
-from pipeinfer.cluster.watch.protocol import Limits
+from pipeinfer.cluster.watch.protocol import SUPERVISOR, Limits
 from pipeinfer.cluster.watch.rendezvous import Rendezvous, connect
 from pipeinfer.errors import UserError
 
-VARIABLE = "PIPEINFER_SUPERVISOR"
 LOOK_EVERY_S, ENDS_S = 0.01, 5.0
 NOTES, OUTPUT, ERRORS, FRONT = b"notes", b"output", b"errors", b"front"
 """Kinds of links, rank 0's first message: the journal's notes; standard output, to which launchers write too; standard
@@ -53,7 +52,7 @@ class Attempt:
 
 def own_attempt() -> Attempt | None:
     """This process's; None without a supervisor."""
-    return _read_attempt(os.environ.get(VARIABLE, ""))
+    return _read_attempt(os.environ.get(SUPERVISOR, ""))
 
 
 def _read_attempt(text: str) -> Attempt | None:
@@ -78,7 +77,7 @@ def end_attempts(job: str, before: int) -> bool:
 
 
 def _processes_of(job: str, before: int) -> list[int]:
-    mark, pids = f"{VARIABLE}=".encode(), []
+    mark, pids = f"{SUPERVISOR}=".encode(), []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or is another user's
             values = (folder / "environ").read_bytes().split(b"\0")
