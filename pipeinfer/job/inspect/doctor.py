@@ -192,10 +192,12 @@ def _command(cluster: Cluster) -> str:
     interface = min(interfaces) if has_others and len(interfaces) == 1 else ""
     words = hosts.words(hosts.names, {name: hosts.slots(name) for name in hosts.names}, interface)
     models = ["-m", str(files.target), *(word for path in files.drafts for word in ("-md", str(path)))]
-    placement, servers = cluster.options.placement, list[str]()
+    placement, devices = cluster.options.placement, list[str]()
+    if any(placement.n_gpu_layers):
+        devices += ["-ngl", ",".join(map(gpu_layers_text, placement.n_gpu_layers))]
+    if any(placement.device):
+        devices += ["--device", ",".join(map(device_text, placement.device))]
     if any(placement.rpc):
-        servers = ["-ngl", ",".join(map(gpu_layers_text, placement.n_gpu_layers))]
-        servers += ["--device", ",".join(map(device_text, placement.device))] if any(placement.device) else []
-        servers += ["--rpc", ",".join(map(servers_text, placement.rpc))]
-    run = shlex.join(["run", *models, *servers])
+        devices += ["--rpc", ",".join(map(servers_text, placement.rpc))]
+    run = shlex.join(["run", *models, *devices])
     return f"{shlex.join(full_words(words))} {program_words()} {run} -p 'Once upon a time'"

@@ -23,7 +23,7 @@ from pipeinfer.job.placement.job_plan import SHARED_CORES
 from pipeinfer.job.placement.numerics import may_repack
 from pipeinfer.job.planning.plan_table import plan_cells, plan_rows
 from pipeinfer.job.planning.planner import ETHERNET, N_PROMPT, UNFIT, Planner, Prediction
-from pipeinfer.job.planning.prepare import find_hosts, with_files, with_trained_context
+from pipeinfer.job.planning.prepare import find_hosts, with_files, with_trained_context, without_gpus
 from pipeinfer.job.planning.suggestions import shortage_text, suggestions, with_best_hosts
 from pipeinfer.job.profiling.describe import describe_host, gpu_names
 from pipeinfer.job.profiling.speeds import host_speeds, rank_speed, with_speeds
@@ -75,6 +75,8 @@ def plan_report(
     question = question or PlanQuestion()
     info, _, tokenizer = open_models(options.models.target, options.drafts_in_use)
     tokenizer.close()
+    is_real = not (question.profile or question.hosts)
+    options, ignored = without_gpus(options, lambda: [not is_real, *(node.host.offloads for node in nodes)])
     options = with_trained_context(options, info)
     drafts = read_drafts(options.models.drafts, info)  # also those that another policy needs
     n_prompt = question.n_prompt or min(N_PROMPT, max(1, (options.context.ctx_size or info.n_ctx_train) // 2))
@@ -111,7 +113,7 @@ def plan_report(
         ],
         "not_predicted": not_predicted,
         "ways": [way.as_data() for way in ways],
-        "warnings": [*filter(None, translations), *plan.warnings, *unused],
+        "warnings": [*filter(None, [ignored, *translations]), *plan.warnings, *unused],
         "notes": [*_notes(planner), *_prompt_note(planner, bool(question.n_prompt))],
     }
 

@@ -1,7 +1,7 @@
 """From options to loaded models on every rank: rank 0 checks all that can be wrong before models load, and makes plan
 and request; the other ranks follow the plan. Knows no command."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -43,7 +43,6 @@ from pipeinfer.policies import Auto
 from pipeinfer.virtual.nodes import Node
 
 if TYPE_CHECKING:  # imports MPI
-    from pipeinfer.cluster.transport import Link
     from pipeinfer.job.launch import Context, Crew
 
 
@@ -71,7 +70,10 @@ def _run(crew: "Crew", options: RunOptions, plan_job: Prepare) -> int:
     link = crew.link
     if link.rank:
         get_ready()
-    options = without_gpus(link, link.agree(lambda: _checked(options, link.size)))
+    checked = link.agree(lambda: _checked(options, link.size))
+    options, warning = without_gpus(checked, lambda: link.all_gather(has_gpu()))
+    if warning and not link.rank:
+        complain(warning)
     hosts = find_hosts(crew, options)
     prepared: tuple[JobPlan, JobHead] | None = None
 
@@ -146,18 +148,16 @@ def with_trained_context(options: RunOptions, info: ModelInfo) -> RunOptions:
     return options.changed(ctx_size=min(info.n_ctx_train, MAX_CTX), fit=context.may_fit)
 
 
-def without_gpus(link: "Link", options: RunOptions) -> RunOptions:
-    """As in llama.cpp: where no rank has a GPU, -ngl is ignored with a warning. Collective."""
+def without_gpus(options: RunOptions, have_gpus: Callable[[], Iterable[bool]]) -> tuple[RunOptions, str]:
+    """As in llama.cpp: where no rank has a GPU, -ngl is ignored, with the second result as a warning. `have_gpus`: of
+    each rank; not called where there is no -ngl, or devices are named."""
     placement = options.placement
     n_gpu_layers = placement.n_gpu_layers, max(0, placement.n_gpu_layers_draft)
-    if n_gpu_layers == ((0,), 0) or any((*placement.device, *placement.rpc)):
-        return options
-    if any(link.all_gather(has_gpu())):
-        return options
-    if link.rank == 0:
-        way_out = "it takes a GPU and a build with CMAKE_ARGS=-DGGML_CUDA=on, or --rpc"
-        complain(f"-ngl is without effect: libllama has no GPU here, all layers are computed on CPUs; {way_out}")
-    return options.changed(n_gpu_layers=(0,), n_gpu_layers_draft=AUTO_LAYERS)
+    if n_gpu_layers == ((0,), 0) or any((*placement.device, *placement.rpc)) or any(have_gpus()):
+        return options, ""
+    way_out = "it takes a GPU and a build with CMAKE_ARGS=-DGGML_CUDA=on, or --rpc"
+    warning = f"-ngl is without effect: libllama has no GPU here, all layers are computed on CPUs; {way_out}"
+    return options.changed(n_gpu_layers=(0,), n_gpu_layers_draft=AUTO_LAYERS), warning
 
 
 def find_hosts(crew: "Crew", options: RunOptions) -> Sequence[Host]:

@@ -421,6 +421,12 @@ def test_ranks_under_mpirun_tell_what_they_have(tmp_path: Path, monkeypatch: pyt
     assert len(refused.stderr.splitlines()) == 1 and "stage 0" in refused.stdout
 
 
+def test_where_no_rank_has_a_gpu_layers_on_them_are_ignored_as_by_run() -> None:
+    found, _ = plan("-ngl", "all", "-md", "none")
+    assert any("-ngl is without effect" in line for line in found["warnings"])
+    assert found["ranks"][0]["gpu_bytes"] == 0 < found["ranks"][0]["kv_bytes"] and "gpu" not in found["numerics_name"]
+
+
 def test_a_short_context_has_room_for_the_prompt_that_nobody_gave() -> None:
     words = ("--profile", "pipeinfer-c", "-np", "3", "-c", "64")
     assert plan(*words)[0]["n_ctx"] == 64
