@@ -26,6 +26,7 @@ from pipeinfer.supervisor.links import Links
 from pipeinfer.text import count_text
 
 WINDOW_S = 600.0  # `restarts` and `N_DEATHS` are limits within this time
+N_NEVER = 4  # attempts, if rank 0 has begun in none: the launcher's command is wrong, or its hosts are
 N_DEATHS = 2  # a host on which ranks have died so often is left out, while there are others
 PROBE_S = 20.0  # how long a launcher may take to start nothing on a host
 BACK_S = 5.0  # the same for a host that is left out
@@ -53,6 +54,7 @@ class Supervisor:
         self._terminal: RawTerminal | None = None
         self._job: Job | None = None
         self._is_begun = False  # whether rank 0 of the last attempt has connected
+        self._has_begun = False  # whether it has in any
         self._stopped_by, self._stopped_s = 0, math.inf  # the last signal's number, the first one's time
         self._kill_s = math.inf  # when a job that got two signals is killed
         self._ignored_s = -math.inf  # when an interrupt was ignored last
@@ -85,7 +87,7 @@ class Supervisor:
                 except UserError as error:
                     complain(str(error))
                     self._links.close()
-                    return 128 + self._stopped_by if self._stopped_by else code or 1
+                    return 128 + self._stopped_by if self._stopped_by else code or 1 if self._has_begun else 2
 
     def _exit_code(self, code: int, loss: Loss | None, stdin: KeptInput | None) -> int:
         """The supervisor's, for the last attempt's; prints what went wrong with its streams."""
@@ -129,6 +131,7 @@ class Supervisor:
 
         code = self._job.wait(must_end)
         self._is_begun = self._links.is_connected
+        self._has_begun |= self._is_begun
         self._links.end()
         return code, self._job.loss
 
@@ -144,6 +147,10 @@ class Supervisor:
             raise UserError(f"{loss.why}; the job was started again {times_text}, and is not any more")
         self._starts_s.append(now_s)
         self._n_fruitless = 0 if self._links.has_progress else self._n_fruitless + 1
+        if not self._has_begun and self._n_fruitless >= N_NEVER:
+            hosts = ", ".join({each.name: None for each in self.launcher.hosts})
+            way_out = f"check the launcher's words{hosts and f', and that its hosts can be reached: {hosts}'}"
+            raise UserError(f"{loss.why}; no rank has started in {N_NEVER} attempts: {way_out}")
         self._take_back()
         host = self.launcher.host_of(loss.rank, loss.host) if loss.rank >= 0 else ""
         if host:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.models.demo import DRAFT, TARGET
-from tests.support.jobs import COMMAND, environment, finish, until
+from tests.support.jobs import COMMAND, environment, finish, launcher, until
 from tests.support.supervised import COMMAND_FILE, Supervised
 
 SETTINGS = "-n 300 -c 400 --ignore-eos -t 1 --temp 0.8 --seed 3"
@@ -49,6 +49,11 @@ def test_a_result_object_is_printed_once() -> None:
     job.strike(1)
     code, out, errors = job.finish()
     assert code == 0 and len(json.loads(out)["tokens"]) == 300, errors
+
+
+def test_a_launcher_that_never_starts_a_rank_is_not_started_again_and_again() -> None:
+    done = finish(1, ["supervise", *launcher(2), "--bogus", str(COMMAND_FILE), *TEXT], warm=False)
+    assert done.returncode == 2 and "no rank has started in 4 attempts: check the launcher's words" in done.stderr
 
 
 def test_what_requests_say_is_no_report_of_a_lost_rank(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipeinfer.cluster.hosts.host import Host
-from pipeinfer.cluster.watch.protocol import Limits
+from pipeinfer.cluster.watch.protocol import Limits, write_line
 from pipeinfer.disk_cache import user_cache
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import ALL_LAYERS, AUTO, OFF
@@ -38,7 +38,7 @@ def describe_host(
     with named_rank(rank, hosts[rank].name):
         is_again = (attempt := own_attempt()) is not None and attempt.number > 1
         silent_s = Limits.of(placement.rank_timeout_s).silent_s
-        connect(by_rank[rank].servers, silent_s, refused_s=RPC_BACK_S if is_again else 0.0)
+        connect(by_rank[rank].servers, silent_s, RPC_BACK_S if is_again else 0.0, _say_waiting)
     offloads = has_gpu()
     uses_gpus = offloads and (any(placement.n_gpu_layers) or placement.n_gpu_layers_draft != 0)
     present = gpus() if uses_gpus or any(placement.device) else []
@@ -72,6 +72,10 @@ def describe_host(
         grouped=grouped_types() if repacks else (),
         exact_rows=_exact_rows(target, params, devices[rank].target, by_any, present) if proves else (),
     )
+
+
+def _say_waiting(server: str) -> None:
+    write_line(f"waiting for the RPC server {server}, for {RPC_BACK_S:g} s at most")
 
 
 @contextmanager

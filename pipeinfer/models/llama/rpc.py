@@ -8,7 +8,7 @@ import struct
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -75,17 +75,22 @@ def rpc_backend() -> int | None:
     return function(ggml.ggml(), "ggml_backend_reg_by_name", ctypes.c_char_p)(b"RPC")
 
 
-def connect(servers: Sequence[str], least_s: float = LEAST_S, refused_s: float = 0.0) -> None:
+def connect(
+    servers: Sequence[str],
+    least_s: float = LEAST_S,
+    refused_s: float = 0.0,
+    on_wait: Callable[[str], object] = lambda server: None,
+) -> None:
     """Make the devices of each server, HOST:PORT, devices of libllama: RPC0, RPC1 and so on. Those that are stay so.
-    `least_s`: see `expect`; `refused_s`: how long one that does not listen is waited for, in seconds. Raises UserError
-    if this build knows no RPC, or a server does not answer."""
+    `least_s`: see `expect`; `refused_s`: how long one that does not listen is waited for, in seconds; `on_wait` is
+    told its name then. Raises UserError if this build knows no RPC, or a server does not answer."""
     _work.least_s = least_s
     new = [server for server in dict.fromkeys(servers) if server not in _servers]
     if new and not rpc_backend():
         needs = "a llama-cpp-python that was compiled with CMAKE_ARGS=-DGGML_RPC=on"
         raise UserError(f"--rpc {new[0]} needs {needs}; `make llama.cpp` compiles it again")
     for server in new:
-        _check(server, time.monotonic() + refused_s)
+        _check(server, refused_s, on_wait)
         if not _servers:
             ggml.explain_aborts(_explain)
         _servers.append(server)
@@ -165,18 +170,18 @@ def _end_by_reset(connection: socket.socket, by_reset: bool) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", by_reset, 0))
 
 
-def _check(server: str, refused_until_s: float) -> None:
+def _check(server: str, refused_s: float, on_wait: Callable[[str], object]) -> None:
     """Raises UserError if it does not answer in time, or is none of this libllama's, which would wait or abort."""
     try:
-        connection = _reach(server, refused_until_s)
+        connection = _reach(server, refused_s, on_wait)
     except OSError as error:
         why = f"cannot be reached: {error.strerror or error}; start llama.cpp's ggml-rpc-server there"
         raise UserError(f"--rpc {server} {why}") from None
-    with connection, connection.makefile("rb") as answers:
+    with connection:
         _end_by_reset(connection, True)  # a server that has another client reads all this once that one has gone
         try:
             connection.sendall(HELLO)
-            answer = answers.read(len(ANSWER) + N_ANSWER)
+            answer = _receive(connection, len(ANSWER) + N_ANSWER)
         except TimeoutError:
             raise UserError(BUSY.format(server=server, limit=TIMEOUT_S)) from None
         except OSError:
@@ -191,15 +196,30 @@ def _check(server: str, refused_until_s: float) -> None:
         raise UserError(f"--rpc {server} is none of this llama.cpp's RPC servers: {version}; {way_out}")
 
 
-def _reach(server: str, refused_until_s: float) -> socket.socket:
+def _reach(server: str, refused_s: float, on_wait: Callable[[str], object]) -> socket.socket:
     """Raises OSError."""
+    start_s, waits = time.monotonic(), False
     while True:
         try:
             return socket.create_connection(_address(server), TIMEOUT_S)
         except ConnectionRefusedError:
-            if time.monotonic() > refused_until_s:
+            if time.monotonic() > start_s + refused_s:
                 raise
+        if not waits:
+            on_wait(server)
+        waits = True
         time.sleep(LOOK_S)
+
+
+def _receive(connection: socket.socket, n_bytes: int) -> bytes:
+    """So many, or all that come before the end. Raises OSError; TimeoutError where they take longer than TIMEOUT_S."""
+    end_s, received = time.monotonic() + TIMEOUT_S, b""
+    while len(received) < n_bytes:
+        connection.settimeout(max(0.001, end_s - time.monotonic()))
+        if not (data := connection.recv(n_bytes - len(received))):
+            break
+        received += data
+    return received
 
 
 @cache

@@ -7,6 +7,7 @@ plain llama-cpp-python, under every policy and split, wherever a layer is.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shlex
@@ -278,6 +279,7 @@ def test_a_supervised_job_goes_on_with_the_server_in_its_place() -> None:
         two[1] = two[1].start_again(2.0)  # the job starts again before
         code, rest, errors = job.finish()
     assert (code, begun + rest) == (0, text) and "is gone" in errors and "the job starts again" in errors, errors
+    assert f"waiting for the RPC server {two[1].endpoint}, for 20 s" in errors
 
 
 def test_a_server_outlives_clients_that_are_killed_or_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -378,6 +380,24 @@ def test_other_servers_are_refused(data: bytes, why: str) -> None:
     """Other programs, other versions, and one that hangs up in the middle."""
     with answers(data) as server, pytest.raises(UserError, match=why):
         rpc.connect([server])
+
+
+def test_a_server_that_says_one_byte_at_a_time_is_not_waited_for_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rpc, "TIMEOUT_S", 0.5)
+
+    def drip() -> None:
+        client, _ = listener.accept()
+        with client, contextlib.suppress(OSError):
+            for _ in range(20):
+                client.sendall(b"x")
+                time.sleep(0.2)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=drip, daemon=True).start()
+        start_s = time.monotonic()
+        with pytest.raises(UserError, match="does not answer in 0.5 s"):
+            rpc.connect([f"127.0.0.1:{listener.getsockname()[1]}"])
+    assert time.monotonic() - start_s < 3
 
 
 def test_what_does_not_serve_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
