@@ -22,7 +22,8 @@ from pipeinfer.outputs import working_folder
 
 JOB_COMMANDS = ("run", "bench", "batch", "serve", "measure", "plan")  # what runs on several ranks
 SUPERVISED = ("run", "batch", "serve")
-DRAIN_S = 20  # of a service: Slurm kills a job so many seconds after it told it (KillWait), 30 by default
+KILL_S = 30  # Slurm kills a job so many seconds after it told it, by default
+DRAIN_S = 20  # of a service
 
 COUNT = Whole(1, 1_000_000)
 LAUNCHER = click.Choice(["srun", "mpirun"])
@@ -162,6 +163,10 @@ def remarks(job: SlurmJob, params: dict[str, Any]) -> Iterator[str]:
             yield f"-t {threads} is more than the {n_cores} cores of a rank (-c); leave -t out, or give -c {threads}"
         if n_nodes > group.n_tasks:
             yield f"{n_nodes} nodes for {group.n_tasks} ranks: some nodes would have nothing to do; give -n {n_nodes}"
+    if (drain_s := params.get("drain_s") or 0) > KILL_S:
+        yield f"--drain {drain_s:g} is more than the {KILL_S} s after which Slurm usually kills a job (KillWait)"
+    if job.requeues and job.time and job.time.isdigit() and 60 * int(job.time) <= NOTICE_S:
+        yield f"-t {job.time} with --requeue: ranks are told to end {NOTICE_S} s before that, at once; give more"
     if job.requeues and any("no-requeue" in option for option in job.extra):
         yield "--requeue and --sbatch=--no-requeue contradict each other; leave one out"
 

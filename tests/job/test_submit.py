@@ -117,6 +117,7 @@ def test_files_that_are_not_here_are_named() -> None:
         (["-n", 2, "-c", 4, "run", "-t", 36], "-t 36 is more than the 4 cores"),
         (["-N", 4, "-n", 2, "run"], "give -n 4"),
         (["-n", 2, "--requeue", "--sbatch=--no-requeue", "run"], "contradict"),
+        (["-n", 2, "--requeue", "-t", 1, "run"], "60 s before that, at once"),
         (["-n", 2, "--gpus-per-task", 1, "-c", 4, "run", "-ngl", "all", "-t", 4], ""),
         (["-n", 2, "run", "-ngl", "auto", "--device", "none"], ""),
     ],
@@ -125,6 +126,13 @@ def test_options_that_contradict_each_other_are_remarked_on(words: list[object],
     result = CliRunner().invoke(submit_command, ["--dry-run", *map(str, words), "-p", "x"], standalone_mode=False)
     assert result.exit_code == 0 and result.stdout.startswith("#!")
     assert said in result.stderr and result.stderr.count("\n") == bool(said)
+
+
+def test_a_service_that_drains_for_longer_than_slurm_waits_is_remarked_on() -> None:
+    for seconds, n_lines in ((30, 0), (31, 1)):
+        words = ["--dry-run", "-n", "2", "serve", "--drain", str(seconds)]
+        result = CliRunner().invoke(submit_command, words, standalone_mode=False)
+        assert result.exit_code == 0 and result.stderr.count("usually kills a job (KillWait)") == n_lines
 
 
 def test_an_array_shares_out_all_requests(tmp_path: Path) -> None:

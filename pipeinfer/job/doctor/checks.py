@@ -73,6 +73,7 @@ WRONG_NAME = Fault(
     "there the name {other} means {address}, which is {host} itself",
     "correct the line of {other} in /etc/hosts on {host}",
 )
+SAME_HOST = Fault("it and {other} are one host", "name it once, with slots for all its ranks, as in {host}:2")
 NO_NAME = Fault("there the name {other} has no address", "echo {address} {other} | {at}sudo tee -a /etc/hosts", WARNING)
 LOST = Fault(
     "it takes no connections any more: {error}", "ssh {host} true; does the agent, a Python, stay alive there?"
@@ -80,7 +81,15 @@ LOST = Fault(
 NO_WAY = Fault("no connection gets from it to {other}: {error}", "{at}ping {other}: cable, switch, route")
 
 
-@check("every two hosts reach each other at any TCP port, both ways", LOST, FIREWALL, WRONG_NAME, NO_NAME, NO_WAY)
+@check(
+    "every two hosts reach each other at any TCP port, both ways",
+    LOST,
+    FIREWALL,
+    WRONG_NAME,
+    SAME_HOST,
+    NO_NAME,
+    NO_WAY,
+)
 def ports(report: HostReport, cluster: Cluster) -> Result:
     """As the watch and the MPI library connect: at any free port."""
     ways = cluster.ways_from(report)
@@ -88,10 +97,12 @@ def ports(report: HostReport, cluster: Cluster) -> Result:
         return None
     if not ways[0].port:
         return LOST.on(report, error=ways[0].state)
+    reports = cluster.reports
     for way in ways:
         if way.resolved.startswith(("127.", "::1")):
+            if report.is_here and reports[way.to].is_here:
+                return SAME_HOST.on(report, other=way.to)
             return WRONG_NAME.on(report, other=way.to, address=way.resolved)
-    reports = cluster.reports
     if barred := [way for way in ways if way.state in (SILENT, REFUSED)]:
         low, high = [*reports[barred[0].to].base["ports"], "1024", "65535"][:2]
         return FIREWALL.on(

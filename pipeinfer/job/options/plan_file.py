@@ -11,6 +11,7 @@ from pipeinfer.cluster.wire import WireType
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import AUTO_LAYERS, NO_DEVICE
 from pipeinfer.job.options.values import Backend, Parsed
+from pipeinfer.job.process.streams import read_limited
 from pipeinfer.models.llama.tensor_places import TensorPlace
 from pipeinfer.text import shortened
 
@@ -80,7 +81,8 @@ class PlanFile:
 def read_plan(path: Path) -> PlanFile:
     """Raises UserError for a file that is no plan."""
     try:
-        decisions = json.loads(path.read_text())["plan"]
+        with path.open() as file:
+            decisions = json.loads(read_limited(file, f"--plan {path}"))["plan"]
         plan = PlanFile(path, decisions)
         plan.decided()
         if not all(type(count) is int for count in plan.layer_split):
@@ -88,7 +90,7 @@ def read_plan(path: Path) -> PlanFile:
         return plan
     except OSError as error:
         raise UserError(f"--plan {path} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
         raise UserError(f"--plan {path} is no plan; write one with: pipeinfer plan … --json > plan.json") from None
 
 

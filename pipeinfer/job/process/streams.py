@@ -33,7 +33,7 @@ def read_limited(file: IO[AnyStr], name: str, limit: int = MAX_LENGTH) -> AnyStr
     """All of an open file. Raises UserError, which calls the file `name`, when that is more than `limit`; OSError."""
     data = file.read(limit + 1)
     if len(data) > limit:
-        raise UserError(f"{name} is longer than {limit >> 20} MiB, the limit for prompts; give a shorter one")
+        raise UserError(f"{name} is longer than {limit >> 20} MiB, the limit; give a shorter one")
     return data
 
 

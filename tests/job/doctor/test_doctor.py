@@ -279,6 +279,9 @@ def test_a_firewall_is_named_with_its_direction() -> None:
     assert "it refuses" in findings(made, "node1")[0].text
     made.ways[0].resolved = "127.0.1.1"
     assert "which is node1 itself" in findings(made, "node1")[0].text
+    for report in made.reports.values():
+        report.is_here = True
+    assert "it and node2 are one host -> name it once" in str(findings(made, "node1")[0])
 
 
 def test_a_slow_way_counts_when_it_was_timed_for_long() -> None:

@@ -152,7 +152,14 @@ def test_weights_stay_as_planned_where_there_is_room_to_repack_them(tmp_path: Pa
     assert by_plan(written(tight, tmp_path), HERE[:1]).numerics.name == tight.numerics.name == "exact"
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"plan": {}}', '{"plan": {"stages": [[0, 0, 9]], "ranks": 3}}'])
+def test_a_plan_without_an_end_is_refused() -> None:
+    with pytest.raises(UserError, match="--plan /dev/zero is longer than 64 MiB"):
+        by_plan(Path("/dev/zero"), HERE)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", "[" * 100_000, '{"plan": {}}', '{"plan": {"stages": [[0, 0, 9]], "ranks": 3}}']
+)
 def test_what_is_no_plan_is_refused(text: str, tmp_path: Path) -> None:
     (path := tmp_path / "plan.json").write_text(text)
     with pytest.raises(UserError, match="is no plan; write one with"):

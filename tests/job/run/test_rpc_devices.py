@@ -395,7 +395,7 @@ def test_a_server_that_says_one_byte_at_a_time_is_not_waited_for_longer(monkeypa
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=drip, daemon=True).start()
         start_s = time.monotonic()
-        with pytest.raises(UserError, match="does not answer in 0.5 s"):
+        with pytest.raises(UserError, match=r"does not answer in 0\.5 s"):
             rpc.connect([f"127.0.0.1:{listener.getsockname()[1]}"])
     assert time.monotonic() - start_s < 3
 
