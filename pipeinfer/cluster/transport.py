@@ -4,6 +4,7 @@ bytes, sources and tags; no run and no pipeline. Sends never block, receives are
 import contextlib
 import ctypes
 import math
+import os
 import pickle
 import time
 from collections import deque
@@ -14,6 +15,7 @@ from typing import Any, TypeAlias, TypeVar, cast
 
 import numpy as np
 
+from pipeinfer.cluster.hosts.launch import is_alone
 from pipeinfer.errors import JobError, UserError
 
 try:
@@ -223,6 +225,8 @@ class Link:
         # by ctypes, which releases the interpreter's lock: signals are handled while a rank is missing
         self._mpi = ctypes.CDLL(MPI.__file__)
         if not MPI.Is_initialized():
+            if is_alone():  # else UCX listens on the network, for nobody
+                os.environ.setdefault("UCX_TLS", "self")
             self._mpi.MPI_Init_thread(None, None, MPI.THREAD_MULTIPLE, ctypes.byref(ctypes.c_int()))
             MPI.COMM_WORLD.Set_errhandler(MPI.ERRORS_RETURN)
         self._idle = Idle()

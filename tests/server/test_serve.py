@@ -612,3 +612,15 @@ def test_a_wrong_setting_is_said_before_anything_loads(served: Served) -> None:
     done = finish(2, ["serve", "--port", str(served.port)])
     assert done.returncode == 2 and f"--port {served.port}: Address already in use" in done.stderr, done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_lone_rank_listens_to_its_clients_alone(tmp_path: Path) -> None:
+    """MPI would listen on the network, for ranks that there are not."""
+    with Served(1, ["-md", "none"], by_pid=True) as served:
+        files = [os.readlink(path) for path in Path(f"/proc/{served.job.pid}/fd").iterdir()]
+        sockets = {name[8:-1] for name in files if name.startswith("socket:")}
+        tables = [Path(f"/proc/net/{name}").read_text().splitlines()[1:] for name in ("tcp", "tcp6")]
+        found = [line.split()[1] for table in tables for line in table if line.split()[9] in sockets]
+        listening = [line.split() for table in tables for line in table if line.split()[3] == "0A"]
+        ends = [words[1] for words in listening if words[9] in sockets]
+    assert found and ends and all(end.startswith("0100007F:") for end in ends), ends
