@@ -39,7 +39,7 @@ from pipeinfer.server.forms import BlockForm, OpenAIForm, event
 from pipeinfer.server.front import HttpOptions
 from pipeinfer.server.head_client import HeadClient, HeadState
 from pipeinfer.server.metrics import CONTENT_TYPE, Metrics
-from pipeinfer.server.prompting import ParsedRequest, Prompting, parse_request
+from pipeinfer.server.prompting import ParsedRequest, Prompting, check_logprobs, parse_request
 from pipeinfer.server.request_log import RequestLog
 from pipeinfer.server.respond import STREAM_HEADERS, AnswerResponse, passed_over_header
 from pipeinfer.server.responses import RESPONSES, ResponseForm
@@ -230,7 +230,9 @@ class Api:
             reason = f"priority is {parsed.bodies[0].priority}, and this server takes none"
             refuse(f"{reason}; leave it out, or start the server with --priorities")
         self.head.check_ready()
-        answer = self.head.ask(await self.prompting.ask(parsed, client), client)
+        requests = await self.prompting.ask(parsed, client)
+        check_logprobs(parsed, requests)
+        answer = self.head.ask(requests, client)
         form = dialect.form(parsed, answer, self.model, self.setup.version, self.spell)
         id = str(form.common["id"])
 

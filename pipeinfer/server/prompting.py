@@ -21,6 +21,7 @@ from pipeinfer.models.text.grammar import check_grammar
 
 T = TypeVar("T")
 MAX_CHOICES = 128  # texts of one request, OpenAI's limit
+MAX_LOGPROBS = 1 << 17  # of one request; each takes some 70 to 120 bytes of JSON
 SEED_END = 2**32
 ANSWER_FIELDS = ("timings_per_token", "return_progress", "return_tokens")  # llama-server's
 N_TOGETHER = 64  # chats at most that one process renders
@@ -122,6 +123,19 @@ def _choice_body(body: Body, at: int) -> Body:
     """Further texts of a prompt have the next seeds."""
     seed = body.sampling.seed
     return replace(body, sampling=replace(body.sampling, seed=(seed + at) % SEED_END)) if seed >= 0 and at else body
+
+
+def check_logprobs(parsed: ParsedRequest, requests: Sequence[GenerationRequest]) -> None:
+    """Raises UserError for an answer that may have more than MAX_LOGPROBS log-probabilities."""
+    n = 0
+    for request in requests:
+        n_top, n_prompt_top = request.sampling.n_logprobs + 1, request.sampling.n_prompt_logprobs + 1
+        n_times = parsed.scores + (parsed.echo and n_top > 0)  # that the answer has the prompt's tokens
+        n += n_times * len(request.prompt) * n_prompt_top + request.n_predict * n_top
+    if n > MAX_LOGPROBS:
+        what = f"the answer may have {n} log-probabilities (tokens x likeliest tokens and one more, of all texts)"
+        way_out = "ask for fewer texts (n), tokens (max_tokens) or likeliest tokens"
+        refuse(f"{what}, and up to {MAX_LOGPROBS} can be served; {way_out}")
 
 
 # -- prompts

@@ -15,7 +15,7 @@ from starlette.types import Receive, Send
 from pipeinfer.models.text.grammar import TOO_MUCH
 from pipeinfer.server.access import WRITE, Chunks
 from pipeinfer.server.choices import Answer
-from pipeinfer.server.errors import DRAINING_S, JsonResponse, Refusal, lost
+from pipeinfer.server.errors import DRAINING_S, JsonResponse, LargeJsonResponse, Refusal, lost
 from pipeinfer.server.forms import OpenAIForm
 from pipeinfer.server.head_client import HeadClient, HeadState
 
@@ -65,10 +65,14 @@ class AnswerResponse(Response):
         if self.answer.was_given_up:
             await self._refusal().response(scope, receive, send)
             return
-        whole, mismatches = self.form.whole(), await self._mismatches()
+        is_large = self.form.is_large
+        whole = await asyncio.to_thread(self.form.whole) if is_large else self.form.whole()
+        mismatches = await self._mismatches()
         if mismatches and isinstance(whole, dict):
             whole |= {"warnings": mismatches}
-        await JsonResponse(whole, 200, self.extra)(scope, receive, send)
+        content = whole, 200, self.extra
+        response = await asyncio.to_thread(LargeJsonResponse, *content) if is_large else JsonResponse(*content)
+        await response(scope, receive, send)
 
     async def _mismatches(self) -> list[str]:
         """Where the texts do not fit their schemas. They are logged too."""
