@@ -22,8 +22,6 @@ from pipeinfer.job.requests.fields import (
     COMPLETION,
     PassedOver,
     adapter_list,
-    flag,
-    is_whole,
     read_json,
     read_scales,
     refuse,
@@ -34,7 +32,7 @@ from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import anthropic, llama_cpp, responses
 from pipeinfer.server.access import PAGE_FILES, Access, read_body
 from pipeinfer.server.anthropic import COUNT_TOKENS, MESSAGES, MessageForm
-from pipeinfer.server.errors import NOT_SAVED, JsonResponse, Refusal, error_response
+from pipeinfer.server.errors import NOT_SAVED, JsonResponse, LargeJsonResponse, Refusal, error_response
 from pipeinfer.server.forms import BlockForm, OpenAIForm, event
 from pipeinfer.server.front import HttpOptions
 from pipeinfer.server.head_client import HeadClient, HeadState
@@ -43,12 +41,11 @@ from pipeinfer.server.prompting import ParsedRequest, Prompting, check_logprobs,
 from pipeinfer.server.request_log import RequestLog
 from pipeinfer.server.respond import STREAM_HEADERS, AnswerResponse, passed_over_header
 from pipeinfer.server.responses import RESPONSES, ResponseForm
+from pipeinfer.server.tokens import Tokenising, read_tokens, text_of
 
 T = TypeVar("T")
 STALLS_S = 10.0  # how long one token may take on an idle server
 SMALL_BODY = 16 << 10  # bytes of a body that is read at once, within some 2 ms
-MAX_CONTENT = 1 << 17  # characters for /tokenize: their tokens become JSON within some 70 ms
-TOKENIZE_FIELDS = {"content", "prompt", "add_special", "add_special_tokens", "parse_special", "with_pieces", "model"}
 ADAPTERS = "/lora-adapters"
 PAGE = Path(__file__).with_name("page")
 POLICY = "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:"
@@ -273,40 +270,16 @@ class Api:
     # -- tokens
 
     async def tokenize(self, request: Request) -> Response:
-        """llama.cpp's: `content`, `add_special`, `parse_special`, `with_pieces`; vLLM's: `prompt` and
-        `add_special_tokens`."""
-        fields = await self._body(request, dict)
-        if self.http.strict and (unknown := set(fields) - TOKENIZE_FIELDS):
-            refuse(f"the field {shown(min(unknown))} is unknown; leave it out")
-        text = fields.get("content", fields.get("prompt"))
-        if not isinstance(text, str):
-            refuse(f"content is {shown(text)}; give a text")
-        if len(text) > MAX_CONTENT:
-            refuse(f"content has {len(text)} characters; up to {MAX_CONTENT} are tokenised at a time, send it in parts")
-        add = flag(fields, "add_special", flag(fields, "add_special_tokens", False))
-        parse = flag(fields, "parse_special", True)
-        with_pieces = flag(fields, "with_pieces", False)
-
-        def work() -> Response:
-            tokens: list[Any] = self.tokenizer.encode(text, add, parse)
-            tokens = [llama_cpp.piece_of(self.tokenizer, token) for token in tokens] if with_pieces else tokens
-            return JsonResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self.setup.limit})
-
-        return await self.prompting.tokenise(_client(request), work)
+        """llama.cpp's and vLLM's."""
+        asked = await self._body(request, lambda fields: Tokenising.read(fields, self.http.strict))
+        return await self.prompting.tokenise(
+            _client(request), lambda: LargeJsonResponse(asked.answer(self.tokenizer, self.spell, self.setup.limit))
+        )
 
     async def detokenize(self, request: Request) -> Response:
         """llama.cpp's and vLLM's, of `tokens`."""
-
-        def read(fields: dict[str, Any]) -> list[int]:
-            tokens, n_vocab = fields.get("tokens"), self.tokenizer.n_vocab
-            if not isinstance(tokens, list) or not all(is_whole(each) and 0 <= each < n_vocab for each in tokens):
-                refuse(f"tokens is {shown(tokens)}; give a list of token ids below {n_vocab}")
-            return tokens
-
-        tokens = await self._body(request, read)
-        data = await self.prompting.tokenise(_client(request), lambda: b"".join(map(self.spell, tokens)))
-        text = data.decode("utf-8", "replace")
-        return JsonResponse({"content": text, "prompt": text})
+        tokens = await self._body(request, lambda fields: read_tokens(fields, self.tokenizer.n_vocab))
+        return await self.prompting.tokenise(_client(request), lambda: JsonResponse(text_of(tokens, self.spell)))
 
     async def tokenizer_info(self, request: Request) -> Response:
         """vLLM's: the chat template and the names of control tokens."""

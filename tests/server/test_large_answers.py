@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from pipeinfer.server.choices import Answer
 from pipeinfer.server.errors import JsonResponse, LargeJsonResponse
 from pipeinfer.server.forms import OpenAIForm
 from pipeinfer.server.front import HttpOptions
+from pipeinfer.server.llama_cpp import CompletionForm
 from pipeinfer.server.prompting import MAX_LOGPROBS, Prompting, parse_request
 from pipeinfer.server.respond import AnswerResponse
 
@@ -41,9 +43,15 @@ def api() -> app.Api:
     prompts: Any = SimpleNamespace(
         ask=lambda bodies: [request_of(body) for body in bodies],
         format=SimpleNamespace(template=template),
-        tokenizer=SimpleNamespace(n_vocab=10, path=Path("m.gguf"), decode_piece=lambda token, special: b"abcdefgh"),
+        tokenizer=SimpleNamespace(
+            n_vocab=10,
+            path=Path("m.gguf"),
+            decode_piece=lambda token, special: b"abcdefgh",
+            encode=lambda text, add, parse: [1] * len(text),
+        ),
     )
-    setup: Any = SimpleNamespace(model=Path("m.gguf"), defaults=Defaults(SamplingParams(), 1, (), False))
+    defaults = Defaults(SamplingParams(), 1, (), False)
+    setup: Any = SimpleNamespace(model=Path("m.gguf"), defaults=defaults, limit=4096)
 
     def ask(requests: Any, client: str) -> Answer:
         raise NotImplementedError
@@ -91,6 +99,43 @@ def test_others_reach_rank_0(fields: dict[str, Any]) -> None:
     assert "NotImplementedError" in answer.text
 
 
+@pytest.mark.parametrize(
+    ("path", "fields", "reason"),
+    [
+        ("/tokenize", {"content": "𝓐" * 32_769}, "content has 131076 bytes in UTF-8; up to 131072 are tokenised"),
+        ("/tokenize", {"content": "a" * 131_073}, "content has 131073 bytes in UTF-8; up to 131072 are tokenised"),
+        ("/detokenize", {"tokens": [1] * 131_073}, "tokens are 131073, of 1048584 bytes; up to 1048576 are sent"),
+    ],
+)
+def test_tokens_of_a_long_text_are_refused(path: str, fields: dict[str, Any], reason: str) -> None:
+    answer = asyncio.run(post(path, fields))
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(reason)
+    assert answer.json()["error"]["param"] == next(iter(fields))
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [("/tokenize", {"content": "𝓐" * 32_768, "with_pieces": True}), ("/detokenize", {"tokens": [1] * 131_072})],
+)
+def test_tokens_of_a_shorter_text_are_told_by_a_thread(
+    path: str, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = []
+
+    def noted(kind: type[JsonResponse], content: Any) -> JsonResponse:
+        threads.append(threading.current_thread())
+        return kind(content)
+
+    for kind in (JsonResponse, LargeJsonResponse):
+        monkeypatch.setattr(app, kind.__name__, partial(noted, kind))
+    answer = asyncio.run(post(path, fields))
+    assert answer.status_code == 200 and threading.main_thread() not in threads and threads
+    texts = {"tokens": [{"id": 1, "piece": "abcdefgh"}] * 32_768, "count": 32_768, "max_model_len": 4096}
+    assert answer.json() == (
+        texts if path == "/tokenize" else dict.fromkeys(("content", "prompt"), "abcdefgh" * 131_072)
+    )
+
+
 # -- made in a thread
 
 
@@ -131,6 +176,17 @@ def test_a_thread_makes_a_large_answer(n_scored: int, is_large: bool, monkeypatc
     asyncio.run(response({"type": "http", "http_version": "1.0", "method": "POST"}, receive, send))
     assert all((thread is not threading.main_thread()) is is_large for thread in threads) and threads
     assert len(sent[-1]) > n_scored * 50 and '"é\\u2028"'.encode() in sent[-1]
+
+
+def test_of_many_texts_the_first_has_the_grammar() -> None:
+    fields = {"prompt": "a", "n": 3, "grammar": "root ::= [a-z]", "max_tokens": 1}
+    parsed = parse_request(fields, COMPLETION, Defaults(SamplingParams(), 1, (), False), PassedOver())
+    answer = Answer(range(3), [request_of(body) for body in parsed.bodies])
+    for choice in answer.choices:
+        choice.finish = "stop"
+    objects = CompletionForm(parsed, answer, "m", "1", lambda token: b"").whole()
+    grammars = [each["generation_settings"].get("grammar") for each in objects]
+    assert grammars == ["root ::= [a-z]", None, None]
 
 
 def test_json_of_both_kinds_is_the_same() -> None:
