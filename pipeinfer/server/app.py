@@ -39,7 +39,7 @@ from pipeinfer.server.head_client import HeadClient, HeadState
 from pipeinfer.server.metrics import CONTENT_TYPE, Metrics
 from pipeinfer.server.prompting import ParsedRequest, Prompting, check_logprobs, parse_request
 from pipeinfer.server.request_log import RequestLog
-from pipeinfer.server.respond import STREAM_HEADERS, AnswerResponse, passed_over_header
+from pipeinfer.server.respond import STREAM_HEADERS, AnswerResponse, passed_over_header, while_connected
 from pipeinfer.server.responses import RESPONSES, ResponseForm
 from pipeinfer.server.tokens import Tokenising, read_tokens, text_of
 
@@ -227,7 +227,7 @@ class Api:
             reason = f"priority is {parsed.bodies[0].priority}, and this server takes none"
             refuse(f"{reason}; leave it out, or start the server with --priorities")
         self.head.check_ready()
-        requests = await self.prompting.ask(parsed, client)
+        requests = await while_connected(request, self.prompting.ask(parsed, client))
         check_logprobs(parsed, requests)
         answer = self.head.ask(requests, client)
         form = dialect.form(parsed, answer, self.model, self.setup.version, self.spell)
@@ -246,14 +246,16 @@ class Api:
     async def count_tokens(self, request: Request) -> Response:
         """Anthropic's, OpenAI's and llama-server's, of a conversation."""
         path = request.url.path
-        (first, *_) = await self.prompting.ask(await self._parsed(request, DIALECTS[COUNTED[path]]), _client(request))
+        parsed = await self._parsed(request, DIALECTS[COUNTED[path]])
+        (first, *_) = await while_connected(request, self.prompting.ask(parsed, _client(request)))
         kind = {} if path == COUNT_TOKENS else {"object": "response.input_tokens"}
         return JsonResponse({"input_tokens": len(first.prompt), **kind})
 
     async def apply_template(self, request: Request) -> Response:
         """llama.cpp's: a chat as the text of its prompt."""
         parsed = await self._parsed(request, DIALECTS[CHAT])
-        return JsonResponse({"prompt": await self.prompting.rendered(parsed.bodies[0], _client(request))})
+        rendering = self.prompting.rendered(parsed.bodies[0], _client(request))
+        return JsonResponse({"prompt": await while_connected(request, rendering)})
 
     async def _parsed(self, request: Request, dialect: Dialect) -> ParsedRequest:
         passed = PassedOver(self.http.strict)
@@ -272,14 +274,13 @@ class Api:
     async def tokenize(self, request: Request) -> Response:
         """llama.cpp's and vLLM's."""
         asked = await self._body(request, lambda fields: Tokenising.read(fields, self.http.strict))
-        return await self.prompting.tokenise(
-            _client(request), lambda: LargeJsonResponse(asked.answer(self.tokenizer, self.spell, self.setup.limit))
-        )
+        limit = self.setup.limit
+        return await self._in_turn(request, lambda: LargeJsonResponse(asked.answer(self.tokenizer, self.spell, limit)))
 
     async def detokenize(self, request: Request) -> Response:
         """llama.cpp's and vLLM's, of `tokens`."""
         tokens = await self._body(request, lambda fields: read_tokens(fields, self.tokenizer.n_vocab))
-        return await self.prompting.tokenise(_client(request), lambda: JsonResponse(text_of(tokens, self.spell)))
+        return await self._in_turn(request, lambda: JsonResponse(text_of(tokens, self.spell)))
 
     async def tokenizer_info(self, request: Request) -> Response:
         """vLLM's: the chat template and the names of control tokens."""
@@ -296,7 +297,11 @@ class Api:
             request.state.fields = frozenset(fields)  # the names: values would live as long as the connection
             return read(fields)
 
-        return work() if len(data) <= SMALL_BODY else await self.prompting.tokenise(_client(request), work)
+        return work() if len(data) <= SMALL_BODY else await self._in_turn(request, work)
+
+    async def _in_turn(self, request: Request, work: Callable[[], T]) -> T:
+        """The result of work of a thread, which is left out if the client leaves before."""
+        return await while_connected(request, self.prompting.tokenise(_client(request), work))
 
     async def _data(self, request: Request) -> bytes:
         """Raises Refusal when the body is too large, or does not come."""

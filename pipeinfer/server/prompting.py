@@ -149,11 +149,18 @@ class Turns:
         self._locks = WeakValueDictionary[str, asyncio.Lock]()
 
     async def take(self, client: str, work: Callable[[], T]) -> T:
-        """The result of `work`, which starts after this client's earlier work."""
+        """The result of `work`, which starts after this client's earlier work. Cancelled, it does not start."""
         lock = self._locks.get(client) or asyncio.Lock()
         self._locks[client] = lock
         async with lock:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            future = self._threads.submit(work)
+            result = asyncio.wrap_future(future)
+            try:
+                return await asyncio.shield(result)
+            except asyncio.CancelledError:
+                if not future.cancel():  # it runs, and the client's next work waits for it
+                    await asyncio.wait({result})
+                raise
 
 
 class Prompting:
@@ -216,7 +223,7 @@ class Prompting:
 
     async def _render(self, client: str) -> None:
         """Render the client's chats while there are any. Those that come meanwhile are rendered together."""
-        while chats := self._chats[client]:
+        while chats := [each for each in self._chats[client] if not each[1].done()]:
             group, self._chats[client] = chats[:N_TOGETHER], chats[N_TOGETHER:]
             outcomes: Sequence[Outcome]
             try:

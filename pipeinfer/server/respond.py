@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Send
 
@@ -19,6 +20,7 @@ from pipeinfer.server.errors import DRAINING_S, JsonResponse, LargeJsonResponse,
 from pipeinfer.server.forms import OpenAIForm
 from pipeinfer.server.head_client import HeadClient, HeadState
 
+T = TypeVar("T")
 PING_S = 15.0
 """After so long without output a stream gets a comment, which tells proxies and users what the answer waits for."""
 
@@ -137,6 +139,19 @@ class AnswerResponse(Response):
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of work, which is cancelled when the client leaves; its body must be read. Raises ClientDisconnect."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
 
 
 def passed_over_header(reasons: Mapping[str, str]) -> dict[str, str]:
