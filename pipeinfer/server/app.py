@@ -126,6 +126,7 @@ class Api:
         routes = [Route(*each, methods=[method]) for method, endpoints in methods.items() for each in endpoints.items()]
         kinds = (Refusal, UserError, HTTPException, ClientDisconnect, Exception)
         app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, error_response))
+        app.router.redirect_slashes = False  # a redirect has no body, and most clients do not follow it
         return Access(app, self.http.api_keys, self.http.host, address, self.http.origins)
 
     # -- state
