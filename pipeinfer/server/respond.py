@@ -97,7 +97,7 @@ class AnswerResponse(Response):
             if self.answer.has_ended:
                 break
             if data or time.monotonic() >= ping_s:
-                data = data or b": %b\n\n" % self.answer.awaits.encode()
+                data = data or b": %b\n\n" % self._awaits.encode()
                 await (self.chunks.send(data) if self.chunks else _send_part(send, data))
                 ping_s = time.monotonic() + PING_S
             self.answer.changed.push = partial(self._push, self.chunks) if self.chunks else None
@@ -116,6 +116,13 @@ class AnswerResponse(Response):
             return None
         data = self.form.events()
         return partial(chunks.write, data) if data else None
+
+    @property
+    def _awaits(self) -> str:
+        """The reason why there is no output now, for clients, in a line."""
+        if self.head.state is HeadState.RECOVERING:
+            return f"the job is started again: {' '.join(self.head.reason.split())}"
+        return self.answer.awaits
 
     def _refusal(self) -> Refusal:
         """The reason why the answer was given up."""
