@@ -1,6 +1,7 @@
 """`pipeinfer batch` and `serve`: their options, by the names of `run` and of llama.cpp's server. The commands are in
 `job.batch` and `job.serve`."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,8 @@ def batch_command(source: Path, output: Path, as_chat: bool, strict: bool, **val
 KEY_VARIABLE = "LLAMA_API_KEY"
 LEAST_TOKENS = 2  # of a request: one of the prompt, one of the text
 KEY_HELP = (
-    "Who asks must send this key, or one of these. Others can see it in the list of processes: better in "
-    f"{KEY_VARIABLE}, or in a file."
+    "Who asks must send this key, or one of these; repeatable. Others can see it in the list of processes: better "
+    f"in {KEY_VARIABLE}, or in a file."
 )
 SERVE_HELP = HELP | {
     "parallel": "Texts that are written at a time, as far as the context has room for them. Given, and 8 or more, "
@@ -84,10 +85,19 @@ SERVE_HELP = HELP | {
 _SERVE = (Models, ContextOptions, HttpOptions, *SHARED, Traffic)
 
 
+class Keys(TextType):
+    """Keys with commas between them, which click leaves to `_keys_in` but in a variable."""
+
+    envvar_list_splitter = ","
+
+    def __init__(self) -> None:
+        super().__init__(blank=True)
+
+
 @command("serve", *_SERVE, without=("json", *policy_ablations()), helps=SERVE_HELP, has_variables=True)
 @parallel_option(16, SERVE_HELP["parallel"])
 @predict_option(-1, -1, SERVE_HELP["predict"])
-@click.option("--api-key", "api_keys", type=TextType(), envvar=KEY_VARIABLE, metavar="KEY,…", help=KEY_HELP)
+@click.option("--api-key", "api_keys", type=Keys(), multiple=True, envvar=KEY_VARIABLE, metavar="KEY,…", help=KEY_HELP)
 @click.option("--drain", "drain_s", type=Number(0, 1e6), default=30.0, show_default=True, help=SERVE_HELP["drain_s"])
 def serve_command(**values: Any) -> int:
     """Answer OpenAI's, Anthropic's and llama-server's APIs: many requests share the ranks of this job.
@@ -117,10 +127,10 @@ def serve_command(**values: Any) -> int:
     return run_serve(ServeOptions(run=options, front=front, drain_s=drain_s), HttpFront)
 
 
-def _keys_in(text: str | None) -> tuple[str, ...]:
-    """Raises UserError for an option without a key: the server would be open without the user's knowledge."""
-    keys = tuple(key.strip() for key in (text or "").split(",") if key.strip())
-    if text and not keys:
+def _keys_in(texts: Sequence[str]) -> tuple[str, ...]:
+    """Raises UserError for options without a key: the server would be open without the user's knowledge."""
+    keys = tuple(key.strip() for text in texts for key in text.split(",") if key.strip())
+    if texts and not keys:
         reason = f"--api-key (or {KEY_VARIABLE}) has no key, only commas or spaces"
         raise UserError(f"{reason}; write one, or leave it out and everybody may ask")
     return keys

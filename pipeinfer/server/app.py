@@ -22,8 +22,6 @@ from pipeinfer.job.requests.fields import (
     COMPLETION,
     PassedOver,
     adapter_list,
-    flag,
-    is_whole,
     read_json,
     read_scales,
     refuse,
@@ -34,21 +32,20 @@ from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import anthropic, llama_cpp, responses
 from pipeinfer.server.access import PAGE_FILES, Access, read_body
 from pipeinfer.server.anthropic import COUNT_TOKENS, MESSAGES, MessageForm
-from pipeinfer.server.errors import NOT_SAVED, JsonResponse, Refusal, error_response
+from pipeinfer.server.errors import NOT_SAVED, JsonResponse, LargeJsonResponse, Refusal, error_response
 from pipeinfer.server.forms import BlockForm, OpenAIForm, event
 from pipeinfer.server.front import HttpOptions
 from pipeinfer.server.head_client import HeadClient, HeadState
 from pipeinfer.server.metrics import CONTENT_TYPE, Metrics
-from pipeinfer.server.prompting import ParsedRequest, Prompting, parse_request
+from pipeinfer.server.prompting import ParsedRequest, Prompting, check_logprobs, parse_request
 from pipeinfer.server.request_log import RequestLog
-from pipeinfer.server.respond import STREAM_HEADERS, AnswerResponse, passed_over_header
+from pipeinfer.server.respond import STREAM_HEADERS, AnswerResponse, passed_over_header, while_connected
 from pipeinfer.server.responses import RESPONSES, ResponseForm
+from pipeinfer.server.tokens import Tokenising, read_tokens, text_of
 
 T = TypeVar("T")
 STALLS_S = 10.0  # how long one token may take on an idle server
 SMALL_BODY = 16 << 10  # bytes of a body that is read at once, within some 2 ms
-MAX_CONTENT = 1 << 17  # characters for /tokenize: their tokens become JSON within some 70 ms
-TOKENIZE_FIELDS = {"content", "prompt", "add_special", "add_special_tokens", "parse_special", "with_pieces", "model"}
 ADAPTERS = "/lora-adapters"
 PAGE = Path(__file__).with_name("page")
 POLICY = "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:"
@@ -129,6 +126,7 @@ class Api:
         routes = [Route(*each, methods=[method]) for method, endpoints in methods.items() for each in endpoints.items()]
         kinds = (Refusal, UserError, HTTPException, ClientDisconnect, Exception)
         app = Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, error_response))
+        app.router.redirect_slashes = False  # a redirect has no body, and most clients do not follow it
         return Access(app, self.http.api_keys, self.http.host, address, self.http.origins)
 
     # -- state
@@ -230,7 +228,9 @@ class Api:
             reason = f"priority is {parsed.bodies[0].priority}, and this server takes none"
             refuse(f"{reason}; leave it out, or start the server with --priorities")
         self.head.check_ready()
-        answer = self.head.ask(await self.prompting.ask(parsed, client), client)
+        requests = await while_connected(request, self.prompting.ask(parsed, client))
+        check_logprobs(parsed, requests)
+        answer = self.head.ask(requests, client)
         form = dialect.form(parsed, answer, self.model, self.setup.version, self.spell)
         id = str(form.common["id"])
 
@@ -247,14 +247,16 @@ class Api:
     async def count_tokens(self, request: Request) -> Response:
         """Anthropic's, OpenAI's and llama-server's, of a conversation."""
         path = request.url.path
-        (first, *_) = await self.prompting.ask(await self._parsed(request, DIALECTS[COUNTED[path]]), _client(request))
+        parsed = await self._parsed(request, DIALECTS[COUNTED[path]])
+        (first, *_) = await while_connected(request, self.prompting.ask(parsed, _client(request)))
         kind = {} if path == COUNT_TOKENS else {"object": "response.input_tokens"}
         return JsonResponse({"input_tokens": len(first.prompt), **kind})
 
     async def apply_template(self, request: Request) -> Response:
         """llama.cpp's: a chat as the text of its prompt."""
         parsed = await self._parsed(request, DIALECTS[CHAT])
-        return JsonResponse({"prompt": await self.prompting.rendered(parsed.bodies[0], _client(request))})
+        rendering = self.prompting.rendered(parsed.bodies[0], _client(request))
+        return JsonResponse({"prompt": await while_connected(request, rendering)})
 
     async def _parsed(self, request: Request, dialect: Dialect) -> ParsedRequest:
         passed = PassedOver(self.http.strict)
@@ -271,40 +273,15 @@ class Api:
     # -- tokens
 
     async def tokenize(self, request: Request) -> Response:
-        """llama.cpp's: `content`, `add_special`, `parse_special`, `with_pieces`; vLLM's: `prompt` and
-        `add_special_tokens`."""
-        fields = await self._body(request, dict)
-        if self.http.strict and (unknown := set(fields) - TOKENIZE_FIELDS):
-            refuse(f"the field {shown(min(unknown))} is unknown; leave it out")
-        text = fields.get("content", fields.get("prompt"))
-        if not isinstance(text, str):
-            refuse(f"content is {shown(text)}; give a text")
-        if len(text) > MAX_CONTENT:
-            refuse(f"content has {len(text)} characters; up to {MAX_CONTENT} are tokenised at a time, send it in parts")
-        add = flag(fields, "add_special", flag(fields, "add_special_tokens", False))
-        parse = flag(fields, "parse_special", True)
-        with_pieces = flag(fields, "with_pieces", False)
-
-        def work() -> Response:
-            tokens: list[Any] = self.tokenizer.encode(text, add, parse)
-            tokens = [llama_cpp.piece_of(self.tokenizer, token) for token in tokens] if with_pieces else tokens
-            return JsonResponse({"tokens": tokens, "count": len(tokens), "max_model_len": self.setup.limit})
-
-        return await self.prompting.tokenise(_client(request), work)
+        """llama.cpp's and vLLM's."""
+        asked = await self._body(request, lambda fields: Tokenising.read(fields, self.http.strict))
+        limit = self.setup.limit
+        return await self._in_turn(request, lambda: LargeJsonResponse(asked.answer(self.tokenizer, self.spell, limit)))
 
     async def detokenize(self, request: Request) -> Response:
         """llama.cpp's and vLLM's, of `tokens`."""
-
-        def read(fields: dict[str, Any]) -> list[int]:
-            tokens, n_vocab = fields.get("tokens"), self.tokenizer.n_vocab
-            if not isinstance(tokens, list) or not all(is_whole(each) and 0 <= each < n_vocab for each in tokens):
-                refuse(f"tokens is {shown(tokens)}; give a list of token ids below {n_vocab}")
-            return tokens
-
-        tokens = await self._body(request, read)
-        data = await self.prompting.tokenise(_client(request), lambda: b"".join(map(self.spell, tokens)))
-        text = data.decode("utf-8", "replace")
-        return JsonResponse({"content": text, "prompt": text})
+        tokens = await self._body(request, lambda fields: read_tokens(fields, self.tokenizer.n_vocab))
+        return await self._in_turn(request, lambda: JsonResponse(text_of(tokens, self.spell)))
 
     async def tokenizer_info(self, request: Request) -> Response:
         """vLLM's: the chat template and the names of control tokens."""
@@ -321,7 +298,11 @@ class Api:
             request.state.fields = frozenset(fields)  # the names: values would live as long as the connection
             return read(fields)
 
-        return work() if len(data) <= SMALL_BODY else await self.prompting.tokenise(_client(request), work)
+        return work() if len(data) <= SMALL_BODY else await self._in_turn(request, work)
+
+    async def _in_turn(self, request: Request, work: Callable[[], T]) -> T:
+        """The result of work of a thread, which is left out if the client leaves before."""
+        return await while_connected(request, self.prompting.tokenise(_client(request), work))
 
     async def _data(self, request: Request) -> bytes:
         """Raises Refusal when the body is too large, or does not come."""

@@ -31,6 +31,7 @@ DONE = b"data: [DONE]\n\n"
 TEXT = "\0text\0"  # stands for a text; no model's name has it
 TIMES = "predicted_n", "at_s", "told_s"
 TIMED = b',"timings":{"predicted_n":%d,"at_s":%.6f,"told_s":%.6f}}\n\n'  # the last member of an object, and its end
+LARGE = 256  # tokens of an answer that takes more than some 20 ms to make, if each has log-probabilities
 MAX_CHECKED = 4  # texts of an answer that are compared with their schemas
 Object = Mapping[str, Any]
 NOTHING: Object = MappingProxyType({})
@@ -116,6 +117,12 @@ class OpenAIForm:
         return [line for check in whole[:MAX_CHECKED] if check for line in check.mismatches()]
 
     # -- whole
+
+    @property
+    def is_large(self) -> bool:
+        """Whether a thread is to make the whole answer."""
+        choices = self.answer.choices
+        return sum(choice.n_tokens + len(choice.entries) + len(choice.scores) for choice in choices) > LARGE
 
     def whole(self) -> Any:
         choices = [self._choice(output) for output in self.outputs]

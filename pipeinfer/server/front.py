@@ -114,8 +114,9 @@ class HttpServer:
     """The port of a service and the process that answers there, for one job, or if `is_followed` for several in a row.
     The process gets links to rank 0 of these jobs over a control socket, and answers there when told of a loss."""
 
-    def __init__(self, options: HttpOptions, is_followed: bool = False) -> None:
-        """Open the port. Raises UserError: what is not installed, files, the port."""
+    def __init__(self, options: HttpOptions, is_followed: bool = False, saves: bool = False) -> None:
+        """Open the port. `saves`: texts of slots can be saved. Raises UserError: what is not installed, files, the
+        port."""
         missing = [name for name in NEEDS if find_spec(name) is None]
         if missing:
             what = f"`pipeinfer serve` needs {', '.join(missing)}, which are not installed here"
@@ -123,7 +124,7 @@ class HttpServer:
         self.options = replace(options, api_keys=options.api_keys + _keys_of(options.api_key_file))
         self._is_followed = is_followed
         _check_certificate(options)
-        if options.slot_folder:
+        if options.slot_folder and saves:
             _make_folder(options.slot_folder)
         for origin in options.origins:  # a browser sends `null` for a page from a file
             if origin not in ("*", "null") and not ORIGIN.fullmatch(origin):
@@ -214,7 +215,7 @@ class HttpFront(Front):
         if attempt := own_attempt():
             link, self.address, self.tunnel = _connect_supervisor(options, setup, attempt.rendezvous.key)
         else:
-            self._server = HttpServer(options)
+            self._server = HttpServer(options, saves=bool(setup.context.kv_disk))
             self.address, self.tunnel = self._server.address, self._server.tunnel
             link, theirs = socket.socketpair()
             with theirs:

@@ -85,6 +85,8 @@ class CompletionForm(OpenAIForm):
         """The last object of a text."""
         choice, request = output.choice, output.choice.request
         settings = _settings(request.sampling, request.n_predict, request.stops)
+        if output.index:  # the same of all texts, and maybe much longer than they are
+            del settings["grammar"]
         if request.adapters is not None:
             settings["lora"] = [{"id": number, "scale": scale} for number, scale in request.adapters]
         tokens = output.new_tokens() if self.parsed.tokens and not self.parsed.stream else []
@@ -161,15 +163,6 @@ def props(setup: Setup, model: str, template: str, tokenizer: Tokenizer) -> dict
     properties |= {"modalities": {"vision": False, "audio": False}, "chat_template": template}
     tokens = {"bos_token": tokenizer.spelled_out(tokenizer.bos), "eos_token": tokenizer.spelled_out(tokenizer.eos)}
     return properties | tokens | {"build_info": setup.version, "endpoints": [CHAT, COMPLETION, "/completion", INFILL]}
-
-
-def piece_of(tokenizer: Tokenizer, token: int) -> dict[str, Any]:
-    """A token of `/tokenize`; bytes where they are no text."""
-    data = tokenizer.decode_piece(token, special=True)
-    try:
-        return {"id": token, "piece": data.decode()}
-    except UnicodeDecodeError:
-        return {"id": token, "piece": list(data)}
 
 
 def open_slot(choice: Choice) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from pipeinfer.models.text.grammar import check_grammar
 
 T = TypeVar("T")
 MAX_CHOICES = 128  # texts of one request, OpenAI's limit
+MAX_LOGPROBS = 1 << 17  # of one request; each takes some 70 to 120 bytes of JSON
 SEED_END = 2**32
 ANSWER_FIELDS = ("timings_per_token", "return_progress", "return_tokens")  # llama-server's
 N_TOGETHER = 64  # chats at most that one process renders
@@ -124,6 +125,19 @@ def _choice_body(body: Body, at: int) -> Body:
     return replace(body, sampling=replace(body.sampling, seed=(seed + at) % SEED_END)) if seed >= 0 and at else body
 
 
+def check_logprobs(parsed: ParsedRequest, requests: Sequence[GenerationRequest]) -> None:
+    """Raises UserError for an answer that may have more than MAX_LOGPROBS log-probabilities."""
+    n = 0
+    for request in requests:
+        n_top, n_prompt_top = request.sampling.n_logprobs + 1, request.sampling.n_prompt_logprobs + 1
+        n_times = parsed.scores + (parsed.echo and n_top > 0)  # that the answer has the prompt's tokens
+        n += n_times * len(request.prompt) * n_prompt_top + request.n_predict * n_top
+    if n > MAX_LOGPROBS:
+        what = f"the answer may have {n} log-probabilities (tokens x likeliest tokens and one more, of all texts)"
+        way_out = "ask for fewer texts (n), tokens (max_tokens) or likeliest tokens"
+        refuse(f"{what}, and up to {MAX_LOGPROBS} can be served; {way_out}")
+
+
 # -- prompts
 
 
@@ -135,11 +149,18 @@ class Turns:
         self._locks = WeakValueDictionary[str, asyncio.Lock]()
 
     async def take(self, client: str, work: Callable[[], T]) -> T:
-        """The result of `work`, which starts after this client's earlier work."""
+        """The result of `work`, which starts after this client's earlier work. Cancelled, it does not start."""
         lock = self._locks.get(client) or asyncio.Lock()
         self._locks[client] = lock
         async with lock:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            future = self._threads.submit(work)
+            result = asyncio.wrap_future(future)
+            try:
+                return await asyncio.shield(result)
+            except asyncio.CancelledError:
+                if not future.cancel():  # it runs, and the client's next work waits for it
+                    await asyncio.wait({result})
+                raise
 
 
 class Prompting:
@@ -202,7 +223,7 @@ class Prompting:
 
     async def _render(self, client: str) -> None:
         """Render the client's chats while there are any. Those that come meanwhile are rendered together."""
-        while chats := self._chats[client]:
+        while chats := [each for each in self._chats[client] if not each[1].done()]:
             group, self._chats[client] = chats[:N_TOGETHER], chats[N_TOGETHER:]
             outcomes: Sequence[Outcome]
             try:

@@ -4,21 +4,23 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Send
 
 from pipeinfer.models.text.grammar import TOO_MUCH
 from pipeinfer.server.access import WRITE, Chunks
 from pipeinfer.server.choices import Answer
-from pipeinfer.server.errors import DRAINING_S, JsonResponse, Refusal, lost
+from pipeinfer.server.errors import DRAINING_S, JsonResponse, LargeJsonResponse, Refusal, lost
 from pipeinfer.server.forms import OpenAIForm
 from pipeinfer.server.head_client import HeadClient, HeadState
 
+T = TypeVar("T")
 PING_S = 15.0
 """After so long without output a stream gets a comment, which tells proxies and users what the answer waits for."""
 
@@ -65,10 +67,14 @@ class AnswerResponse(Response):
         if self.answer.was_given_up:
             await self._refusal().response(scope, receive, send)
             return
-        whole, mismatches = self.form.whole(), await self._mismatches()
+        is_large = self.form.is_large
+        whole = await asyncio.to_thread(self.form.whole) if is_large else self.form.whole()
+        mismatches = await self._mismatches()
         if mismatches and isinstance(whole, dict):
             whole |= {"warnings": mismatches}
-        await JsonResponse(whole, 200, self.extra)(scope, receive, send)
+        content = whole, 200, self.extra
+        response = await asyncio.to_thread(LargeJsonResponse, *content) if is_large else JsonResponse(*content)
+        await response(scope, receive, send)
 
     async def _mismatches(self) -> list[str]:
         """Where the texts do not fit their schemas. They are logged too."""
@@ -91,7 +97,7 @@ class AnswerResponse(Response):
             if self.answer.has_ended:
                 break
             if data or time.monotonic() >= ping_s:
-                data = data or b": %b\n\n" % self.answer.awaits.encode()
+                data = data or b": %b\n\n" % self._awaits.encode()
                 await (self.chunks.send(data) if self.chunks else _send_part(send, data))
                 ping_s = time.monotonic() + PING_S
             self.answer.changed.push = partial(self._push, self.chunks) if self.chunks else None
@@ -110,6 +116,13 @@ class AnswerResponse(Response):
             return None
         data = self.form.events()
         return partial(chunks.write, data) if data else None
+
+    @property
+    def _awaits(self) -> str:
+        """The reason why there is no output now, for clients, in a line."""
+        if self.head.state is HeadState.RECOVERING:
+            return f"the job is started again: {' '.join(self.head.reason.split())}"
+        return self.answer.awaits
 
     def _refusal(self) -> Refusal:
         """The reason why the answer was given up."""
@@ -133,6 +146,19 @@ class AnswerResponse(Response):
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of work, which is cancelled when the client leaves; its body must be read. Raises ClientDisconnect."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request.receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()
 
 
 def passed_over_header(reasons: Mapping[str, str]) -> dict[str, str]:

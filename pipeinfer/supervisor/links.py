@@ -137,7 +137,8 @@ class Links:
         try:
             if not self._is_same(setup.version, setup.fitted):
                 raise UserError(OTHER_MODEL_TEXT)
-            self._server = self._server or HttpServer(options, is_followed=True)
+            saves = bool(setup.context.kv_disk)
+            self._server = self._server or HttpServer(options, is_followed=True, saves=saves)
         except UserError as error:
             link.send_bytes(json.dumps({"error": str(error)}).encode())
             return

@@ -30,7 +30,8 @@ def api() -> app.Api:
         format=SimpleNamespace(template=template),
         tokenizer=SimpleNamespace(n_vocab=10, path=Path("m.gguf"), decode_piece=lambda token, special: b"a"),
     )
-    setup: Any = SimpleNamespace(model=Path("m.gguf"), defaults=Defaults(SamplingParams(), 1, (), False))
+    defaults = Defaults(SamplingParams(), 1, (), False)
+    setup: Any = SimpleNamespace(model=Path("m.gguf"), defaults=defaults, limit=10)
     head: Any = SimpleNamespace(check_ready=lambda: None)
     return app.Api(HttpOptions(), setup, head, Prompting(prompts), SimpleNamespace())  # type: ignore[arg-type]
 
@@ -58,6 +59,48 @@ def test_a_thread_reads_large_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "content is [7, 7," in large[1]["error"]["message"]
     assert tokens == (200, dict.fromkeys(("content", "prompt"), "a" * 20_000))
     assert [thread is threading.main_thread() for thread in threads] == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"content": "a"}),
+        ("/detokenize", {"tokens": [1]}),
+        ("/tokenize", LARGE),
+        ("/apply-template", {"messages": [{"role": "user", "content": "a"}]}),
+    ],
+)
+def test_work_of_a_client_who_has_left_is_not_done(path: str, body: dict[str, Any]) -> None:
+    served: Any = api()
+    done, ends = list[str](), threading.Event()
+
+    def work(*args: Any) -> Any:
+        done.append(path)
+
+    served.spell = served.prompting.prompts.tokenizer.encode = served.prompting.prompts.rendered = work
+
+    async def leave() -> None:
+        messages = [{"type": "http.request", "body": json.dumps(body).encode()}, {"type": "http.disconnect"}]
+
+        async def receive() -> Any:
+            return messages.pop(0) if messages else await asyncio.sleep(60)
+
+        async def send(message: Any) -> None:
+            pass
+
+        scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b"", "client": ("a", 1)}
+        await served.app("127.0.0.1")(scope, receive, send)
+
+    async def run() -> None:
+        turns = served.prompting._rendering if path == "/apply-template" else served.prompting._tokenising
+        first = asyncio.create_task(turns.take("a", lambda: ends.wait(20)))
+        await asyncio.wait_for(leave(), 10)
+        ends.set()
+        await first
+        await turns.take("a", lambda: None)
+
+    asyncio.run(run())
+    assert not done
 
 
 def test_nothing_refers_to_a_body_when_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:

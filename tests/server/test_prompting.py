@@ -7,6 +7,7 @@ import gc
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.requests.body import Body, Defaults
 from pipeinfer.job.requests.fields import COMPLETION, PassedOver
-from pipeinfer.server.prompting import Prompting, parse_request
+from pipeinfer.server.prompting import Prompting, Turns, parse_request
 
 
 def prompting(ask: Callable[[Sequence[Body]], Any]) -> Prompting:
@@ -109,5 +110,62 @@ def test_a_client_whose_prompts_take_long_waits_alone(is_chat: bool) -> None:
         taken.set()
         assert {type(each) for each in await asyncio.gather(*slow, return_exceptions=True)} == {ValueError}
         assert not server._chats
+
+    asyncio.run(run())
+
+
+# -- clients that leave
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    for _ in range(500):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("too late")
+
+
+def test_work_that_runs_has_its_clients_turn_until_it_ends() -> None:
+    """Else one client who leaves again and again would have all threads."""
+    ends, begun = threading.Event(), list[str]()
+
+    def work(name: str) -> None:
+        begun.append(name)
+        ends.wait(20)
+
+    async def run() -> None:
+        turns = Turns("work")
+        first, second, third = (asyncio.create_task(turns.take("a", partial(work, name))) for name in "123")
+        await until(lambda: begun == ["1"])
+        first.cancel()
+        second.cancel()
+        other = asyncio.create_task(turns.take("b", partial(work, "b")))
+        await until(lambda: begun == ["1", "b"])
+        assert second.done() and not first.done()
+        ends.set()
+        await asyncio.wait({first, third, other})
+        assert begun == ["1", "b", "3"] and first.cancelled()
+
+    asyncio.run(run())
+
+
+def test_chats_that_nobody_awaits_are_not_rendered() -> None:
+    taken, rendered = threading.Event(), list[str]()
+
+    def ask(bodies: Sequence[Any]) -> list[Any]:
+        rendered.extend(body.name for body in bodies)
+        taken.wait(20)
+        return [ValueError(body.name) for body in bodies]
+
+    async def run() -> None:
+        server = prompting(ask)
+        tasks = [asyncio.create_task(server.ask(query(is_chat=True, name=name), "a")) for name in "123"]
+        await until(lambda: rendered == ["1", "2", "3"])
+        tasks += [asyncio.create_task(server.ask(query(is_chat=True, name=name), "a")) for name in "45"]
+        await asyncio.sleep(0.1)
+        tasks[3].cancel()
+        taken.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert rendered == ["1", "2", "3", "5"] and not server._chats
 
     asyncio.run(run())

@@ -14,6 +14,8 @@ from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.server import respond
 from pipeinfer.server.choices import Answer
 from pipeinfer.server.forms import event
+from pipeinfer.server.head_client import HeadClient, HeadState
+from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.respond import AnswerResponse
 
 
@@ -49,9 +51,9 @@ def test_no_event_has_a_character_at_which_clients_split_lines() -> None:
 
 
 def test_a_stream_without_output_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while its prompt goes on."""
+    """Also while the job is started again, and while its prompt goes on."""
     monkeypatch.setattr(respond, "PING_S", 0.05)
-    answer = Answer([0], [request_of(9)])
+    answer, head = Answer([0], [request_of(9)]), HeadClient(1, Metrics("m", 9), is_followed=True)
     form: Any = SimpleNamespace(
         parsed=SimpleNamespace(stream=True, schemas={}), first=lambda: b"", events=lambda: b"", last=lambda: b"end"
     )
@@ -63,8 +65,11 @@ def test_a_stream_without_output_says_what_it_waits_for(monkeypatch: pytest.Monk
     async def send(message: Any) -> None:
         sent.append(message.get("body", b""))
 
-    async def read_prompt() -> None:
+    async def recover_and_read() -> None:
         (choice,) = answer.choices
+        head.recover("rank 1 is lost\non host a")
+        await asyncio.sleep(0.2)
+        head.state = HeadState.READY
         choice.has_turn = True
         for choice.n_read in range(1, 9):
             choice.changed.set()
@@ -73,11 +78,12 @@ def test_a_stream_without_output_says_what_it_waits_for(monkeypatch: pytest.Monk
         choice.changed.set()
 
     async def run() -> None:
-        head: Any = SimpleNamespace(cancel=lambda answer: None)
         response = AnswerResponse(head, answer, form, {}, lambda: None, lambda line: None)
-        await asyncio.gather(read_prompt(), response({"http_version": "1.0", "method": "POST"}, receive, send))
+        await asyncio.gather(recover_and_read(), response({"http_version": "1.0", "method": "POST"}, receive, send))
 
     asyncio.run(run())
     comments = [data for data in sent if data.startswith(b": ")]
-    assert len(comments) >= 2 and all(b"of 9 prompt tokens are evaluated" in each for each in comments)
+    n_before = comments.count(b": the job is started again: rank 1 is lost on host a\n\n")
+    assert n_before >= 2 and len(comments) >= n_before + 2
+    assert all(b"of 9 prompt tokens are evaluated" in each for each in comments[n_before:])
     assert sent[-1] == b"end"

@@ -214,8 +214,9 @@ def test_a_body_of_very_many_small_chunks_is_refused(n_chunks: int, n_bytes: int
 
 
 def test_what_is_no_endpoint_is_said_in_openai_s_form(guarded: Served) -> None:
-    answer = guarded.http.get("/v1/nothing", headers=KEY)
-    assert answer.status_code == 404 and "no such endpoint" in answer.json()["error"]["message"]
+    for method, path in (("GET", "/v1/nothing"), ("POST", "/v1/completions/")):
+        answer = guarded.http.request(method, path, headers=KEY)
+        assert answer.status_code == 404 and "no such endpoint" in answer.json()["error"]["message"]
     answer = guarded.http.get("/v1/completions", headers=KEY)
     assert answer.status_code == 405 and answer.json()["error"]["code"] == 405
 

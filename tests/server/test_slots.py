@@ -86,14 +86,23 @@ def test_a_slot_is_restored_after_a_restart(tmp_path: Path) -> None:
 
 
 def test_without_a_folder_or_a_disk_the_way_out_is_said(tmp_path: Path) -> None:
-    with Served(1, [*MODELS, "--slot-save-path", str(tmp_path)]) as served:
+    folder = tmp_path / "slots"
+    with Served(1, [*MODELS, "--slot-save-path", str(folder)]) as served:
         for slot in (0, -1, "a"):
             answer = act(served, slot, "save", "talk.bin")
             assert answer.status_code == 501 and "--kv-disk SIZE" in answer.json()["error"]["message"]
         served.until(lambda: "--slot-save-path is without effect" in served.errors)
+    assert not folder.exists()
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_start(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"--slot-save-path .*/file/slots: Not a directory; name a directory"):
-        HttpServer(HttpOptions(port=0, slot_folder=tmp_path / "file" / "slots"))
+        HttpServer(HttpOptions(port=0, slot_folder=tmp_path / "file" / "slots"), saves=True)
+
+
+def test_a_folder_is_made_where_texts_can_be_saved(tmp_path: Path) -> None:
+    folder = tmp_path / "new" / "slots"
+    for saves in (False, True):
+        HttpServer(HttpOptions(port=0, slot_folder=folder), saves=saves).close(0)
+        assert folder.exists() is saves
