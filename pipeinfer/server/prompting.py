@@ -126,12 +126,13 @@ def _choice_body(body: Body, at: int) -> Body:
 
 
 def check_logprobs(parsed: ParsedRequest, requests: Sequence[GenerationRequest]) -> None:
-    """Raises UserError for an answer that may have more than MAX_LOGPROBS log-probabilities."""
-    n = 0
+    """Raises UserError for an answer that may have more than MAX_LOGPROBS log-probabilities. The tokens of a lone text,
+    whose number a request need not say, are not counted: they take as long as the text."""
+    n, are_several = 0, len(requests) > 1
     for request in requests:
         n_top, n_prompt_top = request.sampling.n_logprobs + 1, request.sampling.n_prompt_logprobs + 1
         n_times = parsed.scores + (parsed.echo and n_top > 0)  # that the answer has the prompt's tokens
-        n += n_times * len(request.prompt) * n_prompt_top + request.n_predict * n_top
+        n += n_times * len(request.prompt) * n_prompt_top + are_several * request.n_predict * n_top
     if n > MAX_LOGPROBS:
         what = f"the answer may have {n} log-probabilities (tokens x likeliest tokens and one more, of all texts)"
         way_out = "ask for fewer texts (n), tokens (max_tokens) or likeliest tokens"

@@ -318,7 +318,7 @@ def ended(slurm: Slurm, number: str, timeout_s: float = 90) -> None:
 
 
 def test_a_job_that_is_requeued_goes_on(slurm: Slurm, tmp_path: Path) -> None:
-    words = ["run", "-p", "def read_lines(path):\n", "-n", "600", "--ignore-eos", "-t", "1", "--temp", "0"]
+    words = ["run", "-p", "def read_lines(path):\n", "-n", "600", "--ignore-eos", "-t", "1", "--temp", "0", "-v"]
     number, place = submitted(slurm, tmp_path, "-n", "2", "--requeue", *words).stdout.split()
     folder = Path(place)
     until(lambda: (folder / "text").exists() and len((folder / "text").read_bytes()) > 200)
@@ -328,7 +328,7 @@ def test_a_job_that_is_requeued_goes_on(slurm: Slurm, tmp_path: Path) -> None:
     ended(slurm, number, timeout_s=300)
     record = slurm.output("scontrol", "show", "job", number)
     whole = finish(2, words).stdout
-    assert (folder / "text").read_text() == whole, record
+    assert (folder / "text").read_text() == whole, f"{record}\n{(folder / 'log').read_text()}"
     assert whole.startswith((folder / "text.before").read_text()[:200]), "what was there is kept"
     assert "terminated; the text" in (folder / "log").read_text(), "what the first one said is kept"
 

@@ -19,7 +19,7 @@ from pipeinfer.cluster.verdicts import Likely
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.job.requests.answers import Entry
 from pipeinfer.job.requests.body import Body, Defaults
-from pipeinfer.job.requests.fields import COMPLETION, PassedOver
+from pipeinfer.job.requests.fields import CHAT, COMPLETION, PassedOver
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.server.choices import Answer
 from pipeinfer.server.errors import JsonResponse, LargeJsonResponse
@@ -73,10 +73,8 @@ async def post(path: str, fields: dict[str, Any]) -> httpx.Response:
         (COMPLETION, {"prompt": "a" * 801, "n": 128, "prompt_logprobs": 20, "max_tokens": 1}, 128 * 801 * 21),
         (COMPLETION, {"prompt": ["a" * 9000] * 8, "echo": True, "logprobs": 1, "max_tokens": 0}, 8 * 9000 * 2),
         (COMPLETION, {"prompt": "a", "n": 64, "logprobs": 5, "max_tokens": 400}, 64 * 400 * 6),
-        ("/completion", {"prompt": "a", "n_probs": 20, "n_predict": 6242}, 6242 * 21),
-        ("/v1/chat/completions", CHAT_PROMPT | {"logprobs": True, "top_logprobs": 20, "max_tokens": 6242}, 6242 * 21),
-        ("/v1/responses", {"input": "a", "n_probs": 20, "max_output_tokens": 6242}, 6242 * 21),
-        ("/v1/messages", CHAT_PROMPT | {"n_probs": 20, "max_tokens": 6242}, 6242 * 21),
+        ("/completion", {"prompt": "a", "n": 2, "n_probs": 20, "n_predict": 3121}, 6242 * 21),
+        (CHAT, CHAT_PROMPT | {"n": 2, "logprobs": True, "top_logprobs": 20, "max_tokens": 3121}, 6242 * 21),
     ],
 )
 def test_more_log_probabilities_than_an_answer_has_are_refused(path: str, fields: dict[str, Any], n: int) -> None:
@@ -84,6 +82,11 @@ def test_more_log_probabilities_than_an_answer_has_are_refused(path: str, fields
     assert answer.status_code == 400
     message = answer.json()["error"]["message"]
     assert f" {n} log-probabilities" in message and f"up to {MAX_LOGPROBS}" in message and "fewer texts" in message
+
+
+def test_the_tokens_of_a_lone_text_are_not_counted() -> None:
+    answer = asyncio.run(post("/completion", {"prompt": "a", "n_probs": 40, "n_predict": 4000}))
+    assert "NotImplementedError" in answer.text
 
 
 @pytest.mark.parametrize(
