@@ -274,9 +274,9 @@ class Api:
 
     async def tokenize(self, request: Request) -> Response:
         """llama.cpp's and vLLM's."""
-        asked = await self._body(request, lambda fields: Tokenising.read(fields, self.http.strict))
+        query = await self._body(request, lambda fields: Tokenising.read(fields, self.http.strict))
         limit = self.setup.limit
-        return await self._in_turn(request, lambda: LargeJsonResponse(asked.answer(self.tokenizer, self.spell, limit)))
+        return await self._in_turn(request, lambda: LargeJsonResponse(query.answer(self.tokenizer, self.spell, limit)))
 
     async def detokenize(self, request: Request) -> Response:
         """llama.cpp's and vLLM's, of `tokens`."""
