@@ -84,7 +84,7 @@ def experiment_columns(plan: JobPlan, request: GenerationRequest, settings: Expe
         "numerics_name": plan.numerics.name,
         "plan_hash": plan.hash,
         "pace": settings.pace,
-        "pace_hash": digest(plan.pace) if plan.pace else "",
+        "pace_hash": plan.pace_hash,
         "repetition": 0,
     }
 
