@@ -124,8 +124,8 @@ several tokens can pass it.
 
 ![PipeDec's 14 stages](policies.png)
 
-*PipeDec's 14 stages with the draft of its profile: `pipeinfer simulate --profile pipedec-14 --results results.csv`,
-drawn by `python plot.py`.*
+*PipeDec's 14 stages with the draft of its profile, each policy with its defaults on one text: `speed.png` of `pipeinfer
+simulate --profile pipedec-14 --results results.csv` and `python plot.py`.*
 """
 
 AGAIN = """

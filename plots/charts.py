@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from plots.frames import count_text, spread
+from plots.frames import n_text, pace_text, spread
 
 STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -97,8 +97,9 @@ def panels(
     return figure, [(axes, rows, value) for axes, (_, rows, value) in zip(grid.flat, cells, strict=False)]
 
 
-def finish(figure: Figure, title: str, note: str) -> Figure:
+def finish(figure: Figure, frame: pd.DataFrame, title: str, note: str) -> Figure:
     """Add one legend for all panels under the figure's title, and a note below. Panels keep their height."""
+    note += pace_text(frame)
     shown: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -138,7 +139,7 @@ def bars(
     """Means by `by` and series of `values`, columns with the labels of their axes. `mark`: what is written on a bar of
     the first column. `groups`: values of `by` that every panel has, by default its own. `dots`: one for every row."""
     sizes = frame.groupby(["panel", by, "series"], observed=True).size()
-    counts = {name: count_text(sizes[name]) for name in frame.panel.unique()} if sizes.nunique() > 1 else None
+    counts = {name: n_text(sizes[name]) for name in frame.panel.unique()} if sizes.nunique() > 1 else None
     n_groups = len(groups) or frame.groupby("panel")[by].nunique().max()
     width = max(4.6 if frame.panel.nunique() == 1 else 3.4, 1.2 + 0.3 * n_groups * len(looks))
     figure, cells = panels(frame, values, width, counts)

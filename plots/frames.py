@@ -16,7 +16,7 @@ import pandas as pd
 
 from pipeinfer.observe.columns import Column, Record
 from pipeinfer.policies import POLICIES
-from pipeinfer.text import without_suffixes
+from pipeinfer.text import count_text, without_suffixes
 
 SHOWN = (
     "policy",
@@ -64,13 +64,15 @@ EMPTY: dict[str, Any] = {"text": "", "integers": (), "numbers": ()}
 
 
 def frame_of(rows: Sequence[Record], columns: Sequence[Column]) -> pd.DataFrame:
-    """All of `columns`, which are "", () or NaN (ranks: 0) where rows lack them; `text` identifies a prompt. What was
-    simulated again, which gives the same, counts once."""
+    """All of `columns`, which are "", () or NaN (ranks: 0) where rows lack them; `text` identifies a prompt. Rows of
+    one `sample` differ by chance: generations of one prompt, and all that was simulated, where only another text gives
+    other times. What was simulated again, which gives the same, counts once."""
     cells = {each.name: [row.get(each.name, EMPTY.get(each.kind, math.nan)) for row in rows] for each in columns}
     frame = pd.DataFrame(cells).fillna({"ranks": 0}).astype({"ranks": int})
     again = (frame.numerics == VIRTUAL) & frame.duplicated([each.name for each in columns if each.is_key], keep="last")
     frame = frame[~again].reset_index(drop=True)
-    return frame.assign(text=frame.prompt + "\0" + frame.prompt_hash)
+    text = frame.prompt + "\0" + frame.prompt_hash
+    return frame.assign(text=text, sample=text.mask(frame.numerics == VIRTUAL, VIRTUAL))
 
 
 def is_simulated(frame: pd.DataFrame) -> bool:
@@ -103,7 +105,7 @@ def facet_text(labels: Mapping[str, str], name: str, value: Any) -> str:
     if value in ("", ()) or value != value:
         return ""
     if name == "threads" and len(set(value)) == 1:
-        return f"{value[0]} threads a rank"
+        return f"{count_text(value[0], 'thread')} a rank"
     shown = ",".join(map(str, value)) if isinstance(value, tuple) else value
     shown = f"{shown:.12g}" if isinstance(shown, Number) else shown
     return in_full(labels.get(name, f"{name.replace('_', ' ')} {{}}").format(shown))
@@ -167,24 +169,45 @@ def prompt_labels(frame: pd.DataFrame) -> pd.Series:
 
 
 def spread(frame: pd.DataFrame, by: str, value: str) -> pd.Series:
-    """By `by`, the sample standard deviation over repetitions of the same prompt, pooled over the prompts; NaN where no
-    prompt was repeated."""
-    prompts = frame.groupby([by, "text"])[value]
-    freedom = prompts.count() - 1
-    squares = (prompts.var() * freedom).groupby(level=0).sum()
+    """By `by`, the sample standard deviation within each `sample`, pooled over the samples; NaN where each has one
+    row."""
+    samples = frame.groupby([by, "sample"])[value]
+    freedom = samples.count() - 1
+    squares = (samples.var() * freedom).groupby(level=0).sum()
     return (squares / freedom.groupby(level=0).sum()) ** 0.5
 
 
-def count_text(sizes: pd.Series) -> str:
+def n_text(sizes: pd.Series) -> str:
     return f"n = {sizes.min()}" + (f" to {sizes.max()}" if sizes.max() > sizes.min() else "")
 
 
 def pooled_text(groups: Any, what: str) -> str:
     """How many rows each bar or line has and what they differ in: `n = 6 generations (3 prompts, 2 repetitions)`."""
-    kinds = {"text": "prompts", "repetition": "repetitions", "seed": "seeds"}
-    most = groups[list(kinds)].nunique().max()
-    over = ", ".join(f"{most[name]} {words}" for name, words in kinds.items() if most[name] > 1)
-    return f"{count_text(groups.size())} {what_text(groups.obj, what)}" + (f" ({over})" if over else "")
+    frame = groups.obj.assign(group=groups.ngroup())
+    kinds = {"text": "texts" if is_simulated(frame) else "prompts", "repetition": "repetitions", "seed": "seeds"}
+    names = ["repetition", "seed", "text"] if what == "loads" else list(kinds)
+    most, shown = groups[names].nunique().max(), list[str]()
+    for name in names:
+        known = ["group", *shown]
+        # what those before it decide would read as a further factor
+        if most[name] > 1 and len(frame[[*known, name]].drop_duplicates()) > len(frame[known].drop_duplicates()):
+            shown.append(name)
+    over = ", ".join(f"{most[name]} {kinds[name]}" for name in shown)
+    return f"{n_text(groups.size())} {what_text(frame, what)}" + (f" ({over})" if over else "")
+
+
+def pace_text(frame: pd.DataFrame) -> str:
+    """A sentence about rows of paced jobs, whose times are not those of the machines that they ran on."""
+    paces = [pace for pace in frame.pace.unique() if pace]
+    if not paces:
+        return ""
+    which = "Paced" if (frame.pace != "").all() else "Paced where a title names a profile"
+    return f" {which}: stages, drafts and links take the times of {' and of '.join(map(_one_pace_text, paces))}."
+
+
+def _one_pace_text(pace: str) -> str:
+    name, star, factor = pace.rpartition("*")
+    return f"{clean(name)} ({factor} real seconds count as one)" if star else clean(pace)
 
 
 def means_text(groups: Any, bar: str, what: str, alike: bool = True) -> str:
@@ -192,13 +215,22 @@ def means_text(groups: Any, bar: str, what: str, alike: bool = True) -> str:
     if groups.size().max() == 1:
         return f"Each {bar} is one {what_text(groups.obj, what)}."
     text = f"{bar.capitalize()}s: means over {pooled_text(groups, f'{what}s')}"
-    if groups["text"].agg(lambda texts: texts.duplicated().any()).any():
-        has_texts = (groups["text"].first() != "\0").any()  # not in the original's table
-        over = "repetitions of the same prompt" if has_texts else "these"
-        text += f"; whiskers: one sample standard deviation over {over}"
+    repeated = groups.obj[groups["sample"].transform(lambda samples: samples.duplicated(keep=False)).astype(bool)]
+    if len(repeated):
+        text += f"; whiskers: one sample standard deviation over {_repeated_text(repeated, what)}"
     prompts = groups["text"].agg(lambda texts: "\0".join(sorted(set(texts))))
     unlike = alike and prompts.nunique() > 1
     return f"{text}.{f' Not all {bar}s average over the same prompts.' if unlike else ''}"
+
+
+def _repeated_text(repeated: pd.DataFrame, what: str) -> str:
+    """What rows of one sample differ in."""
+    if what == "load":
+        return "repetitions of the load"
+    if is_simulated(repeated):
+        return "texts"
+    of_prompts = "repetitions of the same prompt" if (repeated["text"] != "\0").any() else "these"  # the original's
+    return of_prompts + (", of what was simulated over texts" if (repeated.numerics == VIRTUAL).any() else "")
 
 
 def points(percentiles: Any, n_values: float) -> tuple[np.ndarray, np.ndarray]:

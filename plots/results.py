@@ -107,7 +107,7 @@ def _bars(
         axes.set_xlabel(ranks_text(frame) if by == "ranks" else "")
         if not frame.ranks.any():  # the original's table does not have them
             axes.set(xlabel="", xticks=[])
-    return finish(figure, title, note)
+    return finish(figure, frame, title, note)
 
 
 def latencies(frame: pd.DataFrame) -> Figure | None:
@@ -130,7 +130,7 @@ def latencies(frame: pd.DataFrame) -> Figure | None:
         f"Each curve pools {pooled_text(frame.groupby(['panel', 'series'], observed=True), 'generations')}; a "
         "generation of more than 102 tokens gives the 101 percentiles of its inter-token latencies."
     )
-    return finish(figure, "Distribution of latencies", note)
+    return finish(figure, frame, "Distribution of latencies", note)
 
 
 def time_use(frame: pd.DataFrame) -> Figure | None:
@@ -165,7 +165,7 @@ def time_use(frame: pd.DataFrame) -> Figure | None:
         figure.set_figheight(figure.get_figheight() + LINE_HEIGHT * n_lines)
         panel.set(ylim=(0, 100), ylabel="mean share of the time (%)")
     pooled = pooled_text(frame.groupby(["panel", "series"], observed=True), "generations")
-    return finish(figure, f"How {rank}s spent their time", f"Means over {pooled}. D: this {rank} drafts.")
+    return finish(figure, frame, f"How {rank}s spent their time", f"Means over {pooled}. D: this {rank} drafts.")
 
 
 def _mean_gb(rss_bytes: Sequence[int]) -> float:

@@ -132,6 +132,7 @@ def note_of(figure: Figure | None) -> str:
         ("numerics", "fast", "fast"),
         ("options", "ctx-size 512", "ctx-size 512"),
         ("threads", [4, 4, 4], "4 threads a rank"),
+        ("threads", [1, 1, 1], "1 thread a rank"),
         ("threads", [1, 2, 3], "threads 1,2,3"),
         ("model_hash", "ffff567890abcdef", "#ffff"),
         ("model_draft_hash", "ffff567890abcdef", "#ffff"),
@@ -378,6 +379,66 @@ def test_what_was_simulated_is_said_to_be() -> None:
     assert drawn_of_load.keys() == {"load_curves", "load_utilisation"}
     for name, figure in drawn_of_load.items():
         assert "is one simulated load" in note_of(figure), name
+
+
+def test_whiskers_of_what_was_simulated_are_over_its_texts() -> None:
+    """A text simulated again gives the same: chance is in the texts alone, which have a seed and a repetition each."""
+    rows = [
+        RESULTS.as_read(
+            make_row(numerics="virtual", speed=speed, repetition=at, seed=at, prompt="pp128") | {"prompt_hash": f"{at}"}
+        )
+        for at, speed in enumerate((9.0, 10.0, 11.0), start=1)
+    ]
+    figure = drawn("speed", rows)
+    assert whiskers(figure) == [pytest.approx((9.0, 11.0))]
+    assert note_of(figure).startswith(
+        "Bars: means over n = 3 simulated generations (3 texts); whiskers: one sample standard deviation over texts."
+    )
+    real = [RESULTS.as_read(make_row(repetition=at) | {"model_hash": "other"}) for at in (1, 2)]
+    assert "of the same prompt, of what was simulated over texts" in note_of(drawn("speed", [*rows, *real]))
+
+
+@pytest.mark.parametrize(("numerics", "pooled"), [("exact", "2 repetitions"), ("virtual", "2 seeds")])
+def test_whiskers_of_loads_are_over_repetitions_of_the_load(numerics: str, pooled: str) -> None:
+    rows = []
+    for seed, speed in ((1, 9.0), (2, 11.0)):
+        other = {"repetition": 1, "prompt_hash": f"{seed}"} if numerics == "virtual" else {"repetition": seed}
+        rows.append(LOADS.as_read(make_load(numerics=numerics, speed=speed, seed=seed, **other)))
+    figure = load_figures(rows)["load_curves"]
+    assert f"({pooled}); whiskers: one sample standard deviation over repetitions of the load." in note_of(figure)
+    assert whiskers(figure)[0] == pytest.approx((10 - 2**0.5, 10 + 2**0.5))
+
+
+def load_figures(rows: list[Record]) -> dict[str, Figure]:
+    return dict(draw(rows, has_loads=True))
+
+
+def test_requests_that_come_at_once_are_drawn_where_their_number_is() -> None:
+    simulated: Record = {"numerics": "virtual", "ttft_percentiles_s": [], "itl_percentiles_s": []}
+    loads = [make_load(concurrency=0, speed=n + 1.0, n_requests=n, parallel=n, **simulated) for n in (8, 16)]
+    figures = load_figures([LOADS.as_read(load) for load in loads])
+    assert figures.keys() == {"load_curves", "load_utilisation"}
+    for figure in figures.values():
+        assert {axes.get_xlabel() for axes in figure.axes} == {"requests that come at once"}
+        assert all(title.endswith("at once") for title in panel_titles(figure))
+    assert "8 to 16 requests" in note_of(figures["load_curves"])
+    (line,) = [line for line in figures["load_curves"].axes[0].lines if line.get_label() == "pipeinfer"]
+    assert [(float(x), float(y)) for x, y in np.asarray(line.get_xydata())] == [(8, 9), (16, 17)]
+
+
+def test_what_was_paced_is_said_to_be() -> None:
+    rows = [RESULTS.as_read(make_row(policy, pace="ethernet:qwen*8", pace_hash="1")) for policy in SPEEDS]
+    for name, figure in draw(rows, has_loads=False):
+        assert (
+            "Paced: stages, drafts and links take the times of ethernet:qwen (8 real seconds count as one)."
+            in note_of(figure)
+        ), name
+    for figure in load_figures([LOADS.as_read(make_load(pace="ethernet"))]).values():
+        assert "Paced: stages, drafts and links take the times of ethernet." in note_of(figure)
+    mixed = drawn("speed", [*rows, RESULTS.as_read(make_row())])
+    assert "Paced where a title names a profile:" in note_of(mixed)
+    assert any("on ethernet:qwen*8" in title for title in panel_titles(mixed))
+    assert "aced" not in note_of(drawn("speed", [RESULTS.as_read(make_row())]))
 
 
 def test_what_was_simulated_again_counts_once() -> None:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,13 @@ import click
 
 from pipeinfer.cli.options.setting_options import command, take, take_policies
 from pipeinfer.core.policy import Policy
-from pipeinfer.core.settings import setting
+from pipeinfer.core.settings import Setting, setting, settings_of
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_GBIT, MAX_SEQUENCES, MAX_TOKENS
 from pipeinfer.job.options.sections import Ablations, Experiments, Numerics
 from pipeinfer.job.options.text_sections import PARALLEL, Loads, OutputOptions, Records, Traffic
 from pipeinfer.job.options.values import PROBABILITY, File, Listed, Number, TextType
+from pipeinfer.job.session.result import options_text
 from pipeinfer.observe.summary import print_simulated_loads, print_summary
 from pipeinfer.observe.table import LOADS, RESULTS
 from pipeinfer.outputs import check_separate, check_writable
@@ -72,7 +73,7 @@ class SimulateOptions:
     listing: bool = setting(False, "--list")
     pair: str | None = setting(None, "--pair", type=TextType())
     nodes: int = setting(0, "--nodes")
-    gbit: float | None = setting(None, "--gbit", type=Number(0, MAX_GBIT, above=True))
+    gbit: float | None = setting(None, "--gbit", type=Number(0, MAX_GBIT, above=True), column=True)
     policies: tuple[str, ...] | None = setting(
         None, "--policy", type=Listed(click.Choice(list(POLICIES))), help=POLICY_HELP
     )
@@ -84,7 +85,7 @@ class SimulateOptions:
     ranks: tuple[tuple[float, ...], ...] = setting((), "--ranks", type=Listed(PROBABILITY), repeated=True)
     ageing: tuple[float, ...] = setting((), "--ageing", type=Listed(PROBABILITY))
     choices: Path | None = setting(None, "--choices", type=File())
-    samplers: int = setting(0, "--sampler-threads", most=1024)
+    samplers: int = setting(0, "--sampler-threads", most=1024, column=True)
     output: str = setting("md", "--output", "-o", type=click.Choice(["md", "csv", "json", "jsonl"]))
 
 
@@ -167,8 +168,15 @@ def _study(options: SimulateOptions, values: dict[str, Any], texts: Sequence[Rec
     by_rank = options.ranks or [ranks_for(share) for share in options.acceptances]
     name, n_tokens = options.choices.stem if options.choices else "", (options.predict, options.prompt_tokens)
     ablations = values["cancel"], values["partitions"]
-    target = file.top.values, replace(lay_out(False), name="", stages=())  # stages depend on the number of nodes
-    return Study(lay_out, *n_tokens, by_rank, *ablations, options.ageing, texts, name, target)
+    recorded, changed = (texts, name), ", ".join(options_text(_settings(options, values)))
+    return Study(lay_out, *n_tokens, by_rank, *ablations, options.ageing, *recorded, file.top.values, changed)
+
+
+def _settings(options: SimulateOptions, values: dict[str, Any]) -> Iterator[tuple[str, Any, Any, Setting]]:
+    """(name, value, default, setting) of the settings of cluster and engine."""
+    given = asdict(options) | values
+    for kind in (SimulateOptions, Traffic, Experiments, Numerics):
+        yield from ((name, given[name], *more) for name, *more in settings_of(kind) if name in given)
 
 
 def _loads(loads: Loads, options: SimulateOptions, max_delay_s: float) -> Iterator[Load]:

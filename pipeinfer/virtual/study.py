@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
-from pipeinfer.cluster.wire import WireType
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import UserError
 from pipeinfer.observe.columns import SAMPLING, Record, digest, model_columns, settings_text, variant_text
@@ -34,7 +33,7 @@ class Study:
     cluster. `by_rank`: for each draft, the smallest first, how often its first, second, … guess is right; empty: as
     published. `ageing`: as in SyntheticChoices. `texts`: recorded ones of the file `source`, not synthetic ones.
     `target`: what says the same of target and cluster on any number of nodes, and is hashed in rows; None: the costs
-    of the profile."""
+    of the profile. `options`: what was changed there, as in results.csv."""
 
     lay_out: Callable[[bool], Profile]
     predict: int
@@ -46,6 +45,7 @@ class Study:
     texts: Sequence[RecordedChoices] = ()
     source: str = ""
     target: object = None
+    options: str = ""
 
     def generate(self, policy: Policy, seed: int = 0, repetition: int = 1) -> Sample:
         """Simulate a generation. `seed`: or the number of a recorded text. Raises UserError if it is impossible."""
@@ -109,7 +109,7 @@ class Study:
         return model_columns(model, draft if profile.drafts else None) | {
             "policy": policy.name,
             "settings": settings_text(policy),
-            "options": "" if profile.wire_type is WireType.F32 else f"wire-type {profile.wire_type}",
+            "options": self.options,
             "ranks": profile.n_ranks,
             "layers": [cost.layers for cost in profile.stages],
             "threads": [1] * profile.n_ranks,

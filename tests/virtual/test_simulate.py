@@ -25,7 +25,7 @@ from pipeinfer.core.runs import Row, Run
 from pipeinfer.errors import UserError
 from pipeinfer.observe.columns import COLUMNS, KEY
 from pipeinfer.observe.figures import itl_s, ttft_s
-from pipeinfer.observe.table import RESULTS
+from pipeinfer.observe.table import LOADS, RESULTS
 from pipeinfer.policies import POLICIES, USUAL, Auto, Iterative, PipeInfer, make_policy
 from pipeinfer.virtual.choices import SyntheticChoices, ranks_for, synthetic_team
 from pipeinfer.virtual.costs import HeadCost, LinkCost, ModelCost, Profile, Work
@@ -460,6 +460,28 @@ def test_rows_that_were_simulated_otherwise_are_told_apart(tmp_path: Path) -> No
     assert len({RESULTS.key_of(row) for row in rows}) == len(rows) == len(questions)
     assert [column for column in KEY if column not in rows[0]] == []
     assert {row["numerics"] for row in rows} == {"virtual"}
+
+
+def test_rows_say_what_was_changed(tmp_path: Path) -> None:
+    """In the words of `bench`; the profile is the same, so that panels are named by what was changed."""
+    single, loads = tmp_path / "results.csv", tmp_path / "load.csv"
+    common = ["--profile", "sipipe", "--policy", "iterative", "-n", "8", "--results"]
+    questions = {
+        "": [],
+        "sampler-threads 2": ["--sampler-threads", "2"],
+        "no-prepare-ahead, no-post-ahead": ["--no-prepare-ahead", "--no-post-ahead"],
+        "gbit 10, wire-type bf16": ["--gbit", "10", "--wire-type", "bf16"],
+        "max-delay 0.5": ["--max-delay", "0.5"],
+    }
+    for text, question in questions.items():
+        for results, more in ((single, []), (loads, ["--requests", "4"])):
+            if results == loads or "max-delay" not in text:
+                done = CliRunner().invoke(simulate_command, [*common, str(results), *more, *question])
+                assert done.exception is None, done.output
+    rows = RESULTS.read(single), LOADS.read(loads)
+    assert [row["options"] for row in rows[1]] == list(questions)
+    assert [row["options"] for row in rows[0]] == list(questions)[:-1]
+    assert len({row["model_hash"] for each in rows for row in each}) == 1
 
 
 def test_numbers_of_nodes_share_a_panel_and_edited_profiles_do_not(tmp_path: Path) -> None:

@@ -165,6 +165,7 @@ class JobPlan:
     looks_up: bool | None = None  # whether lookup guesses too; None: the policy decides
     couple: bool = True  # drafts share the target's random numbers
     pace: Profile | None = None  # the profile to whose times ranks and links are slowed down
+    pace_hash: str = ""  # of what its file says, the same with a draft and without one; empty: no pace
     dilation: float = 1.0  # real seconds that count as one of the profile
     slice_cache: Path | None = None  # directory in which hosts keep slices
     kv_disk: int = 0  # bytes of cells that a rank keeps on its disk; 0: none

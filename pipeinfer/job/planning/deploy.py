@@ -44,6 +44,7 @@ from pipeinfer.models.gguf.adapter import ScaledAdapter, digest_of
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.llama.tensor_places import has_experts
 from pipeinfer.models.torch.params import check_known
+from pipeinfer.observe.columns import digest
 from pipeinfer.virtual.costs import Profile
 from pipeinfer.virtual.profile import load_profile
 
@@ -181,6 +182,7 @@ def lay_out(inputs: PlanInputs) -> JobPlan:
         looks_up=speculation.lookup,
         couple=speculation.couple,
         pace=pace_profile(pace, len(hosts), len(drafts), assignment.draft_split) if pace else None,
+        pace_hash=digest(load_profile(pace.profile).top.values) if pace else "",
         dilation=pace.dilation if pace else 1.0,
         slice_cache=options.models.slice_cache,
         send_layers=options.models.send_layers,

@@ -3,7 +3,7 @@ ranks spend the time of many requests."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -38,8 +38,7 @@ class ExperimentSettings:
 
     @classmethod
     def of(cls, options: RunOptions) -> ExperimentSettings:
-        values = ((setting, value) for _, value, default, setting in options.settings() if value != default)
-        shown = [_shown(setting, value) for setting, value in values if setting.column]
+        shown = options_text(options.settings())
         shown += ["slice-cache"] if options.models.slice_cache else []
         pace = str(options.experiments.pace or "")
         return cls(options.speculation, ", ".join(shown), options.numerics.numerics, pace)
@@ -84,9 +83,15 @@ def experiment_columns(plan: JobPlan, request: GenerationRequest, settings: Expe
         "numerics_name": plan.numerics.name,
         "plan_hash": plan.hash,
         "pace": settings.pace,
-        "pace_hash": digest(plan.pace) if plan.pace else "",
+        "pace_hash": plan.pace_hash,
         "repetition": 0,
     }
+
+
+def options_text(settings: Iterable[tuple[str, Any, Any, Setting]]) -> list[str]:
+    """Of settings as `RunOptions.settings` yields them, those that the column `options` has."""
+    changed = ((setting, value) for _, value, default, setting in settings if value != default)
+    return [_shown(setting, value) for setting, value in changed if setting.column]
 
 
 def _shown(setting: Setting, value: object) -> str:
@@ -95,7 +100,8 @@ def _shown(setting: Setting, value: object) -> str:
     if isinstance(value, tuple):
         text = ",".join(device_text(each) if isinstance(each, tuple) else str(each) for each in value)
     else:
-        text = "chunk" if isinstance(setting.type, Delay) and value == ONE_CHUNK else str(value)
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        text = "chunk" if isinstance(setting.type, Delay) and value == ONE_CHUNK else text
     return f"{setting.flag.removeprefix('--')} {text}"
 
 

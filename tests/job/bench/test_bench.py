@@ -43,7 +43,7 @@ from pipeinfer.models.llama.tensor_places import TensorPlace
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.summary import markdown, summarise
 from pipeinfer.observe.table import RESULTS
-from pipeinfer.policies import POLICIES, PipeInfer, Speculative, ablations_of
+from pipeinfer.policies import POLICIES, Iterative, PipeInfer, Speculative, ablations_of
 from pipeinfer.text import markdown_table
 from tests.support.adapters import write_adapter
 from tests.support.gguf_factory import Shape, write_model
@@ -190,6 +190,18 @@ def plan_of(hosts: str = "abc", **changed: Any) -> tuple[JobPlan, GenerationCase
     (case,) = group.cases
     assert isinstance(case, GenerationCase)
     return group.plan, case
+
+
+def test_a_pace_is_the_same_with_a_draft_and_without_one() -> None:
+    """So rows of all policies stand beside each other, as in `simulate`."""
+
+    def hash_of(pace: str, **changed: Any) -> str:
+        plan, case = plan_of(pace=Pace.parse(pace), **changed)
+        return str(case.columns(plan, case.conversation.turns[0])["pace_hash"])
+
+    guessing = hash_of("pipeinfer-c")
+    assert guessing == hash_of("pipeinfer-c", policy=Iterative()) == hash_of("pipeinfer-c", hosts="abcd")
+    assert guessing != hash_of("ethernet")
 
 
 def key_with(**changed: Any) -> tuple[Any, ...]:
