@@ -51,7 +51,7 @@ def api() -> app.Api:
         ),
     )
     defaults = Defaults(SamplingParams(), 1, (), False)
-    setup: Any = SimpleNamespace(model=Path("m.gguf"), defaults=defaults, limit=4096)
+    setup: Any = SimpleNamespace(model=Path("m.gguf"), defaults=defaults, limit=40_000)
 
     def ask(requests: Any, client: str) -> Answer:
         raise NotImplementedError
@@ -85,7 +85,7 @@ def test_more_log_probabilities_than_an_answer_has_are_refused(path: str, fields
 
 
 def test_the_tokens_of_a_lone_text_are_not_counted() -> None:
-    answer = asyncio.run(post("/completion", {"prompt": "a", "n_probs": 40, "n_predict": 4000}))
+    answer = asyncio.run(post("/completion", {"prompt": "a", "n_probs": 20, "n_predict": 8000}))
     assert "NotImplementedError" in answer.text
 
 
