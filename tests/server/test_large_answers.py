@@ -133,7 +133,7 @@ def test_tokens_of_a_shorter_text_are_told_by_a_thread(
         monkeypatch.setattr(app, kind.__name__, partial(noted, kind))
     answer = asyncio.run(post(path, fields))
     assert answer.status_code == 200 and threading.main_thread() not in threads and threads
-    texts = {"tokens": [{"id": 1, "piece": "abcdefgh"}] * 32_768, "count": 32_768, "max_model_len": 4096}
+    texts = {"tokens": [{"id": 1, "piece": "abcdefgh"}] * 32_768, "count": 32_768, "max_model_len": 40_000}
     assert answer.json() == (
         texts if path == "/tokenize" else dict.fromkeys(("content", "prompt"), "abcdefgh" * 131_072)
     )
