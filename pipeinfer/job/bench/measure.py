@@ -233,11 +233,11 @@ def _measure(crew: Crew, options: RunOptions, output: Path, tolerance: float) ->
         text, speed = _profile(crew, plan, times, extra[0], gbit_per_s), extra[1]
         predicted = predicted_speed(text, len(request.prompt), request.n_predict)
         speeds_text = f"{predicted:.2f} tokens/s without guesses, a job of these ranks made {speed:.2f}"
-        told = f"the profile foretells {speeds_text}: {(off := abs(predicted / speed - 1)):.1%} off"
+        comparison = f"the profile foretells {speeds_text}: {(off := abs(predicted / speed - 1)):.1%} off"
         if off > tolerance:
             way_out = f"measure again when the machine is quiet, or accept more than {tolerance:.0%} with --tolerance"
-            raise JobError(f"{told}; something else computed meanwhile: {way_out}")
-        complain(f"{told}, {tolerance:.0%} is accepted")
+            raise JobError(f"{comparison}; something else computed meanwhile: {way_out}")
+        complain(f"{comparison}, {tolerance:.0%} is accepted")
         return _write(output, text)
     return 0
 
