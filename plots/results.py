@@ -36,6 +36,8 @@ USES = {
 SPEED, ITL = "mean generation speed (tokens/s)", "mean inter-token latency (ms)"
 ON_BARS = "\n% on a bar: acceptance rate"
 UNSENT = "none"
+WIDEST, MOST_BARS = 10.5, 36  # inches, and bars in them, whose numbers can be read in a column of 7 inches
+GAP = 0.6  # bars that fit between the ranks of one series and those of the next
 
 
 def acceptance(rows: pd.DataFrame) -> str:
@@ -140,8 +142,11 @@ def time_use(frame: pd.DataFrame) -> Figure | None:
         return None
     frame, rank = layout(frame, FACETS, ["ranks"]), "node" if is_simulated(frame) else "rank"
     slots = frame.busy_s.map(len).clip(lower=3)  # places for bars, so that a label fits below
-    n_slots = (slots * frame.groupby("panel")["series"].transform("nunique")).max()
-    figure, cells = panels(frame, [""], max(4.5, 1.0 + 0.42 * n_slots))
+    frame = frame.assign(panel=_in_parts(frame, slots))
+    n_slots = frame.assign(slots=slots).groupby(["panel", "series"], observed=True).slots.max().groupby("panel").sum()
+    width = 1.0 + 0.42 * n_slots.max()
+    figure, cells = panels(frame, [""], min(WIDEST, max(4.5, width)))
+    letters = 5 * min(1.0, WIDEST / width)  # below a bar
     for panel, rows, _ in cells:
         ticks, first, n_lines = dict[float, str](), 0.0, 0
         for label, own in rows.groupby("series", observed=True):
@@ -156,16 +161,32 @@ def time_use(frame: pd.DataFrame) -> Figure | None:
                 place: f"{number}\nD" if role.startswith("draft") else str(number)
                 for number, (place, role) in enumerate(zip(at, roles, strict=False))
             }
-            shown = "\n".join(textwrap.fill(line, 5 * slot) for line in label.split("\n"))
+            shown = "\n".join(textwrap.fill(line, int(letters * slot)) for line in label.split("\n"))
             panel.annotate(shown, (at.mean(), 0), (0, -30), textcoords="offset points", ha="center", va="top")
             n_lines = max(n_lines, shown.count("\n"))
-            first += slot + 0.6
+            first += slot + GAP
         panel.set_xticks(list(ticks), list(ticks.values()))
         panel.annotate(rank, (0, 0), (-3, -5), "axes fraction", "offset points", ha="right", va="top")
         figure.set_figheight(figure.get_figheight() + LINE_HEIGHT * n_lines)
         panel.set(ylim=(0, 100), ylabel="mean share of the time (%)")
     pooled = pooled_text(frame.groupby(["panel", "series"], observed=True), "generations")
     return finish(figure, frame, f"How {rank}s spent their time", f"Means over {pooled}. D: this {rank} drafts.")
+
+
+def _in_parts(frame: pd.DataFrame, slots: pd.Series) -> list[str]:
+    """The panel of each row, so that none has too many bars to read: `PANEL (2 of 3)`."""
+    parts = dict[tuple[str, str], int]()
+    for panel, rows in frame.groupby("panel", sort=False):
+        part, used = 1, 0.0
+        for series, own in rows.groupby("series", observed=True):
+            slot = slots[own.index].max() + GAP
+            part, used = (part + 1, slot) if used and used + slot > MOST_BARS else (part, used + slot)
+            parts[panel, series] = part
+    most = {panel: part for (panel, _), part in parts.items()}
+    places = zip(frame.panel, frame.series, strict=True)
+    return [
+        panel if most[panel] == 1 else f"{panel} ({parts[panel, series]} of {most[panel]})" for panel, series in places
+    ]
 
 
 def _mean_gb(rss_bytes: Sequence[int]) -> float:

@@ -331,6 +331,22 @@ def test_the_drafting_rank_is_marked() -> None:
     assert "D: this rank drafts" in note_of(figure)
 
 
+@pytest.mark.parametrize(("ranks", "n_settings"), [(15, 1), (40, 1), (3, 20)])
+def test_bars_of_many_ranks_go_below_each_other(ranks: int, n_settings: int) -> None:
+    """Where a picture of them in one row would be too wide to read."""
+    rows = [
+        RESULTS.as_read(make_row(policy, ranks=ranks) | {"settings": f"width {n}" if policy != "iterative" else ""})
+        for policy in SPEEDS
+        for n in range(n_settings)
+    ]
+    figure = dict(draw(rows, has_loads=False))["time"]
+    assert figure.get_figwidth() <= 10.5
+    n_parts = len(figure.axes)
+    assert n_parts > 1 and panel_titles(figure)[0].endswith(f"(1 of {n_parts})")
+    assert len([text for axes in figure.axes for text in axes.get_xticklabels()]) == ranks * (1 + 2 * n_settings)
+    assert ranks == 40 or not overlaps(texts(figure))
+
+
 def test_ablations_are_held_against_what_was_asked_alike_on_a_scale_of_each_pair() -> None:
     rows = [
         RESULTS.as_read(make_row(speed=speed, variant=variant, model=model, model_hash=model))

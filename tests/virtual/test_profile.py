@@ -490,6 +490,8 @@ def test_measure_writes_a_profile_that_simulate_takes(tmp_path: Path) -> None:
     assert refused.returncode and "foretells" in refused.stderr and not path.exists(), refused.stderr
     done = finish(2, ["measure", "-o", str(path), "-t", "1", "--tolerance", "9"])
     assert done.returncode == 0, done.stderr
+    told = r"foretells [\d.]+ tokens/s without guesses, a job .* made [\d.]+: \d+\.\d% off, 900% is accepted$"
+    assert re.search(told, done.stderr, re.MULTILINE), done.stderr
     found = load_profile(str(path)).lay_out()
     assert "timing the models" in done.stderr, "it takes minutes where they are large"
     assert found.n_stages == 1 and len(found.slowdown) == len(found.slowdown_of_many) == 2

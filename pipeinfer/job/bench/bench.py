@@ -10,7 +10,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pipeinfer import __version__
 from pipeinfer.cluster.hosts.resources import forget_peak
 from pipeinfer.errors import JobError, StopRequested, UserError
-from pipeinfer.job.bench.sweep import GenerationCase, Group, Key, LoadCase, Sweep, loaded_together, plan_groups
+from pipeinfer.job.bench.sweep import (
+    GenerationCase,
+    Group,
+    Key,
+    LoadCase,
+    Sweep,
+    loaded_together,
+    parts_off,
+    plan_groups,
+)
 from pipeinfer.job.launch import Crew, start_job
 from pipeinfer.job.loading.load import run_stage
 from pipeinfer.job.options.options import with_plan
@@ -57,6 +66,9 @@ def _run(crew: Crew, sweep: Sweep) -> int:
 
     def plan_all() -> list[JobPlan]:
         check_outputs(sweep.base, sweep.table)
+        for policy in sweep.policies:
+            if off := parts_off(policy, sweep.ablations):
+                complain(f"--ablate {','.join(off)}: not measured of {policy.name}, which has that off already")
         measured = _measured(sweep)
         missing = [group.without(measured) for group in plan_groups(sweep, hosts_of)]
         groups.extend(group for group in missing if group.cases)

@@ -224,20 +224,20 @@ def _measure(crew: Crew, options: RunOptions, output: Path, tolerance: float) ->
         return plan
 
     plan = link.agree(make_plan)
-    context = crew.context(plan, traces=True)
-    gbit_per_s = bandwidth_gbit(link)
+    context, gbit_per_s = crew.context(plan, traces=True), bandwidth_gbit(link)
     models = link.agree_all(lambda: _load_own(context, plan))
     times = link.all_gather(_time_own_models(crew, context, plan, *models))
     extra = _run_plainly(context, plan, request, times)
     if link.rank == 0:
         assert extra and request
-        beside, speed = extra
-        text = _profile(crew, plan, times, beside, gbit_per_s)
+        text, speed = _profile(crew, plan, times, extra[0], gbit_per_s), extra[1]
         predicted = predicted_speed(text, len(request.prompt), request.n_predict)
-        if abs(predicted / speed - 1) > tolerance:
-            speeds_text = f"{predicted:.2f} tokens/s without guesses, a job of these ranks made {speed:.2f}"
-            way_out = f"measure again when the machine is quiet, or accept more than {tolerance:g} with --tolerance"
-            raise JobError(f"the profile foretells {speeds_text}: something else computed meanwhile; {way_out}")
+        speeds_text = f"{predicted:.2f} tokens/s without guesses, a job of these ranks made {speed:.2f}"
+        comparison = f"the profile foretells {speeds_text}: {(off := abs(predicted / speed - 1)):.1%} off"
+        if off > tolerance:
+            way_out = f"measure again when the machine is quiet, or accept more than {tolerance:.0%} with --tolerance"
+            raise JobError(f"{comparison}; something else computed meanwhile: {way_out}")
+        complain(f"{comparison}, {tolerance:.0%} is accepted")
         return _write(output, text)
     return 0
 

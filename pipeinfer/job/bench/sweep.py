@@ -185,6 +185,11 @@ def check_ablations(sweep: Sweep) -> None:
             )
 
 
+def parts_off(policy: Policy, ablations: Sequence[str]) -> list[str]:
+    """What of `ablations` the policy's preset has off, so that nothing is left to switch off."""
+    return [name for name in ablations if getattr(policy, name, None) is False]
+
+
 def loaded_together(sweep: Sweep) -> Iterator[tuple[RunOptions, tuple[Policy, ...]]]:
     """Options of what is loaded together, without the split, and the policies measured on it."""
     base, draft_split = sweep.base, sweep.base.placement.draft_split
@@ -243,9 +248,8 @@ def variants_of(
 def _changes(policy: Policy, ablations: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Changed options: for the whole policy, then without each part of `ablations` that it has."""
     yield {"policy": policy}
-    for name in (name for name in ablations if name in ablations_of(type(policy))):
-        if getattr(policy, name, None) is False:
-            continue  # the preset has it off
+    off = parts_off(policy, ablations)
+    for name in (name for name in ablations if name in ablations_of(type(policy)) and name not in off):
         yield {"policy": policy, name: False} if name in policy.uses else {"policy": replace(policy, **{name: False})}
 
 

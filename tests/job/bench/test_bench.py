@@ -168,6 +168,16 @@ def test_each_policy_is_measured_without_what_it_has(tmp_path: Path) -> None:
     assert sorted(measured) == sorted([*pairs, ("iterative", ""), ("speculative", "")])
 
 
+def test_what_a_preset_has_off_already_is_named(tmp_path: Path) -> None:
+    results = tmp_path / "results.csv"
+    preset = ["--policy", "speculative,pipeinfer", "--preset", "paper", "--ablate", "pacing,pruning,cancel"]
+    done = finish(3, ["bench", "-t", "1", "-p", "9", "-n", "8", "-r", "1", *preset, "--results", str(results)])
+    assert done.returncode == 0, done.stderr
+    said = "pipeinfer: --ablate pacing,pruning: not measured of pipeinfer, which has that off already"
+    assert [line for line in done.stderr.splitlines() if "--ablate" in line] == [said]
+    assert {row["variant"] for row in RESULTS.read(results)} == {"", "no-cancel"}
+
+
 GREEDY = SamplingParams(seed=0, temp=0.0)
 
 
