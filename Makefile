@@ -50,7 +50,7 @@ test: install lint .venv/stamp-lm-eval
 	@# in processes of their own: torch and libggml both use a thread's AMX tiles
 	$(BIN)/python -m pytest -m "not ranks and not long" -n 2 --dist loadfile $(WITH_TORCH)
 	@# jobs side by side disturb each other's times: only what fails alone has failed; many of these tests wait
-	$(BIN)/python -m pytest -m "ranks and not long" -n 4 --dist loadfile \
+	$(BIN)/python -m pytest -m "ranks and not long" -n 3 --dist loadfile \
 	  || $(BIN)/python -m pytest -m "ranks and not long" --last-failed --last-failed-no-failures none
 
 test-long: .venv/stamp-dev

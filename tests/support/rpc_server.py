@@ -18,7 +18,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,10 +52,9 @@ class Server:
             return True
         return False
 
-    def start_again(self, after_s: float = 0.0) -> Server:
-        """Another server in its place, so much later."""
+    def start_again(self) -> Server:
+        """Another server in its place."""
         self.stop()
-        time.sleep(after_s)
         return Server(port=int(self.endpoint.rpartition(":")[2]))
 
     def stop(self) -> None:

@@ -98,6 +98,7 @@ def _import_all(with_torch: bool) -> None:
     for module in walk_packages(pipeinfer.__path__, "pipeinfer."):
         if (with_torch or "torch" not in module.name) and not module.name.rpartition(".")[2].startswith("_"):
             import_module(module.name)
+    import_module("tests.support.forked_sentinel")
     import_module("numpy.ma")  # for percentiles, which numpy imports when they are needed
     get_ready()
 
@@ -125,7 +126,9 @@ def _become_rank(link: socket.socket) -> NoReturn:
             os.environ[name] = value
         sys.argv[1:] = parts[: int(n_words)]
         from pipeinfer.cli import main
+        from tests.support.forked_sentinel import fork_sentinels
 
+        fork_sentinels()
         main()
     except Exception:
         import traceback

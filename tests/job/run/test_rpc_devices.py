@@ -276,10 +276,12 @@ def test_a_supervised_job_goes_on_with_the_server_in_its_place() -> None:
         text = finish(1, [*words, "--policy", "iterative", *of(two[:1])]).stdout
         job = Supervised(2, [*words, *of(two)])
         begun = job.read(50)
-        two[1] = two[1].start_again(2.0)  # the job starts again before
-        code, rest, errors = job.finish()
-    assert (code, begun + rest) == (0, text) and "is gone" in errors and "the job starts again" in errors, errors
-    assert f"waiting for the RPC server {two[1].endpoint}, for 20 s" in errors
+        two[1].stop()
+        errors = job.wait_for(f"waiting for the RPC server {two[1].endpoint}, for 20 s".encode())
+        two[1] = two[1].start_again()
+        code, rest, more = job.finish()
+    assert (code, begun + rest) == (0, text), more
+    assert b"is gone" in errors and b"the job starts again" in errors
 
 
 def test_a_server_outlives_clients_that_are_killed_or_give_up(monkeypatch: pytest.MonkeyPatch) -> None:
