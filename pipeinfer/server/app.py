@@ -93,7 +93,7 @@ class Api:
         prompting.prompts.warn = self.log.warn
         self.defaults = replace(setup.defaults, strict=http.strict)
         self.saved: llama_cpp.SavedSlots | None = None
-        if http.slot_folder and setup.context.kv_disk:  # else texts cannot be saved
+        if http.slot_folder and setup.saves_texts:
             n_vocab, adapters = self.tokenizer.n_vocab, self.defaults.adapters
             self.saved = llama_cpp.SavedSlots(http.slot_folder, setup, n_vocab, head, adapters)
         elif http.slot_folder:

@@ -215,7 +215,7 @@ class HttpFront(Front):
         if attempt := own_attempt():
             link, self.address, self.tunnel = _connect_supervisor(options, setup, attempt.rendezvous.key)
         else:
-            self._server = HttpServer(options, saves=bool(setup.context.kv_disk))
+            self._server = HttpServer(options, saves=setup.saves_texts)
             self.address, self.tunnel = self._server.address, self._server.tunnel
             link, theirs = socket.socketpair()
             with theirs:

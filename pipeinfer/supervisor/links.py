@@ -137,8 +137,7 @@ class Links:
         try:
             if not self._is_same(setup.version, setup.fitted):
                 raise UserError(OTHER_MODEL_TEXT)
-            saves = bool(setup.context.kv_disk)
-            self._server = self._server or HttpServer(options, is_followed=True, saves=saves)
+            self._server = self._server or HttpServer(options, is_followed=True, saves=setup.saves_texts)
         except UserError as error:
             link.send_bytes(json.dumps({"error": str(error)}).encode())
             return

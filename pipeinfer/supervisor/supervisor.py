@@ -87,7 +87,9 @@ class Supervisor:
                 except UserError as error:
                     complain(str(error))
                     self._links.close()
-                    return 128 + self._stopped_by if self._stopped_by else code or 1 if self._has_begun else 2
+                    if self._stopped_by:
+                        return 128 + self._stopped_by
+                    return (code or 1) if self._has_begun else 2
 
     def _exit_code(self, code: int, loss: Loss | None, stdin: KeptInput | None) -> int:
         """The supervisor's, for the last attempt's; prints what went wrong with its streams."""

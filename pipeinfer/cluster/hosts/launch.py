@@ -13,7 +13,7 @@ from pipeinfer.errors import UserError
 LAST_TO_LEAVE_S = 0.5  # Open MPI prints a banner for a failing rank unless it is the last to end
 LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
-LAUNCHERS = ("PMI", "PALS_", "ALPS_", "MPI_LOCAL", "SLURM_STEP", "FLUX_TASK")  # prefixes of variables of any launcher
+LAUNCHER_PREFIXES = ("PMI", "PALS_", "ALPS_", "MPI_LOCAL", "SLURM_STEP", "FLUX_TASK")  # of any launcher's variables
 HYDRA_KILLS_S = 1.0  # time for hydra to kill a rank that asked for the end of the job
 HYDRA_FORWARDS_S = 0.3  # time for hydra to forward what ranks have written; it drops the rest when it kills them
 HEAD_SPEAKS_S = 4.0  # time for rank 0 to report an error before another rank does
@@ -51,7 +51,7 @@ def is_launched() -> bool:
 
 def is_alone() -> bool:
     """Whether the launcher has started one rank; False where there may be a launcher that is not known."""
-    is_known = is_launched() or not any(name.startswith(LAUNCHERS) for name in os.environ)
+    is_known = is_launched() or not any(name.startswith(LAUNCHER_PREFIXES) for name in os.environ)
     return is_known and size_from_environment() == 1
 
 

@@ -71,12 +71,14 @@ def plan_report(
 ) -> dict[str, Any]:
     """Plain data; without a question, as from `doctor`, the nodes are described hosts. `shortage`: what is missing,
     with the nearest ways out; empty if it fits. Raises UserError if no plan is possible."""
-    is_described = not question or bool(question.profile or question.hosts)
+    has_description = question is not None and bool(question.profile or question.hosts)
+    is_described = question is None or has_description
     question = question or PlanQuestion()
     info, _, tokenizer = open_models(options.models.target, options.drafts_in_use)
     tokenizer.close()
-    is_real = not (question.profile or question.hosts)
-    options, ignored = without_gpus(options, lambda: [not is_real, *(node.host.offloads for node in nodes)])
+    ignored = ""
+    if not has_description:  # the hosts themselves say what they have
+        options, ignored = without_gpus(options, lambda: [node.host.offloads for node in nodes])
     options = with_trained_context(options, info)
     drafts = read_drafts(options.models.drafts, info)  # also those that another policy needs
     n_prompt = question.n_prompt or min(N_PROMPT, max(1, (options.context.ctx_size or info.n_ctx_train) // 2))

@@ -195,6 +195,11 @@ class Setup:
     version: str
     fitted: str = ""
 
+    @property
+    def saves_texts(self) -> bool:
+        """Whether texts of slots can be saved."""
+        return bool(self.context.kv_disk)
+
 
 class Front:
     """Rank 0's end of the channel. Never blocks but at its end: unsent bytes are sent at later calls."""
