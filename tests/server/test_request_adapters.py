@@ -77,7 +77,9 @@ def spelled(served: Served, tokens: list[int]) -> str:
     return re.sub("</?s>", "", text)
 
 
-@pytest.mark.parametrize(("n_ranks", "policy"), [(1, "pipeinfer"), (2, "auto"), (3, "pipeinfer")])
+@pytest.mark.parametrize(
+    ("n_ranks", "policy"), [pytest.param(1, "pipeinfer", marks=pytest.mark.long), (2, "auto"), (3, "pipeinfer")]
+)
 def test_texts_of_requests_at_once(
     n_ranks: int, policy: str, given: list[str], draft: Path, plain: list[list[list[int]]], tmp_path: Path
 ) -> None:

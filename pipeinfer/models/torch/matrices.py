@@ -257,7 +257,8 @@ def _multiply_int8(rows: torch.Tensor, weight: Int8) -> torch.Tensor:
 
 SIZES = (8, 4, 2)  # of groups; the first that computes every row alike is taken, else rows are computed one by one
 THREADS = (1, 2, 3, 4, 8)  # numbers of threads that must compute alike
-LEAST_TRIED = 1 << 16  # products of rows and a matrix
+LEAST_TRIED, LEAST_TRIED_F32 = 1 << 16, 1 << 12
+"""Products of rows and a matrix: rounding to bf16 hides most differences of sums, and a float32 shows each."""
 ONE_THREAD = 32768
 """Elementwise operations on up to so many numbers have one thread. Beyond, where a thread begins depends on their
 number, and its last numbers may be computed without vectors, with another rounding of exponentials."""
@@ -303,11 +304,12 @@ def rows_together(matrices: Sequence[Weight], n_threads: int) -> int:
 
 
 def _is_exact(matrix: Weight, size: int, n_threads: int) -> bool:
-    """Whether any `size` rows have one result each, as far as so many of LEAST_TRIED numbers tell: rounding to bf16
-    hides most differences of sums."""
+    """Whether any `size` rows have one result each, as far as so many products tell."""
     generator = torch.Generator().manual_seed(size)
+    is_f32 = isinstance(matrix, torch.Tensor) and matrix.dtype is torch.float32
+    n_products = LEAST_TRIED_F32 if is_f32 else LEAST_TRIED
     batches = (
-        torch.randn(size, matrix.shape[1], generator=generator) for _ in range(0, LEAST_TRIED, size * matrix.shape[0])
+        torch.randn(size, matrix.shape[1], generator=generator) for _ in range(0, n_products, size * matrix.shape[0])
     )
     return all(_is_exact_for(matrix, rows.to(matrix.device), n_threads) for rows in batches)
 

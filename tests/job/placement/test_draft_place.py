@@ -107,7 +107,7 @@ def test_a_gpu_that_only_the_draft_has_is_known(monkeypatch: pytest.MonkeyPatch)
 # -- jobs
 
 
-@pytest.mark.parametrize("n_ranks", [1, 2])
+@pytest.mark.parametrize("n_ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_draft_of_torchs_target_may_be_libllamas(n_ranks: int) -> None:
     """The text is that of torch's target."""
     pytest.importorskip("torch")

@@ -20,7 +20,7 @@ PROMPT = "a rank of the model has a layer\n" * 25
 WIDE = ("-m", "{wide}", "-md", "none")
 CASES = [
     (1, (*WIDE, "-c", "32000")),
-    (2, (*WIDE, "-c", "24000")),
+    pytest.param(2, (*WIDE, "-c", "24000"), marks=pytest.mark.long),
     (3, (*WIDE, "-c", "32000", "--numerics", "fast", "-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0")),
     (2, ("-c", "60000")),  # the shipped pair
 ]

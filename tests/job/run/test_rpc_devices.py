@@ -67,16 +67,16 @@ BOTH = "RPC0+RPC1"
 CASES: list[tuple[int, str, list[str], str, list[str | None]]] = [
     (1, "auto", SAMPLED, "-ngl 4 --device RPC1 -ngld 0", ["RPC1"]),
     (1, "pipeinfer", GREEDY, "-ngl all", [BOTH]),
-    (2, "speculative", SAMPLED, "-ngl all -ngld 0", [None, BOTH]),
     (2, "pipedec", GREEDY, "-ngl 2", [BOTH, BOTH]),
-    (3, "flowspec", GREEDY, "-ngl all,1,all --device RPC1", ["RPC1"] * 3),
+    (2, "speculative", SAMPLED, "-ngl all -ngld 0", [None, BOTH]),
     (3, "pipeinfer", SAMPLED, "-ngl all,0,all --device RPC0,none,RPC1+RPC0", ["RPC0", "none", "RPC1+RPC0"]),
+    (3, "flowspec", GREEDY, "-ngl all,1,all --device RPC1", ["RPC1"] * 3),
     (3, "pipespec", GREEDY, "-ngl 2,all,1 -ngld 0", [None, BOTH, BOTH]),
     (3, "auto", SAMPLED, "-ngl all --device RPC0+RPC1,RPC1,auto", [BOTH, "RPC1", BOTH]),
 ]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES[::2], *(pytest.param(each, marks=pytest.mark.long) for each in CASES[1::2])])
 def test_all_texts_are_one(
     case: tuple[int, str, list[str], str, list[str | None]], three: list[Server], texts: dict[str, list[int]]
 ) -> None:

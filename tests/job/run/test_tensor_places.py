@@ -50,11 +50,11 @@ def texts(models: dict[str, str]) -> dict[str, list[int]]:
 CASES = [
     ("qwen3moe", 1, "-ngl all -cmoe"),
     ("gpt-oss", 1, "-ngl 3 -ncmoe 2 --device RPC1"),
-    ("glm4moe", 2, "-ngl all -ncmoe 1,all"),
+    pytest.param("glm4moe", 2, "-ngl all -ncmoe 1,all", marks=pytest.mark.long),
     ("qwen3moe", 2, "-ngl all -ot ffn_(up|down)_exps=CPU,output=CPU"),
     ("gpt-oss", 2, "-ngl all --device RPC0+RPC1 -ot blk.(1|3).ffn_down_exps=RPC1"),
     ("glm4moe", 3, "-ngl all,0,all -cmoe"),
-    ("gpt-oss", 3, "-ngl all -cmoe"),
+    pytest.param("gpt-oss", 3, "-ngl all -cmoe", marks=pytest.mark.long),
 ]
 
 

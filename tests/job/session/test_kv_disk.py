@@ -176,7 +176,10 @@ def random_words(name: str, folder: Path, more: dict[str, Any]) -> list[str]:
     return ["-m", str(path), "-md", "none", "-t", "1", "-n", "40", "--temp", "0", "--ignore-eos", "-c", "1500"]
 
 
-@pytest.mark.parametrize("name", ["gemma3", "gpt-oss", "mamba", "qwen3next", "lfm2", "jamba"])
+@pytest.mark.parametrize(
+    "name",
+    ["gemma3", "mamba", "qwen3next", *(pytest.param(n, marks=pytest.mark.long) for n in ("gpt-oss", "lfm2", "jamba"))],
+)
 def test_windows_and_states_are_read_back_with_the_same_bits(name: str, tmp_path: Path) -> None:
     window = {"attention.sliding_window": 128} if name in ("gemma3", "gpt-oss") else {}
     words, folder = random_words(name, tmp_path, window), disk(tmp_path / "kv")
