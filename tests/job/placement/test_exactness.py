@@ -244,7 +244,7 @@ def test_many_requests_have_the_same_texts_under_every_policy_and_split(
 @pytest.mark.ranks
 def test_many_requests_go_on_in_groups_when_few_are_open(path: Path, info: ModelInfo, tmp_path: Path) -> None:
     skip_without_groups(info)
-    source, notes = write_requests(tmp_path / "asked.jsonl", 100), tmp_path / "notes"
+    source, notes = write_requests(tmp_path / "asked.jsonl", 60), tmp_path / "notes"
     common = ["batch", str(source), "-m", str(path), "-md", "none", "-t", "1"]
     job = start(1, [*common, "-np", "16", "-o", str(tmp_path / "again.jsonl"), "--resume", str(notes)])
     end_s = time.monotonic() + 60
