@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from plots.frames import n_text, pace_text, spread
+from plots.frames import means_by, n_text, pace_text, spread
 
 STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -116,7 +116,7 @@ def finish(figure: Figure, frame: pd.DataFrame, title: str, note: str) -> Figure
 def series_of(frame: pd.DataFrame, by: str, value: str) -> Iterator[tuple[str, pd.DataFrame, pd.Series, pd.Series]]:
     """(label, rows, means, deviations as in `spread`) of each series that has the value; the last two by `by`."""
     for label, rows in frame[frame[value].notna()].groupby("series", observed=True):
-        yield label, rows, rows.groupby(by)[value].mean(), spread(rows, by, value)
+        yield label, rows, means_by(rows, by, value), spread(rows, by, value)
 
 
 def whiskers(axes: Axes, places: Any, means: pd.Series, deviations: pd.Series, colour: Any) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pandas as pd
 
 from pipeinfer.observe.columns import Column, Record
+from pipeinfer.observe.figures import LATE
 from pipeinfer.policies import POLICIES
 from pipeinfer.text import count_text, without_suffixes
 
@@ -168,6 +169,16 @@ def prompt_labels(frame: pd.DataFrame) -> pd.Series:
 # -- means and what they average over
 
 
+def mean(frame: pd.DataFrame, value: str) -> float:
+    """Over the means of each `sample`: what was repeated more often weighs no more."""
+    return float(frame.groupby("sample")[value].mean().mean())
+
+
+def means_by(frame: pd.DataFrame, by: str, value: str) -> pd.Series:
+    """By `by`, as `mean`."""
+    return frame.groupby([by, "sample"])[value].mean().groupby(level=0).mean()
+
+
 def spread(frame: pd.DataFrame, by: str, value: str) -> pd.Series:
     """By `by`, the sample standard deviation within each `sample`, pooled over the samples; NaN where each has one
     row."""
@@ -202,7 +213,10 @@ def pace_text(frame: pd.DataFrame) -> str:
     if not paces:
         return ""
     which = "Paced" if (frame.pace != "").all() else "Paced where a title names a profile"
-    return f" {which}: stages, drafts and links take the times of {' and of '.join(map(_one_pace_text, paces))}."
+    text = f" {which}: stages, drafts and links take the times of {' and of '.join(map(_one_pace_text, paces))}."
+    spans_s = frame.total_s if "total_s" in frame else frame.wall_s
+    is_late = frame.late_s.map(lambda late_s: max(late_s, default=0.0)) > LATE * spans_s
+    return text + (f" In {is_late.sum()} of {len(frame)} a rank was late by over {LATE:.0%}." if any(is_late) else "")
 
 
 def _one_pace_text(pace: str) -> str:
@@ -215,6 +229,8 @@ def means_text(groups: Any, bar: str, what: str, alike: bool = True) -> str:
     if groups.size().max() == 1:
         return f"Each {bar} is one {what_text(groups.obj, what)}."
     text = f"{bar.capitalize()}s: means over {pooled_text(groups, f'{what}s')}"
+    if groups["sample"].agg(lambda samples: samples.value_counts().nunique() > 1).any():
+        text += ", each prompt weighed alike"
     repeated = groups.obj[groups["sample"].transform(lambda samples: samples.duplicated(keep=False)).astype(bool)]
     if len(repeated):
         text += f"; whiskers: one sample standard deviation over {_repeated_text(repeated, what)}"

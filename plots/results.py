@@ -18,6 +18,7 @@ from plots.frames import (
     in_full,
     is_simulated,
     layout,
+    mean,
     means_text,
     points,
     pooled_text,
@@ -44,7 +45,7 @@ def acceptance(rows: pd.DataFrame) -> str:
     """What stands on a bar: how many guesses of its rows were right."""
     if ((rows.draft_n_sent == 0) & (rows.draft_steps > 0)).all():
         return UNSENT
-    rate = rows.acceptance_rate.mean()
+    rate = mean(rows, "acceptance_rate")
     return f"{rate:.0%}" if rate == rate else ""
 
 
@@ -153,7 +154,8 @@ def time_use(frame: pd.DataFrame) -> Figure | None:
             slot, n_ranks = slots[own.index].max(), own.busy_s.map(len).max()
             at, bottom = first + (slot - n_ranks) / 2 + np.arange(n_ranks), 0.0
             for use, (words, colour, hatch) in USES.items():
-                shares = 100 * pd.DataFrame(own[use].tolist()).div(own.total_s.to_numpy(), axis=0).mean()
+                shares = 100 * pd.DataFrame(own[use].tolist()).div(own.total_s.to_numpy(), axis=0)
+                shares = shares.groupby(own["sample"].to_numpy()).mean().mean()  # as `mean`
                 panel.bar(at, shares, 0.86, bottom, color=colour, hatch=hatch, edgecolor="white", lw=0.4, label=words)
                 bottom = bottom + shares
             roles = own.roles.iloc[0].split(";")

@@ -110,3 +110,8 @@ def test_what_is_counted_and_listed_by_hand_is_complete() -> None:
     assert f"[{n_cut} architectures]" in (ROOT / "README.md").read_text()
     page = (ROOT / "docs/explanation/policies.md").read_text()
     assert [name for name in POLICIES if f"| `{name}` |" not in page] == []
+
+
+def test_the_changelog_is_a_page_a_release() -> None:
+    releases = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]
+    assert [each.splitlines()[0] for each in releases if len(each.splitlines()) > 66] == []

@@ -253,6 +253,16 @@ def test_whiskers_are_of_repetitions_and_not_of_prompts() -> None:
     assert "n = 2 generations (2 prompts)" in note_of(alone)
 
 
+def test_a_prompt_that_was_repeated_weighs_no_more() -> None:
+    rows = [
+        RESULTS.as_read(make_row("iterative", prompt, repetition, speed=speed))
+        for prompt, repetition, speed in (("tale", 1, 10.0), ("tale", 2, 10.0), ("tale", 3, 10.0), ("gsm8k/1", 1, 20.0))
+    ]
+    assert heights(figure := drawn("speed", rows)) == [15.0]
+    assert "(2 prompts, 3 repetitions), each prompt weighed alike;" in note_of(figure)
+    assert "weighed" not in note_of(drawn("speed", rows[:1] + rows[3:]))
+
+
 def test_time_to_first_token_says_what_it_counts_from() -> None:
     figure = drawn("ttft", [RESULTS.as_read(make_row())])
     assert figure and "from submission" in figure.legends[0].get_title().get_text()
@@ -450,7 +460,14 @@ def test_what_was_paced_is_said_to_be() -> None:
             in note_of(figure)
         ), name
     for figure in load_figures([LOADS.as_read(make_load(pace="ethernet"))]).values():
-        assert "Paced: stages, drafts and links take the times of ethernet." in note_of(figure)
+        assert note_of(figure).endswith("Paced: stages, drafts and links take the times of ethernet.")
+    late, load = rows[0] | {"late_s": [0.0, 0.03]}, make_load(pace="ethernet", late_s=[0.0, 0.0, 1.0])
+    assert "as one). In 1 of 3 a rank was late by over 2%." in note_of(
+        drawn("speed", [late | {"total_s": 1.0}, *rows[1:]])
+    )
+    assert "was late" not in note_of(drawn("speed", [late | {"total_s": 2.0}, *rows[1:]]))
+    for figure in load_figures([LOADS.as_read(load)]).values():
+        assert "of ethernet. In 1 of 1 a rank was late by over 2%." in note_of(figure)
     mixed = drawn("speed", [*rows, RESULTS.as_read(make_row())])
     assert "Paced where a title names a profile:" in note_of(mixed)
     assert any("on ethernet:qwen*8" in title for title in panel_titles(mixed))

@@ -122,6 +122,7 @@ COLUMNS = (
     Column("cancelled_s", "numbers", "… on runs that were given up"),
     Column("waiting_s", "numbers", "… waiting for a run on its way"),
     Column("idle_s", "numbers", "… while no run was on its way"),
+    Column("late_s", "numbers", "time (s) by which work of each rank ended later than `--pace` says, added up"),
     Column("roles", "text", "of each rank, separated by semicolons: `draft`, `head`, `stage 0`, …"),
     Column("numerics_name", "text", "of all that decides bits: rows of the same name, models and prompt have one text"),
     Column("plan_hash", "text", "12 digits of the job's plan, hosts' names apart; as `plan --json` has it"),
@@ -183,7 +184,7 @@ LOAD_COLUMNS = (
     Column("open_max", "integer", "most requests open at a time"),
     Column("busy", "numbers", "share of each stage's time, from the first token to the last, spent on runs"),
     Column("busy_s", "numbers", "time of each rank (s) spent working, from the first token to the last"),
-    *_shared("cancelled_s", "waiting_s", "idle_s", "peak_rss_bytes", "roles", "numerics_name", "plan_hash"),
+    *_shared("cancelled_s", "waiting_s", "idle_s", "late_s", "peak_rss_bytes", "roles", "numerics_name", "plan_hash"),
     *_shared("version", "date", "hosts"),
 )
 

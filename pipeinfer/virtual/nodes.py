@@ -86,9 +86,9 @@ def profiled_nodes(file: ProfileFile) -> list[Node]:
     ]
 
 
-def first_ranks(nodes: Sequence[Node], n_ranks: int, where: str) -> list[Node]:
-    """The first `n_ranks` of them; 0: all. Raises UserError if there are fewer."""
-    if n_ranks > len(nodes):
+def first_ranks(nodes: Sequence[Node], n_ranks: int | None, where: str) -> list[Node]:
+    """The first `n_ranks` of them, or all. Raises UserError if there are fewer."""
+    if n_ranks and n_ranks > len(nodes):
         raise UserError(f"-np {n_ranks}: {where} has {len(nodes)} slots; give at most so many, or name more hosts")
     return list(nodes[: n_ranks or len(nodes)])
 

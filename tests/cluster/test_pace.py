@@ -246,7 +246,8 @@ def test_a_batch_of_ranks_that_miss_their_times_says_so(tmp_path: Path) -> None:
     (pace := tmp_path / "pace.toml").write_text(UNREACHABLE)
     (asked := tmp_path / "in.jsonl").write_text('{"prompt": "def main(", "max_tokens": 24, "ignore_eos": true}\n' * 2)
     words = ["batch", str(asked), "-t", "1", "-md", "none", "--policy", "iterative"]
-    late = finish(3, [*words, "-o", str(tmp_path / "late.jsonl"), "--pace", str(pace)])
+    late = finish(3, [*words, "-o", str(tmp_path / "late.jsonl"), "--json", "--pace", str(pace)])
+    assert json.loads(late.stdout)["ranks"][2]["late_s"] > 0
     assert late.returncode == 0 and re.search(r"slower than --pace says: .*rank 2 for \d+% of", late.stderr), (
         late.stderr
     )

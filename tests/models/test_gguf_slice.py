@@ -177,6 +177,9 @@ def test_unusable_files(tmp_path: Path, model: Path) -> None:
         read_model_info(path)
     with pytest.raises(UserError, match="is a directory"):
         read_model_info(tmp_path)
+    os.mkfifo(pipe := tmp_path / "pipe.gguf")
+    with pytest.raises(UserError, match="is a pipe"):
+        read_model_info(pipe)
     for content, message in (
         (b"", "not a GGUF"),
         (b"GGML" + data[4:], "not a GGUF"),

@@ -135,6 +135,7 @@ def make_load(policy: str = "pipeinfer", concurrency: int = 4, rate: float = flo
             "cancelled_s": [0.1] * ranks,
             "waiting_s": [0.3] * ranks,
             "idle_s": [0.1] * ranks,
+            "late_s": [0.0] * ranks,
             "peak_rss_bytes": [2_000_000_000] * ranks,
             "roles": "draft;stage 0;stage 1",
             "version": "0.1.0",

@@ -40,7 +40,7 @@ from pipeinfer.observe.summary import falls_behind, print_loads, print_summary
 from pipeinfer.text import count_text, milliseconds, number
 from pipeinfer.virtual.simulation import arrivals_s
 
-USES = ("busy_s", "cancelled_s", "waiting_s", "idle_s", "peak_rss_bytes")
+USES = ("busy_s", "cancelled_s", "waiting_s", "idle_s", "late_s", "peak_rss_bytes")
 
 
 def run_bench(sweep: Sweep) -> int:

@@ -60,7 +60,7 @@ class PlanQuestion:
     heading = "Hosts"
     hosts: Path | None = setting(None, "--hosts", type=File())
     profile: str | None = setting(None, "--profile", type=TextType())
-    n_ranks: int = setting(0, "--ranks", "-np")
+    n_ranks: int | None = setting(None, "--ranks", "-np", type=Whole(1))
     gbit: float | None = setting(None, "--gbit", type=Number(0, MAX_GBIT, above=True))
     n_prompt: int | None = setting(None, "--prompt-tokens", "-p", type=Whole(1, MAX_TOKENS))
     acceptances: tuple[float, ...] = setting((), "--acceptance", type=PROBABILITY, repeated=True)

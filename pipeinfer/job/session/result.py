@@ -218,5 +218,8 @@ class RankUses:
 
     def ranks(self) -> list[dict[str, Any]]:
         """Each rank's row in --json and in the statistics."""
-        rows = enumerate(zip(self.uses, self._peaks, strict=True))
-        return [_place(rank, self.plan) | asdict(use) | {"peak_rss_bytes": peak} for rank, (use, peak) in rows]
+        rows = enumerate(zip(self.uses, self._late_s.values(), self._peaks, strict=True))
+        return [
+            _place(rank, self.plan) | asdict(use) | {"late_s": late_s, "peak_rss_bytes": peak}
+            for rank, (use, late_s, peak) in rows
+        ]

@@ -210,6 +210,8 @@ def _opened(source: Path | FileHead) -> Iterator[_Cursor]:
     if isinstance(source, FileHead):
         yield _Cursor(source.path, source.state, source.data)
         return
+    if source.is_fifo():  # without a writer it cannot even be opened
+        raise UserError(f"{source} is a pipe, and a model is read from many places; give a .gguf file")
     try:
         with open(source, "rb", buffering=0) as file:
             if file.read(4) != b"GGUF":
