@@ -26,7 +26,7 @@ from pipeinfer.child import python_command
 from pipeinfer.cluster.watch.protocol import Limits
 from pipeinfer.core.settings import setting
 from pipeinfer.errors import UserError
-from pipeinfer.job.options.values import File, Folder, Listed, Number, TextType
+from pipeinfer.job.options.values import File, Folder, Joined, Number, TextType
 from pipeinfer.job.process.streams import complain, read_limited
 from pipeinfer.job.process.supervised import FRONT, connect_supervisor, own_attempt, seal
 from pipeinfer.job.serve.channel import Closing, Front, Setup
@@ -78,7 +78,7 @@ class HttpOptions:
     n_connections: int = setting(1024, "--max-connections", least=1, most=1 << 20)
     max_body: int = setting(2 << 20, "--max-body", least=1024, most=1 << 30)
     timeout_s: float = setting(600.0, "--timeout", "-to", type=Number(0, 1e6, above=True))
-    origins: tuple[str, ...] = setting((), "--allow-origin", "--cors-origins", type=Listed(TextType()))
+    origins: tuple[str, ...] = setting((), "--allow-origin", "--cors-origins", type=Joined(TextType()), repeated=True)
     strict: bool = setting(False, "--strict/--lenient")
     log_format: str = setting("text", "--log-format", type=click.Choice(["text", "json", "none"]))
     metrics: bool = setting(True, "--metrics/--no-metrics")

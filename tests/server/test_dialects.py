@@ -21,6 +21,7 @@ from tests.support.serving import Served
 USER: list[Any] = [{"role": "user", "content": "What is 1 + 1?"}]
 SCHEMA = {"type": "object", "properties": {"hidden": {"type": "boolean"}}, "required": ["hidden"]}
 ORIGIN = "https://chat.example"
+OTHER_ORIGIN = "https://more.example"
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     template = Path(tmp_path_factory.mktemp("template")) / "tools.jinja"
     template.write_text(TEMPLATE)
     words = ["--chat-template-file", str(template), "-c", "4096", "--parallel", "4", "--log-format", "json"]
-    with Served(2, [*words, "--allow-origin", ORIGIN, "--seed", "5"]) as server:
+    with Served(2, [*words, "--allow-origin", ORIGIN, "--allow-origin", OTHER_ORIGIN, "--seed", "5"]) as server:
         yield server
 
 
@@ -238,6 +239,7 @@ def test_pages_of_an_origin_that_is_named_may_ask(served: Served) -> None:
     assert before.status_code == 204 and before.headers["access-control-allow-headers"] == "x-a, x-b"
     reply = served.http.get("/v1/models", headers={"origin": ORIGIN})
     assert reply.status_code == 200 and reply.headers["access-control-allow-origin"] == ORIGIN
+    assert served.http.get("/v1/models", headers={"origin": OTHER_ORIGIN}).status_code == 200
     assert served.http.get("/v1/models", headers={"origin": "https://other.example"}).status_code == 403
 
 
