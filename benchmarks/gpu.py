@@ -94,7 +94,7 @@ def main(
         kept.mkdir(parents=True, exist_ok=True)
         if "check" in wanted:
             for found in (
-                check_devices(kept, device) if is_torch else in_child(check_llama, kept, device, servers, quick)
+                check_devices(kept, device, quick) if is_torch else in_child(check_llama, kept, device, servers, quick)
             ):
                 wrong += not found.get("right", True)
                 tell(found, output)

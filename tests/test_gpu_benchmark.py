@@ -38,8 +38,8 @@ def test_the_script_for_gpus_runs_on_a_cpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = [json.loads(line) for line in output.read_text().splitlines()]
     checked = [each for each in found if "right" in each]
-    assert len(checked) >= 40 and all(each["right"] for each in checked)
-    assert sum("rows_that_differ" in each for each in checked) == 12
+    assert len(checked) >= 20 and all(each["right"] for each in checked)
+    assert sum("rows_that_differ" in each for each in checked) == 6
     speeds = {each["what"]: each for each in found if "backend" in each}
     assert set(speeds) == {"one row", "one text", "many texts", "auto with a draft"}
     assert all(each["tokens_per_s"] > 0 for what, each in speeds.items() if what != "one row")
