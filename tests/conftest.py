@@ -14,7 +14,7 @@ from pipeinfer.models.demo import SHIPPED_PAIR
 
 ROOT = Path(__file__).parent.parent
 os.environ[SHIPPED_PAIR] = "1"  # whatever is installed beside
-os.environ["GOMP_SPINCOUNT"] = "0"  # of this process: numbers of threads are tried here that there are no cores for
+os.environ["GOMP_SPINCOUNT"] = "0"  # of jobs too: threads that wait for each other leave the cores to tests beside
 STARTERS = {"subprocess", "multiprocessing", "pty"}
 
 

@@ -20,6 +20,7 @@ from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.torch.params import torch_version
 from pipeinfer.policies import POLICIES
+from tests.support.cases import in_long
 from tests.support.jobs import finish, run_json
 from tests.support.planned import lay_out, options_of
 
@@ -166,12 +167,10 @@ def test_bf16_on_the_device_is_what_the_host_makes_of_it() -> None:
 @pytest.mark.parametrize(
     ("n_ranks", "more", "hops"),
     [
-        (2, ["-md", "none"], {(0, 1)}),
+        in_long(2, ["-md", "none"], {(0, 1)}),
         (3, ["--policy", "pipeinfer", "--temp", "0.8", "--seed", "3"], {(1, 2)}),
-        pytest.param(4, ["--policy", "flowspec", "--no-prepare-ahead"], {(1, 2), (2, 3)}, marks=pytest.mark.long),
-        pytest.param(
-            4, ["--policy", "pipedec", "--no-post-ahead", "--temp", "0.8"], {(1, 2), (2, 3)}, marks=pytest.mark.long
-        ),
+        in_long(4, ["--policy", "flowspec", "--no-prepare-ahead"], {(1, 2), (2, 3)}),
+        in_long(4, ["--policy", "pipedec", "--no-post-ahead", "--temp", "0.8"], {(1, 2), (2, 3)}),
         # fast numerics: what a row has beside it must be alike too
         (4, [*FAST, "--wire-type", "bf16"], {(0, 1), (1, 2), (2, 3)}),
         (4, [*FAST, "--backend", "torch:cpu,torch:cpu,torch:cpu,llama"], {(0, 1), (1, 2)}),

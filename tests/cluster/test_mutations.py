@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cases import in_long
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import ROOT
 
@@ -16,7 +17,7 @@ TINY = Shape(n_layer=2, n_embd=64, n_head=2, n_head_kv=1, n_ff=64, n_vocab=320)
 SHAPES = {"llama": TINY, "qwen3moe": replace(TINY, arch="qwen3moe", n_expert=4)}
 
 
-@pytest.mark.parametrize("n_copies", [80, pytest.param(500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n_copies", [80, in_long(500)])
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_damaged_model_never_ends_the_process(tmp_path: Path, name: str, n_copies: int) -> None:
     path = write_model(tmp_path / "model.gguf", SHAPES[name])

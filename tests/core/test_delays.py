@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from pipeinfer.models.demo import DRAFT, TARGET
+from tests.support.cases import in_long
 from tests.support.delayed import run_delayed
 from tests.support.jobs import ROOT, repacks, run_json
 
@@ -46,13 +47,13 @@ def plain() -> dict[str, list[int]]:
     [
         (3, "0", []),
         (4, "0.8", ["--microbatch", "3", "--inflight", "12"]),
-        (3, "0.8", ["--no-cancel"]),
-        pytest.param(4, "0", ["--no-continuous", "--microbatch", "5"], marks=pytest.mark.long),
+        in_long(3, "0.8", ["--no-cancel"]),
+        in_long(4, "0", ["--no-continuous", "--microbatch", "5"]),
         (3, "0", ["--no-async"]),
-        pytest.param(4, "0.8", ["--no-post-ahead"], marks=pytest.mark.long),
+        in_long(4, "0.8", ["--no-post-ahead"]),
         (3, "0.8", ["--no-partitions", "-b", "3"]),
         (4, "0.8", ["--sequences", "3"]),
-        pytest.param(4, "0", ["-t", "1", *DRAFTS], marks=pytest.mark.long),
+        in_long(4, "0", ["-t", "1", *DRAFTS]),
         (3, "0.8", ["-t", "1", *DRAFTS, "--sequences", "5"]),
     ],
 )

@@ -26,7 +26,7 @@ from pipeinfer.models.drafts.model_drafter import ModelDrafter
 from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import POLICIES, Auto, FlowSpec, Iterative, PipeDec, PipeInfer, PipeSpec, Speculative, Ssd
 from tests.support.audit import audit_engine, audit_pool, emitted
-from tests.support.cases import cases
+from tests.support.cases import cases, in_long
 from tests.support.toy import (
     N_LAYERS,
     N_VOCAB,
@@ -202,7 +202,7 @@ def test_prompts_in_blocks(seed: int) -> None:
     assert pool.n_free == 8
 
 
-@pytest.mark.parametrize("n", [600, pytest.param(2_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n", [600, in_long(2_000)])
 @pytest.mark.parametrize("parked", [False, True])
 def test_a_long_generation_leaks_nothing(parked: bool, n: int) -> None:
     """So many tokens with few cells to spare: removed cells are won back again and again, and all ends in order."""
@@ -326,7 +326,7 @@ def plain_toy(token: int, n: int) -> list[int]:
     return tokens[1:]
 
 
-@pytest.mark.parametrize("n", [2_000, pytest.param(10_000, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n", [2_000, in_long(10_000)])
 @pytest.mark.parametrize(("parked", "n_spare"), [(False, 0), (True, 6)])
 def test_thousands_of_tokens_end_with_the_context_and_leak_nothing(parked: bool, n_spare: int, n: int) -> None:
     """Five sequences and no or few cells more than context, for the target and for the draft, a model too."""

@@ -26,6 +26,7 @@ from tests.core.test_engine import random_policy, toy_engine, toy_pipeline
 from tests.core.test_kept_prefixes import BlockStage, check_answers, expected, some_drafter, state_pool
 from tests.core.test_levels import draft_levels
 from tests.support.audit import audit_engine, emitted
+from tests.support.cases import in_long
 from tests.support.toy import N_LAYERS, N_VOCAB, Reference, ToyPipeline
 
 
@@ -188,7 +189,7 @@ def test_prompts_are_scored_one_after_another_and_others_pass_them() -> None:
     assert all(len(each.scores) >= len(each.prompt) - 1 for each in requests[:4])
 
 
-@pytest.mark.parametrize("n", [20, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n", [20, in_long(200)])
 def test_who_is_preempted_goes_on_with_the_same_text(n: int) -> None:
     counts = Counts()
     for seed in range(n):
@@ -196,7 +197,7 @@ def test_who_is_preempted_goes_on_with_the_same_text(n: int) -> None:
     assert counts.after_tokens > 5 and counts.in_blocks and counts.shared and counts.n_begun > 5, counts
 
 
-@pytest.mark.parametrize("n", [20, pytest.param(200, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n", [20, in_long(200)])
 def test_so_do_those_of_models_with_states(n: int) -> None:
     counts = Counts()
     for seed in range(n):

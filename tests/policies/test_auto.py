@@ -20,6 +20,7 @@ from pipeinfer.policies.learning import TemperatureScaling
 from pipeinfer.virtual.choices import ranks_for, synthetic_team
 from pipeinfer.virtual.profile import load_profile
 from pipeinfer.virtual.simulation import Simulated, simulate
+from tests.support.cases import in_long
 from tests.support.timesteps import TEXT, GivenChoices, timesteps
 
 SURE = {token: {token + 1: 0.9, 50 + token: 0.1} for token in TEXT}
@@ -291,7 +292,7 @@ def _tokens_a_second(profile: object, policy: Policy, acceptance: float, seed: i
 @pytest.mark.parametrize(
     ("cluster", "acceptance", "others"),
     [
-        pytest.param(("pipedec-14", "", 0), 0.52, (PipeDec(), PipeInfer()), marks=pytest.mark.long),
+        in_long(("pipedec-14", "", 0), 0.52, (PipeDec(), PipeInfer())),
         (("flowspec", "llama2-7b", 0), 0.66, (FlowSpec(), PipeInfer(), PipeDec(layer_width=16))),
         (("pipespec", "llama-70b-1b", 3), 0.3, (PipeDec(), PipeInfer())),
         (("pipeinfer-c", "goliath-xwin7", 8), 0.3, (PipeInfer(), PipeDec(layer_width=2, children=2))),

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.adapters import write_adapter
+from tests.support.cases import in_long
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import finish, plain_tokens, run_json
 from tests.support.serving import Served
@@ -77,9 +78,7 @@ def spelled(served: Served, tokens: list[int]) -> str:
     return re.sub("</?s>", "", text)
 
 
-@pytest.mark.parametrize(
-    ("n_ranks", "policy"), [pytest.param(1, "pipeinfer", marks=pytest.mark.long), (2, "auto"), (3, "pipeinfer")]
-)
+@pytest.mark.parametrize(("n_ranks", "policy"), [in_long(1, "pipeinfer"), (2, "auto"), (3, "pipeinfer")])
 def test_texts_of_requests_at_once(
     n_ranks: int, policy: str, given: list[str], draft: Path, plain: list[list[list[int]]], tmp_path: Path
 ) -> None:

@@ -23,6 +23,7 @@ import openai
 
 from pipeinfer.models.text.grammar import TOO_MUCH
 from tests.models.test_grammar import LATE
+from tests.support.cases import in_long
 from tests.support.jobs import command_of, descendants, finish, run_json
 from tests.support.server_fuzz import KINDS, faults_of, run_case
 from tests.support.server_hostile import abuse
@@ -484,7 +485,7 @@ def test_a_low_priority_passes_preempted_texts() -> None:
         assert ended == [-3, 3, 3, 3]
 
 
-@pytest.mark.parametrize("numbers", [range(100), pytest.param(range(100, 2000), marks=pytest.mark.long)], ids=str)
+@pytest.mark.parametrize("numbers", [range(100), in_long(range(100, 2000))], ids=str)
 def test_clients_that_err_lie_leave_and_dawdle_disturb_nobody(numbers: range) -> None:
     """The first cases of benchmarks/fuzz_server.py. Where a length is garbled, -n and -c end the text."""
     words = ["--parallel", "20", "--queue", "100", "--timeout", "3", "-n", "16", "-c", "20480", "--log-format", "none"]

@@ -15,6 +15,7 @@ import pytest
 
 from pipeinfer.models.demo import DRAFT, TARGET
 from tests.long.asking import Stream, ask, random_request
+from tests.support.cases import in_long
 from tests.support.jobs import until
 from tests.support.supervised import Supervised
 
@@ -111,7 +112,7 @@ def test_health_is_known_while_nobody_asks() -> None:
         until(lambda: served.http.get("/health").json() == {"status": "ok"}, 20)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [in_long(signal.SIGKILL), signal.SIGSTOP])
 def test_the_process_that_speaks_http_is_replaced(number: int) -> None:
     with service(2) as served:
         text, http = ask(served.http, *random_request(3)), served.job.http()

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 COMMAND = [sys.executable, "-m", "pipeinfer"]
 WARM = ROOT / "tests" / "support" / "warm.py"
-SET_BY_PROGRAM = {"GOMP_SPINCOUNT", "GGML_NO_BACKTRACE", "OPENBLAS_NUM_THREADS"}
+SET_BY_PROGRAM = {"GGML_NO_BACKTRACE", "OPENBLAS_NUM_THREADS"}
 
 
 def installed_script(folder: Path) -> Path:

@@ -20,6 +20,7 @@ from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama.ggml import Device
 from pipeinfer.policies import PipeInfer
+from tests.support.cases import in_long
 from tests.support.jobs import finish, run_json
 from tests.support.planned import lay_out, options_of
 
@@ -107,7 +108,7 @@ def test_a_gpu_that_only_the_draft_has_is_known(monkeypatch: pytest.MonkeyPatch)
 # -- jobs
 
 
-@pytest.mark.parametrize("n_ranks", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("n_ranks", [in_long(1), 2])
 def test_a_draft_of_torchs_target_may_be_libllamas(n_ranks: int) -> None:
     """The text is that of torch's target."""
     pytest.importorskip("torch")

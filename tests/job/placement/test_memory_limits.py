@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.cases import in_long
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.memory_group import UNCHECKED, memory_group, missing
 
@@ -20,9 +21,9 @@ PROMPT = "a rank of the model has a layer\n" * 25
 WIDE = ("-m", "{wide}", "-md", "none")
 CASES = [
     (1, (*WIDE, "-c", "32000")),
-    pytest.param(2, (*WIDE, "-c", "24000"), marks=pytest.mark.long),
+    in_long(2, (*WIDE, "-c", "24000")),
     (3, (*WIDE, "-c", "32000", "--numerics", "fast", "-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0")),
-    (2, ("-c", "60000")),  # the shipped pair
+    in_long(2, ("-c", "60000")),  # the shipped pair
 ]
 
 

@@ -14,6 +14,7 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.requests.journal import Journal, JournalFile, kept_settings
 from pipeinfer.job.requests.request import GenerationRequest
+from tests.support.cases import in_long
 from tests.support.jobs import command_of, descendants, finish, start
 
 ASKED = GenerationRequest((1, 2), 9, 20, SamplingParams(seed=5), frozenset())
@@ -147,7 +148,7 @@ def kill_a_rank(job: subprocess.Popen[str], notes: Path, n_lines: int) -> str:
 @pytest.mark.parametrize(
     "sampling",
     [
-        ["--temp", "0.8", "--seed", "3", "--repeat-penalty", "1.1"],
+        in_long(["--temp", "0.8", "--seed", "3", "--repeat-penalty", "1.1"]),
         ["--temp", "0.8", "--seed", "3", "--grammar", "root ::= [a-z ()\\n]+ [z] [z] [z] [z]", "--stop", "zzzz"],
     ],
 )

@@ -32,6 +32,7 @@ from pipeinfer.models.llama.params import IS_X86
 from tests.job.batch.test_batch import texts_of
 from tests.support.architecture_factory import write_random_model
 from tests.support.architecture_models import MODELS
+from tests.support.cases import in_long
 from tests.support.heads import write_head
 from tests.support.jobs import environment, finish, plain_tokens, run_json, start, until
 from tests.support.namespaces import hosts, missing
@@ -76,7 +77,7 @@ CASES: list[tuple[int, str, list[str], str, list[str | None]]] = [
 ]
 
 
-@pytest.mark.parametrize("case", [*CASES[::2], *(pytest.param(each, marks=pytest.mark.long) for each in CASES[1::2])])
+@pytest.mark.parametrize("case", [*CASES[::2], *(in_long(each) for each in CASES[1::2])])
 def test_all_texts_are_one(
     case: tuple[int, str, list[str], str, list[str | None]], three: list[Server], texts: dict[str, list[int]]
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.job.run.test_rpc_devices import ALL, GREEDY, PROMPT, SAMPLED, TYPES, of
+from tests.support.cases import in_long
 from tests.support.jobs import ROOT, environment, run_json
 from tests.support.rpc_server import Server, needs_rpc, servers
 
@@ -40,7 +41,7 @@ def alone() -> list[list[int]]:
     return list(result["texts"])
 
 
-@pytest.mark.parametrize("places", ["RPC0", "RPC0,cpu,RPC1", pytest.param("cpu,RPC1,RPC0", marks=pytest.mark.long)])
+@pytest.mark.parametrize("places", [in_long("RPC0"), "RPC0,cpu,RPC1", in_long("cpu,RPC1,RPC0")])
 def test_many_requests_with_too_few_cells(places: str, three: Sequence[Server], alone: list[list[int]]) -> None:
     """They begin alike, some greedy, some sampled; guesses are pruned and runs cancelled, also between the layers of a
     CPU's stage; who came last gives its cells away and goes on; caches are packed."""
@@ -53,7 +54,7 @@ def test_many_requests_with_too_few_cells(places: str, three: Sequence[Server], 
         assert counts.get("skipped", 0) + counts.get("stopped", 0), counts
 
 
-@pytest.mark.parametrize("sampling", [pytest.param(GREEDY, marks=pytest.mark.long), SAMPLED])
+@pytest.mark.parametrize("sampling", [in_long(GREEDY), SAMPLED])
 def test_a_grammar_holds_on_devices(three: Sequence[Server], sampling: list[str]) -> None:
     words = [*PROMPT[:2], "-n", "32", "-t", "1", *sampling, "--grammar", GRAMMAR]
     by_cpu = run_json(1, [*words, "--policy", "iterative"])

@@ -18,6 +18,7 @@ import pytest
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.policies import POLICIES, USUAL
+from tests.support.cases import in_long
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import COMMAND, environment, finish, launcher, plain_tokens_after, run_json, start
 from tests.support.paces import slow_target
@@ -65,7 +66,7 @@ def test_sampled_text_is_the_same_everywhere() -> None:
     assert first != run_json(1, [*common, "iterative", "--seed", "8"])["tokens"]
 
 
-@pytest.mark.parametrize("type_name", ["Q4_K_M", "Q6_K"])
+@pytest.mark.parametrize("type_name", ["Q4_K_M", in_long("Q6_K")])
 def test_other_quantisations_and_a_long_prompt(tmp_path: Path, type_name: str) -> None:
     shape = Shape(n_layer=5, n_vocab=2048, peaky=12.0)
     target = write_model(tmp_path / "target.gguf", shape, type_name)
@@ -324,7 +325,7 @@ def test_a_reader_that_leaves_ends_the_job(tmp_path: Path) -> None:
     assert "Traceback" not in errors and "Error" not in errors
 
 
-@pytest.mark.parametrize("temp", ["0", "0.9"])
+@pytest.mark.parametrize("temp", [in_long("0"), "0.9"])
 def test_the_model_may_end_the_text_after_min_tokens(temp: str) -> None:
     with closing(Tokenizer(TARGET)) as tokenizer:
         wanted = [word for end in sorted(tokenizer.ends) for word in ("--logit-bias", f"{end}+100")]

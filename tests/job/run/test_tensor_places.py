@@ -15,6 +15,7 @@ import pytest
 from tests.job.run.test_rpc_devices import TYPES, of
 from tests.support.architecture_factory import write_random_model
 from tests.support.architecture_models import MODELS
+from tests.support.cases import in_long
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import finish, run_json, start
 from tests.support.rpc_server import Server, address_space, needs_rpc, servers
@@ -49,12 +50,12 @@ def texts(models: dict[str, str]) -> dict[str, list[int]]:
 
 CASES = [
     ("qwen3moe", 1, "-ngl all -cmoe"),
-    ("gpt-oss", 1, "-ngl 3 -ncmoe 2 --device RPC1"),
-    pytest.param("glm4moe", 2, "-ngl all -ncmoe 1,all", marks=pytest.mark.long),
+    in_long("gpt-oss", 1, "-ngl 3 -ncmoe 2 --device RPC1"),
+    in_long("glm4moe", 2, "-ngl all -ncmoe 1,all"),
     ("qwen3moe", 2, "-ngl all -ot ffn_(up|down)_exps=CPU,output=CPU"),
     ("gpt-oss", 2, "-ngl all --device RPC0+RPC1 -ot blk.(1|3).ffn_down_exps=RPC1"),
     ("glm4moe", 3, "-ngl all,0,all -cmoe"),
-    pytest.param("gpt-oss", 3, "-ngl all -cmoe", marks=pytest.mark.long),
+    in_long("gpt-oss", 3, "-ngl all -cmoe"),
 ]
 
 
@@ -76,7 +77,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("wide") / "model.gguf", shape)
 
 
-@pytest.mark.parametrize(("n_ranks", "where"), [(1, "-ncmoe 4"), (2, "-ncmoe 2,0"), (3, "-cmoe")])
+@pytest.mark.parametrize(("n_ranks", "where"), [in_long(1, "-ncmoe 4"), (2, "-ncmoe 2,0"), (3, "-cmoe")])
 def test_a_plan_has_the_memory_that_is_used(n_ranks: int, where: str, wide: Path) -> None:
     """On devices, within a twentieth. Without exact numerics nothing is tried there before."""
     words = ["-m", str(wide), "-md", "none", "-c", "12000", "-t", "1", "--policy", "iterative", "-ngl", "all"]

@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from pipeinfer.models.demo import DRAFT, TARGET
+from tests.support.cases import in_long
 from tests.support.jobs import environment, launcher, run_json
 
 TEXT = ["-p", "def read_lines(path):\n", "-n", "48", "-c", "200", "--ignore-eos", "--seed", "7", "-t", "1"]
@@ -19,7 +20,7 @@ TEXT = ["-p", "def read_lines(path):\n", "-n", "48", "-c", "200", "--ignore-eos"
     [
         (1, ["--temp", "0.8"]),
         (3, ["--temp", "0", "--width", "8", "-ps", "0"]),
-        (3, ["--temp", "0.8", "--repeat-penalty", "1.2"]),
+        in_long(3, ["--temp", "0.8", "--repeat-penalty", "1.2"]),
         (4, ["--temp", "0.8", "-md", str(DRAFT), "-md", str(TARGET)]),
     ],
 )

@@ -25,6 +25,7 @@ from pipeinfer.models.gguf.model_info import read_model_info
 from tests.models.test_llama_stage import ARCHITECTURES, PARAMS, load
 from tests.support.architecture_factory import write_random_model
 from tests.support.architecture_models import MODELS
+from tests.support.cases import in_long
 from tests.support.gguf_factory import write_model
 from tests.support.jobs import descendants, finish, run_json, start
 from tests.support.planned import lay_out, options_of
@@ -80,9 +81,9 @@ def plain() -> dict[str, Any]:
     ("n_ranks", "policy", "temp"),
     [
         (1, "iterative", "0.8"),
-        (2, "iterative", "0"),
+        in_long(2, "iterative", "0"),
         (3, "iterative", "0.8"),
-        (1, "pipeinfer", "0"),
+        in_long(1, "pipeinfer", "0"),
         (2, "pipeinfer", "0.8"),
         (3, "auto", "0"),
     ],
@@ -176,10 +177,7 @@ def random_words(name: str, folder: Path, more: dict[str, Any]) -> list[str]:
     return ["-m", str(path), "-md", "none", "-t", "1", "-n", "40", "--temp", "0", "--ignore-eos", "-c", "1500"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["gemma3", "mamba", "qwen3next", *(pytest.param(n, marks=pytest.mark.long) for n in ("gpt-oss", "lfm2", "jamba"))],
-)
+@pytest.mark.parametrize("name", ["gemma3", "mamba", "qwen3next", *(in_long(n) for n in ("gpt-oss", "lfm2", "jamba"))])
 def test_windows_and_states_are_read_back_with_the_same_bits(name: str, tmp_path: Path) -> None:
     window = {"attention.sliding_window": 128} if name in ("gemma3", "gpt-oss") else {}
     words, folder = random_words(name, tmp_path, window), disk(tmp_path / "kv")
@@ -210,7 +208,7 @@ def test_the_plan_has_room_for_blocks_on_their_way() -> None:
     assert more == (plain.capacity.n_cells + 4096) * cell_bytes
 
 
-@pytest.mark.parametrize(("n_ranks", "n_turns"), [(1, 3), (3, 2)])
+@pytest.mark.parametrize(("n_ranks", "n_turns"), [in_long(1, 3), (3, 2)])
 def test_a_conversation_goes_on_after_a_restart(n_ranks: int, n_turns: int, tmp_path: Path) -> None:
     words, prompts = ["-m", str(TARGET), "-md", str(DRAFT), "-c", "2048"], [PROMPT]
 
@@ -252,7 +250,7 @@ def test_memory_that_is_not_there_is_refused(tmp_path: Path) -> None:
         assert done.returncode == 2 and line in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("n_kills", [2, pytest.param(30, marks=pytest.mark.long)])
+@pytest.mark.parametrize("n_kills", [2, in_long(30)])
 def test_a_kill_while_blocks_are_written_harms_no_text(n_kills: int, plain: dict[str, Any], tmp_path: Path) -> None:
     """Of any rank, at any moment: the next job says the same, and leaves no file that it does not use."""
     rng, words = random.Random(3), [*WORDS, "--temp", "0.8", *disk(tmp_path)]
