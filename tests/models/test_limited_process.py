@@ -6,8 +6,9 @@ import os
 import time
 from pathlib import Path
 
-from pipeinfer.child import LimitedProcess, ProcessLimits
+from pipeinfer.child import LimitedProcess, ProcessLimits, process_stat
 from pipeinfer.models.text.grammar import PROCESS as GRAMMAR_CHECK
+from tests.support.jobs import until
 
 PROCESS = LimitedProcess("tests.support.stopping")
 
@@ -20,6 +21,16 @@ def test_a_stopped_process_is_started_again(tmp_path: Path) -> None:
 
 def test_one_that_is_always_stopped_is_the_hosts_fault(tmp_path: Path) -> None:
     assert "stopped" in PROCESS.ask({"mark": str(tmp_path / "mark"), "always": True})["broken"]
+
+
+def test_its_own_limit_is_not_taken_for_a_kill_from_outside(tmp_path: Path) -> None:
+    """Also where it has used most of its time before it was asked."""
+    process, log = LimitedProcess("tests.support.working", ProcessLimits(cpu_s=1)), tmp_path / "log"
+    process.start_ahead()
+    (ahead,) = process.ahead
+    until(lambda: sum(map(int, process_stat(ahead.pid)[11:13])) >= 0.6 * os.sysconf("SC_CLK_TCK"))
+    assert "takes more than 1 s" in process.ask({"log": str(log)})["error"]
+    assert log.read_text() == "asked\n"
 
 
 def test_long_work_leaves_the_cores_to_others() -> None:
