@@ -503,6 +503,7 @@ watch.join([own_location()] * comm.size, comm.bcast)
 watch.describe(f"stage {comm.rank}")
 comm.Barrier()
 (place / f"pid{comm.rank}").write_text(str(os.getpid()))
+comm.Barrier()  # a fault ends who has not written yet
 if kind == "fault" and comm.rank == 1:
     watch.fault("out of memory")
 end = time.monotonic() + 30
