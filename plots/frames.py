@@ -169,9 +169,10 @@ def prompt_labels(frame: pd.DataFrame) -> pd.Series:
 # -- means and what they average over
 
 
-def mean(frame: pd.DataFrame, value: str) -> float:
-    """Over the means of each `sample`: what was repeated more often weighs no more."""
-    return float(frame.groupby("sample")[value].mean().mean())
+def mean(values: Any, samples: pd.Series) -> Any:
+    """Of a series, or of each column of a frame, over the means of each sample: what was repeated more often weighs no
+    more."""
+    return values.groupby(samples).mean().mean()
 
 
 def means_by(frame: pd.DataFrame, by: str, value: str) -> pd.Series:

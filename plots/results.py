@@ -45,7 +45,7 @@ def acceptance(rows: pd.DataFrame) -> str:
     """What stands on a bar: how many guesses of its rows were right."""
     if ((rows.draft_n_sent == 0) & (rows.draft_steps > 0)).all():
         return UNSENT
-    rate = mean(rows, "acceptance_rate")
+    rate = mean(rows.acceptance_rate, rows["sample"])
     return f"{rate:.0%}" if rate == rate else ""
 
 
@@ -154,8 +154,7 @@ def time_use(frame: pd.DataFrame) -> Figure | None:
             slot, n_ranks = slots[own.index].max(), own.busy_s.map(len).max()
             at, bottom = first + (slot - n_ranks) / 2 + np.arange(n_ranks), 0.0
             for use, (words, colour, hatch) in USES.items():
-                shares = 100 * pd.DataFrame(own[use].tolist()).div(own.total_s.to_numpy(), axis=0)
-                shares = shares.groupby(own["sample"].to_numpy()).mean().mean()  # as `mean`
+                shares = 100 * mean(pd.DataFrame(own[use].tolist(), own.index).div(own.total_s, axis=0), own["sample"])
                 panel.bar(at, shares, 0.86, bottom, color=colour, hatch=hatch, edgecolor="white", lw=0.4, label=words)
                 bottom = bottom + shares
             roles = own.roles.iloc[0].split(";")
