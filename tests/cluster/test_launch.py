@@ -4,18 +4,33 @@ manual."""
 from __future__ import annotations
 
 import os
+import select
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from pipeinfer.cluster.hosts.launch import check_size, rank_from_environment, size_from_environment
+from pipeinfer.cluster.hosts.launch import (
+    HYDRA_BUSY_S,
+    HYDRA_FORWARDS_S,
+    check_size,
+    rank_from_environment,
+    size_from_environment,
+)
 from pipeinfer.cluster.hosts.launcher import hosts_by_rank
 from pipeinfer.errors import UserError
 from pipeinfer.models.llama.ggml import describe_build, library_folder
 from tests.support.jobs import COMMAND, environment, installed_script, launcher
+
+END_JOB = """
+import os
+from pipeinfer.cluster.hosts.launch import end_job
+os.write(2, b"why it ends\\n")
+end_job(3)
+"""
 
 # one write: the launcher may mix the ranks' output at any byte
 PRINT_BOTH = """
@@ -151,3 +166,17 @@ def test_the_host_of_each_rank_follows_from_the_launchers_words(tmp_path: Path) 
     assert placed(["mpirun", "-np", "2"], 2) == placed(["mpirun", "-f", "gone"], 2) == placed([], 2) == ""
     step = {"SLURM_STEP_NUM_TASKS": "5", "SLURM_STEP_NODELIST": "n[1-2],x", "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}
     assert placed([], 5, step) == "n1n1n2n2x" and placed([], 4, step) == ""
+
+
+def test_hydra_is_asked_to_end_a_job_once_it_has_read_why() -> None:
+    """It does not read what is left in the ranks' pipes."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        environ = environment() | {"PMI_FD": str(theirs.fileno()), "HYDI_CONTROL_FD": "0"}
+        command, fds = [sys.executable, "-c", END_JOB], [theirs.fileno()]
+        with subprocess.Popen(command, stderr=subprocess.PIPE, env=environ, pass_fds=fds) as rank:
+            assert rank.stderr and select.select([rank.stderr], [], [], 20)[0]
+            assert not select.select([ours], [], [], HYDRA_FORWARDS_S + 0.8 * HYDRA_BUSY_S)[0]
+            assert rank.stderr.readline() == b"why it ends\n"
+            assert ours.recv(100) == b"cmd=abort exitcode=3\n"
+        assert rank.returncode == 3

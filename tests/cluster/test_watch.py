@@ -493,12 +493,15 @@ def test_a_rank_that_comes_after_the_sentinel_ended_does_not_wait_for_it() -> No
 MPI_PROGRAM = """
 import ctypes, os, sys, time
 from pathlib import Path
+from functools import partial
 from mpi4py import MPI
+from pipeinfer.cluster.hosts.launch import end_job
+from pipeinfer.cluster.transport import abort
 from pipeinfer.cluster.watch.rendezvous import own_location
 from pipeinfer.cluster.watch.watch import Watch
 
 comm, place, kind = MPI.COMM_WORLD, Path(sys.argv[1]), sys.argv[2]
-watch = Watch(comm.rank, comm.size, comm.Abort).open(print)
+watch = Watch(comm.rank, comm.size, partial(end_job, abort=abort)).open(print)
 watch.join([own_location()] * comm.size, comm.bcast)
 watch.describe(f"stage {comm.rank}")
 comm.Barrier()

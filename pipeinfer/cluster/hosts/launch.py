@@ -2,8 +2,11 @@
 
 import contextlib
 import ctypes
+import fcntl
 import os
+import stat
 import sys
+import termios
 import time
 from collections.abc import Callable, Mapping
 from typing import NoReturn
@@ -15,7 +18,11 @@ LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE", "MPI_LO
 LOCAL_RANK = ("OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "SLURM_LOCALID")
 LAUNCHER_PREFIXES = ("PMI", "PALS_", "ALPS_", "MPI_LOCAL", "SLURM_STEP", "FLUX_TASK")  # of any launcher's variables
 HYDRA_KILLS_S = 1.0  # time for hydra to kill a rank that asked for the end of the job
-HYDRA_FORWARDS_S = 0.3  # time for hydra to forward what ranks have written; it drops the rest when it kills them
+HYDRA_FORWARDS_S, HYDRA_BUSY_S = 0.3, 0.5
+"""Time for hydra to forward what ranks have written, since it drops the rest when it kills them; more of it while this
+rank's pipes have unread bytes."""
+
+LOOK_EVERY_S = 0.01
 HEAD_SPEAKS_S = 4.0  # time for rank 0 to report an error before another rank does
 
 RANK_AND_SIZE = (
@@ -97,12 +104,24 @@ def end_job(code: int, abort: Callable[[int], object] | None = None) -> NoReturn
     when this process ends, without the lines that it prints for an abort."""
     if (control := _hydra_socket()) is not None:
         time.sleep(HYDRA_FORWARDS_S)
+        end_s = time.monotonic() + HYDRA_BUSY_S
+        while any(map(_has_unread, (1, 2))) and time.monotonic() < end_s:
+            time.sleep(LOOK_EVERY_S)
         with contextlib.suppress(OSError):
             os.write(control, b"cmd=abort exitcode=%d\n" % code)
             time.sleep(HYDRA_KILLS_S)
     elif abort and "OMPI_COMM_WORLD_RANK" not in os.environ:
         abort(code)
     os._exit(code)
+
+
+def _has_unread(number: int) -> bool:
+    """Whether a file descriptor of this process is a pipe with bytes that its reader has not taken."""
+    with contextlib.suppress(OSError):
+        if stat.S_ISFIFO(os.fstat(number).st_mode):
+            n_bytes = fcntl.ioctl(number, termios.FIONREAD, bytes(4))
+            return any(n_bytes)
+    return False
 
 
 def fail_together(code: int, message: str) -> NoReturn:
