@@ -49,6 +49,7 @@ def test_the_script_for_gpus_runs_on_a_cpu(tmp_path: Path) -> None:
     assert 0 < others["torch.compile"]["of_limit"] < 1 and "transformers" in others
 
 
+@pytest.mark.long
 @needs_rpc
 def test_the_script_takes_any_device_of_libllama() -> None:
     with servers(1, 1) as two:

@@ -50,7 +50,7 @@ def _limits(group: MemoryGroup, words: list[str]) -> tuple[int, int, str]:
     enough = least + 2 * SUPERVISOR_BYTES
     assert not repacks(least) and not repacks(enough), "the two layouts need about as much"
     while not repacks(enough):
-        enough += 60 * MIB
+        enough += 120 * MIB
         assert enough < 1200 * MIB, "it is never repacked"
     return enough + SUPERVISOR_BYTES, least + SUPERVISOR_BYTES, group.finish(2, words).stdout
 

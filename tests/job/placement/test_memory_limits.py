@@ -22,7 +22,7 @@ WIDE = ("-m", "{wide}", "-md", "none")
 CASES = [
     (1, (*WIDE, "-c", "32000")),
     in_long(2, (*WIDE, "-c", "24000")),
-    (3, (*WIDE, "-c", "32000", "--numerics", "fast", "-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0")),
+    (2, (*WIDE, "-c", "32000", "--numerics", "fast", "-fa", "on", "-ctk", "q8_0", "-ctv", "q8_0")),
     in_long(2, ("-c", "60000")),  # the shipped pair
 ]
 
