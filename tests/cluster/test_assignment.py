@@ -44,13 +44,13 @@ def test_balance_is_optimal() -> None:
 
         found = balance(sizes(layers, output), n_stages)
         assert sum(found) == len(layers) and min(found) >= 1
-        options = (c for c in itertools.product(range(1, len(layers) + 1), repeat=n_stages) if sum(c) == len(layers))
-        assert worst(found) == min(map(worst, options))
+        assert worst(found) == min(map(worst, splits(len(layers), n_stages)))
 
 
 def splits(n_layers: int, n_stages: int) -> list[tuple[int, ...]]:
     """All there are."""
-    return [c for c in itertools.product(range(1, n_layers + 1), repeat=n_stages) if sum(c) == n_layers]
+    cuts = itertools.combinations(range(1, n_layers), n_stages - 1)
+    return [tuple(end - start for start, end in itertools.pairwise((0, *cut, n_layers))) for cut in cuts]
 
 
 def stage_sums(values: Sequence[Sequence[N]], counts: Sequence[int]) -> list[N]:

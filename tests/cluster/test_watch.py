@@ -69,7 +69,11 @@ with Watch(rank, size, os._exit, limits).open(on_stop) as watch:
         time.sleep(60)
     watch.join([own_location()] * size, broadcast)
     assert watch._link, "the sentinel can be reached"
-    watch.describe(f"stage {rank}, layers {8 * rank}-{8 * rank + 7}")
+    abouts = [f"stage {each}, layers {8 * each}-{8 * each + 7}" for each in range(size)]
+    if what != "described by rank 0":
+        watch.describe(abouts[rank])
+    elif rank == 0:
+        watch.describe(abouts[0], abouts)
     (place / f"ready{rank}").touch()
     while not all((place / f"ready{other}").exists() for other in range(size)):
         time.sleep(0.01)  # a rank that joins later would add lines of its own
@@ -233,6 +237,14 @@ def test_a_fault_is_reported_once_on_one_line(start: Callable[[str], Job]) -> No
     job = start("fault")
     job.wait_ready()
     assert job.errors(within_s=6) == [line]
+
+
+def test_a_rank_that_has_not_said_what_it_does_is_named_with_its_layers(start: Callable[[str], Job]) -> None:
+    job = start("described by rank 0")
+    job.wait_ready()
+    job.ranks[2].kill()
+    line = f"pipeinfer: rank 2 (host {HOST}, stage 2, layers 16-23) died of SIGKILL; ending the job"
+    assert line in job.errors(within_s=6)
 
 
 def test_an_exception_that_leaves_the_block_is_a_fault(start: Callable[[str], Job]) -> None:

@@ -218,6 +218,7 @@ class Sentinel:
             self._stopping = True
             send(self.head, message)
         elif "about" in message:
+            self._abouts |= dict(enumerate(message["abouts"]))
             self._abouts[rank] = message["about"]
             if rank == 0:
                 self._tell_all({"head": self._title(0)})

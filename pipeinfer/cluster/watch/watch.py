@@ -98,10 +98,11 @@ class Watch:
         self._start(self._beat)
         self._joined.set()
 
-    def describe(self, about: str) -> None:
-        """Set what this rank does, for the line about its death: `stage 1, layers 8-15`."""
+    def describe(self, about: str, of_all: Sequence[str] = ()) -> None:
+        """Set what this rank does, for the line about its death: `stage 1, layers 8-15`. `of_all`: what each rank does,
+        from rank 0, which may know it before a rank that dies has said so."""
         self._about = about
-        self._send({"about": about})
+        self._send({"about": about, "abouts": list(of_all)})
 
     def ask_stop(self, reason: str) -> None:
         """Ask rank 0 to stop the job in order: its `on_stop` is called. Later deaths are not reported."""
