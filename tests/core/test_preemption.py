@@ -189,7 +189,7 @@ def test_prompts_are_scored_one_after_another_and_others_pass_them() -> None:
     assert all(len(each.scores) >= len(each.prompt) - 1 for each in requests[:4])
 
 
-@pytest.mark.parametrize("n", [20, in_long(200)])
+@pytest.mark.parametrize("n", [12, in_long(200)])
 def test_who_is_preempted_goes_on_with_the_same_text(n: int) -> None:
     counts = Counts()
     for seed in range(n):

@@ -78,7 +78,7 @@ def spelled(served: Served, tokens: list[int]) -> str:
     return re.sub("</?s>", "", text)
 
 
-@pytest.mark.parametrize(("n_ranks", "policy"), [in_long(1, "pipeinfer"), (2, "auto"), (3, "pipeinfer")])
+@pytest.mark.parametrize(("n_ranks", "policy"), [in_long(1, "pipeinfer"), in_long(2, "auto"), (3, "pipeinfer")])
 def test_texts_of_requests_at_once(
     n_ranks: int, policy: str, given: list[str], draft: Path, plain: list[list[list[int]]], tmp_path: Path
 ) -> None:

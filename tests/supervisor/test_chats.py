@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 
 from pipeinfer.job.process.stop import ONE_PRESS_S
+from tests.support.cases import in_long
 from tests.support.jobs import COMMAND, environment, until
 from tests.support.supervised import Supervised
 
@@ -33,7 +34,7 @@ def ranks_are_new(job: Supervised, before: dict[int, int]) -> bool:
     return len(now := job.ranks()) == len(before) and not {*now.values()} & {*before.values()}
 
 
-@pytest.mark.parametrize(("at_once", "struck"), [(True, {0: 2, 4: 0}), (False, {0: 1, 2: 0})])
+@pytest.mark.parametrize(("at_once", "struck"), [(True, {0: 2, 4: 0}), in_long(False, {0: 1, 2: 0})])
 def test_a_chat_goes_on_whichever_rank_dies(text: str, at_once: bool, struck: dict[int, int]) -> None:
     """`struck`: by the number of what was typed, a rank."""
     job = Supervised(3, WORDS, stdin=subprocess.PIPE)
