@@ -159,6 +159,13 @@ def test_variables_without_effect_are_named() -> None:
     assert said(MAIN_GPU="1", MIROSTAT="1").count("\n") == 1
 
 
+def test_variables_that_switch_off_do_so_with_any_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value in ("1", "0", ""):
+        monkeypatch.setenv("LLAMA_ARG_NO_REPACK", value)
+        assert parsed(run, ["-p", "x"], monkeypatch).params["repack"] is False
+    assert parsed(run, ["-p", "x", "--repack"], monkeypatch).params["repack"] is True
+
+
 def test_a_run_reads_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLAMA_ARG_N_PREDICT", "3")
     monkeypatch.setenv("LLAMA_ARG_UBATCH", "64")

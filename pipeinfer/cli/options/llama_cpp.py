@@ -79,6 +79,7 @@ def read_variables(option: click.Parameter) -> None:
 def ignored_variables(command: click.Command, environment: Mapping[str, str]) -> Iterator[str]:
     """A line for each variable that is set to request something, and has no effect on the command."""
     read = {name for option in command.params for name in _listed(option.envvar)}
+    read |= negations(read)
     of_server = (HINTS["server"], HINTS["no-server"]) if command.name != "serve" else ()
     for name, value in sorted(environment.items()):
         is_ignored = name.startswith(PREFIX) and name not in read and value
@@ -98,6 +99,11 @@ def _ignored(name: str, value: str) -> str:
     if not values or ANY in values or value in values:
         return ""
     return f"{name} is set and not read: {INSTEAD.get(flag, f'{flag} {value} cannot be had here')}"
+
+
+def negations(names: str | Iterable[str] | None) -> set[str]:
+    """llama.cpp's variables that switch off what these switch on."""
+    return {name.replace(PREFIX, NEGATION, 1) for name in _listed(names) if name.startswith(PREFIX)}
 
 
 def _listed(names: str | Iterable[str] | None) -> Iterable[str]:

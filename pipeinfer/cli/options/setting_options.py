@@ -1,13 +1,14 @@
 """Options made of settings: of the sections that a command names, and of all policies. The command gets their values
 by name, and each policy takes its settings from them."""
 
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, TypeVar
 
 import click
 
-from pipeinfer.cli.options.llama_cpp import Command, read_variables
+from pipeinfer.cli.options.llama_cpp import Command, negations, read_variables
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.settings import REQUIRED, Setting, settings_of, value_text
 from pipeinfer.errors import UserError
@@ -24,6 +25,12 @@ class SettingOption(click.Option):
 
     heading = ""
     is_first = False
+
+    def resolve_envvar_value(self, ctx: click.Context) -> str | None:
+        """As in llama.cpp: LLAMA_ARG_NO_X of any value is `--no-x`."""
+        value = super().resolve_envvar_value(ctx)
+        is_off = self.secondary_opts and any(name in os.environ for name in negations(self.envvar))
+        return "0" if value is None and is_off else value
 
     def type_cast_value(self, ctx: click.Context, value: Any) -> Any:
         values = super().type_cast_value(ctx, value)

@@ -316,15 +316,5 @@ def open_lines(leaves: Callable[[], bool], n_taken: int = 0) -> Lines:
     with contextlib.suppress(OSError):
         if launcher and is_terminal(launcher, 2):  # where lines are shown while they are edited
             terminal = os.open(f"/proc/{launcher}/fd/0", os.O_RDWR | os.O_NOCTTY)
-            if "OMPI_COMM_WORLD_RANK" in os.environ:
-                _write_to_terminal(terminal, launcher)
             return KeyLines(leaves, terminal, RawTerminal(terminal, launcher), n_taken)
     return PipedLines(0, leaves, bool(launcher), n_taken)
-
-
-def _write_to_terminal(terminal: int, launcher: int) -> None:
-    """Open MPI's launcher passes on whole lines, neither prompts nor keys: write to its terminal instead."""
-    for number, stream in ((1, sys.stdout), (2, sys.stderr)):
-        stream.flush()
-        if is_terminal(launcher, number):
-            os.dup2(terminal, number)

@@ -17,7 +17,7 @@ import sys
 import termios
 from typing import IO, Any, AnyStr, TextIO
 
-from pipeinfer.child import process_stat, python_command
+from pipeinfer.child import launcher_at_terminal, process_stat, python_command
 from pipeinfer.errors import UserError
 
 READER_LEFT = 141  # the exit code that shells give a command that wrote to a closed pipe
@@ -75,6 +75,8 @@ def take_streams() -> bool:
     """Replace the interpreter's streams by these; False when standard output is closed."""
     has_output, has_error = sys.stdout is not None, sys.stderr is not None
     _fill_descriptors()
+    if os.environ.get("OMPI_COMM_WORLD_RANK") == "0":
+        _write_to_terminal()
     sys.stdout = _stream(1, sys.stdout) if has_output else ClosedStream()
     sys.stderr = _stream(2, sys.stderr) if has_error else ClosedStream()
     return has_output
@@ -113,6 +115,16 @@ def _fill_descriptors() -> None:
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)
     os.close(descriptor)
+
+
+def _write_to_terminal() -> None:
+    """Open MPI's launcher passes on whole lines, and none after a signal: write to its terminal instead."""
+    for number in (1, 2):
+        with contextlib.suppress(OSError):
+            if launcher := launcher_at_terminal(number):
+                terminal = os.open(f"/proc/{launcher}/fd/{number}", os.O_WRONLY | os.O_NOCTTY)
+                os.dup2(terminal, number)
+                os.close(terminal)
 
 
 def _stream(descriptor: int, before: TextIO) -> Stream:

@@ -1,5 +1,6 @@
 """A service in one MPI job: clients' requests share the loaded models; snapshots show how busy ranks are. No HTTP."""
 
+import os
 from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -243,6 +244,9 @@ class Service:
             elif isinstance(message, SendSnapshots):
                 self.snapshots.on = message.on
             elif isinstance(message, Listening):
+                if "OMPI_COMM_WORLD_RANK" in os.environ:
+                    stop = f"kill -TERM {os.getpid()}"
+                    complain(f"Open MPI's launcher ends open requests at once; to let them finish: {stop} on this host")
                 if self.front.tunnel:
                     complain(f"from another machine: {self.front.tunnel}")
                 complain(f"listening on {self.front.address}")  # last: a script may read no further

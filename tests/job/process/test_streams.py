@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,6 +47,26 @@ def test_a_character_that_the_output_cannot_have_ends_no_job() -> None:
     words = [*COMMAND, "run", "-p", "x", "-n", "20", "--grammar", 'root ::= "é→"']
     done = subprocess.run(words, capture_output=True, env=environment() | {"PYTHONIOENCODING": "latin-1"}, timeout=60)
     assert (done.returncode, done.stdout) == (0, b"\xe9?"), done.stderr
+
+
+@pytest.mark.parametrize(("variable", "is_direct"), [("OMPI_COMM_WORLD_RANK", True), ("PMI_RANK", False)])
+def test_rank_0_of_open_mpi_writes_to_the_launchers_terminal(tmp_path: Path, variable: str, is_direct: bool) -> None:
+    """Its launcher passes on whole lines; this one none."""
+    (launcher := tmp_path / "prterun").write_text('#!/bin/sh\n"$@" 2>&1 | cat > /dev/null\n')
+    launcher.chmod(0o755)
+    code = "from pipeinfer.job.process.streams import take_streams; take_streams(); print('half', end='', flush=True)"
+    words = [str(launcher), sys.executable, "-c", code]
+    ours, theirs = pty.openpty()
+    environ = environment() | {variable: "0"}
+    done = subprocess.run(words, stdin=theirs, stdout=theirs, stderr=theirs, env=environ, timeout=60)
+    assert done.returncode == 0
+    os.write(theirs, b";")
+    seen = bytearray()
+    while b";" not in seen:
+        seen += os.read(ours, 100)
+    os.close(ours)
+    os.close(theirs)
+    assert bytes(seen) == (b"half;" if is_direct else b";")
 
 
 @pytest.mark.parametrize("form", ["", "--json"])
