@@ -305,14 +305,14 @@ def open_lines(leaves: Callable[[], bool], n_taken: int = 0) -> Lines:
     waiting for a line. `n_taken`: bytes that an earlier job has read. Raises UserError if the supervisor is lost."""
     if sys.stdin is None:
         return PipedLines(-1, leaves)
-    if sys.stdin.isatty() and sys.stdout.isatty():
+    launcher = launcher_at_terminal()
+    if sys.stdin.isatty() and sys.stdout.isatty() and not launcher:
         return TerminalLines(leaves)
     if attempt := own_attempt():
         if attempt.sends_keys:
             redirect(sys.stderr, ERRORS)
             return KeyLines(leaves, -1, None, n_taken)
         return PipedLines(0, leaves, attempt.is_typed, n_taken)
-    launcher = launcher_at_terminal()
     with contextlib.suppress(OSError):
         if launcher and is_terminal(launcher, 2):  # where lines are shown while they are edited
             terminal = os.open(f"/proc/{launcher}/fd/0", os.O_RDWR | os.O_NOCTTY)

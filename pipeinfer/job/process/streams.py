@@ -118,11 +118,13 @@ def _fill_descriptors() -> None:
 
 
 def _write_to_terminal() -> None:
-    """Open MPI's launcher passes on whole lines, and none after a signal: write to its terminal instead."""
+    """Open MPI's launcher passes on whole lines, and none after a signal: write to its terminal instead. Its own pipes
+    stay open: a rank that has closed its output gets no input."""
     for number in (1, 2):
         with contextlib.suppress(OSError):
             if launcher := launcher_at_terminal(number):
                 terminal = os.open(f"/proc/{launcher}/fd/{number}", os.O_WRONLY | os.O_NOCTTY)
+                os.dup(number)
                 os.dup2(terminal, number)
                 os.close(terminal)
 
