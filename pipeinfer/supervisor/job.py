@@ -12,8 +12,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import IO, Any
 
+from pipeinfer.child import is_stopped
 from pipeinfer.cluster.watch.protocol import ENDING, SUPERVISOR, mark_of, write_line
 from pipeinfer.job.process.supervised import Attempt, end_attempts
 
@@ -113,6 +115,7 @@ class KeptOutput:
 
 
 LOOK_S = 0.005
+LAUNCHER_LOOK_S, STANDS_S = 1.0, 5.0  # between looks whether the launcher is stopped; how long it may be
 ENDS_S = 2.0  # how long a launcher may take to end its ranks on all hosts, before it is killed
 DRAINS_S = 1.0  # how long the last output of a killed job may take to arrive
 PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
@@ -178,12 +181,27 @@ class Job:
     def wait(self, must_end: Callable[[], bool]) -> int:
         """Return when the job has ended, is lost or `must_end`, and nothing of it is left on this host. Returns its
         exit code as shells give it."""
+        goes_s = look_s = time.monotonic()
         while self._process.poll() is None and not self.loss and not self._is_over:
             time.sleep(LOOK_S)
             self._is_over = must_end()
+            if (now_s := time.monotonic()) < look_s:
+                continue
+            look_s = now_s + LAUNCHER_LOOK_S
+            if not (stopped := self._stopped()):
+                goes_s = now_s
+            elif now_s > goes_s + STANDS_S:
+                self.loss = Loss(f"process {stopped} of the launcher stands still: it is stopped")
         code = self._end()
         self._reader.join(timeout=DRAINS_S)
         return code
+
+    def _stopped(self) -> int:
+        """A process of the launcher on this host that is stopped, so that no end of a rank is reported; 0: none is."""
+        pid, children = self._process.pid, ""
+        with contextlib.suppress(OSError):
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+        return next(filter(is_stopped, (pid, *map(int, children.split()))), 0)
 
     def _end(self) -> int:
         deadline = time.monotonic() + ENDS_S

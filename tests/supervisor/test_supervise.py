@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeinfer.child import process_stat
 from pipeinfer.models.demo import DRAFT, TARGET
 from tests.support.jobs import COMMAND, environment, finish, launcher, until
 from tests.support.supervised import COMMAND_FILE, Supervised
@@ -141,6 +142,20 @@ def test_a_rank_that_stands_still_is_a_lost_one(text: str) -> None:
     job.strike(1, signal.SIGSTOP)
     code, rest, errors = job.finish()
     assert (code, begun + rest) == (0, text), errors
+
+
+@pytest.mark.parametrize("n_above", [1, 2])
+def test_a_launcher_that_stands_still_is_a_lost_job(text: str, n_above: int) -> None:
+    """`n_above`: 1 is the launcher's process above the ranks, 2 the launcher itself."""
+    job = Supervised(2, TEXT)
+    begun = job.read(50)
+    pid = job.ranks()[1]
+    for _ in range(n_above):
+        pid = int(process_stat(pid)[1])
+    os.kill(pid, signal.SIGSTOP)
+    code, rest, errors = job.finish()
+    assert (code, begun + rest) == (0, text), errors
+    assert f"process {pid} of the launcher stands still" in errors
 
 
 def test_another_model_in_its_place_ends_it(tmp_path: Path) -> None:
