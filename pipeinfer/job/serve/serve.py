@@ -20,6 +20,7 @@ from pipeinfer.job.planning.plan_table import show_start
 from pipeinfer.job.planning.prepare import defaults_of, deploy_largest, open_job, start_prepared
 from pipeinfer.job.process.stop import Drain
 from pipeinfer.job.process.streams import complain
+from pipeinfer.job.process.supervised import own_attempt
 from pipeinfer.job.requests.chat_format import ChatFormat, open_format
 from pipeinfer.job.requests.request import DEFAULT_CTX
 from pipeinfer.job.serve.channel import (
@@ -244,7 +245,7 @@ class Service:
             elif isinstance(message, SendSnapshots):
                 self.snapshots.on = message.on
             elif isinstance(message, Listening):
-                if "OMPI_COMM_WORLD_RANK" in os.environ:
+                if "OMPI_COMM_WORLD_RANK" in os.environ and not own_attempt():
                     stop = f"kill -TERM {os.getpid()}"
                     complain(f"Open MPI's launcher ends open requests at once; to let them finish: {stop} on this host")
                 if self.front.tunnel:
