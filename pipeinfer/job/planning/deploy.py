@@ -330,8 +330,7 @@ def _notes(inputs: PlanInputs) -> Iterator[str]:
             "scores are equal libllama chooses by where their cells are, so that a longer text may be another one "
             f"beside other texts or guesses; texts of up to {selected} tokens are exact"
         )
-    # a text's last token is not read
-    if (ctx_size := options.context.ctx_size or 0) > info.n_ctx_train + 1 and options.traffic.parallel == 1:
+    if (ctx_size := options.context.ctx_size or 0) > info.n_ctx_train and options.traffic.parallel == 1:
         yield (
             f"-c {ctx_size} is more than the {info.n_ctx_train} tokens that the model was trained for; what comes "
             "behind these may be of no use"
