@@ -120,8 +120,8 @@ class Crew:
 
     def context(self, plan: JobPlan, traces: bool) -> Context:
         """The context of this rank for a plan. Collective: clocks that may differ are compared."""
-        rank, abouts = self.link.rank, [plan.describe(rank) for rank in range(self.link.size)]
-        self.watch.describe(abouts[rank], () if rank else abouts)
+        rank, size = self.link.rank, self.link.size
+        self.watch.describe(plan.describe(rank), () if rank else [*map(plan.describe, range(size))])
         clock = JobClock(plan.dilation)
         offset_s = clock_offset_s(self.link, clock, other_clocks(self.hosts))
         return Context(self.link, self.flag, Tracer(clock, on=traces), self.watch.flow, clock, offset_s)

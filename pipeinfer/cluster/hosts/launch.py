@@ -56,6 +56,11 @@ def is_launched() -> bool:
     return any(rank in os.environ and size in os.environ for rank, size in RANK_AND_SIZE)
 
 
+def is_by_open_mpi() -> bool:
+    """Whether Open MPI's launcher started this process."""
+    return "OMPI_COMM_WORLD_RANK" in os.environ
+
+
 def is_alone() -> bool:
     """Whether the launcher has started one rank; False where there may be a launcher that is not known."""
     is_known = is_launched() or not any(name.startswith(LAUNCHER_PREFIXES) for name in os.environ)
@@ -110,7 +115,7 @@ def end_job(code: int, abort: Callable[[int], object] | None = None) -> NoReturn
         with contextlib.suppress(OSError):
             os.write(control, b"cmd=abort exitcode=%d\n" % code)
             time.sleep(HYDRA_KILLS_S)
-    elif abort and "OMPI_COMM_WORLD_RANK" not in os.environ:
+    elif abort and not is_by_open_mpi():
         abort(code)
     os._exit(code)
 

@@ -11,6 +11,7 @@ from itertools import takewhile
 from typing import Any
 
 from pipeinfer.cluster.hosts.host import Host
+from pipeinfer.cluster.hosts.launch import is_by_open_mpi
 from pipeinfer.core.policy import Policy
 from pipeinfer.errors import JobError, StopRequested
 from pipeinfer.job.launch import CLOCK, Context
@@ -245,7 +246,7 @@ class Service:
             elif isinstance(message, SendSnapshots):
                 self.snapshots.on = message.on
             elif isinstance(message, Listening):
-                if "OMPI_COMM_WORLD_RANK" in os.environ and not own_attempt():
+                if is_by_open_mpi() and not own_attempt():
                     stop = f"kill -TERM {os.getpid()}"
                     complain(f"Open MPI's launcher ends open requests at once; to let them finish: {stop} on this host")
                 if self.front.tunnel:
