@@ -18,7 +18,7 @@ from tests.support.jobs import ROOT, repacks, run_json
 TREES = ["--width", "8", "-ps", "0"]
 TEXT = ["-p", "def read_lines(path):\n", "-n", "48", "--ignore-eos", "--seed", "7"]
 DRAFTS = ["-md", str(DRAFT), "-md", str(TARGET)]  # a larger draft that is always right, when it is in time
-LONG_TEXT = "def add(first, second):\n    total = first + second\n    return total\n\n\n" * 85
+LONG_TEXT = "def add(first, second):\n    total = first + second\n    return total\n\n\n" * 45
 
 
 def plain_on_one_thread(job: dict[str, Any], n_predict: int) -> list[int]:
@@ -71,5 +71,5 @@ def test_pauses_at_a_long_prompt(tmp_path: Path) -> None:
     prompt.write_text(LONG_TEXT)
     common = ["-f", str(prompt), "-c", "2048", "-n", "32", "--ignore-eos", *TREES, "--temp", "0"]
     result = run_delayed(3, common, seed=1)
-    assert len(result["prompt_tokens"]) > 1800
+    assert len(result["prompt_tokens"]) > 950
     assert result["tokens"] == plain_on_one_thread(result, 32)

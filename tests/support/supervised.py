@@ -19,7 +19,7 @@ class Supervised:
     """Runs from creation on. `words`: of the job's command."""
 
     def __init__(self, n_ranks: int, words: Sequence[str], options: Sequence[str] = (), **others: Any) -> None:
-        self.mark = uuid.uuid4().hex
+        self.mark, self._struck = uuid.uuid4().hex, set[int]()  # ranks of jobs that were struck
         command = [*COMMAND, "supervise", *options, *launcher(n_ranks), str(COMMAND_FILE), *words]
         self.process = subprocess.Popen(
             command,
@@ -56,10 +56,12 @@ class Supervised:
         return next((pid for pid in self.processes() if b"server.process" in command_of(pid)), 0)
 
     def strike(self, rank: int, number: int = signal.SIGKILL, timeout_s: float = 60) -> None:
-        """Once the rank is there."""
-        until(lambda: rank in self.ranks() or self.process.poll() is not None, timeout_s)
+        """Once the rank is there, of a job that was not struck before: two ranks that die at a time are one loss."""
+        until(lambda: self.ranks().get(rank, 0) not in {0} | self._struck or self.process.poll() is not None, timeout_s)
+        ranks = self.ranks()
+        self._struck |= {*ranks.values()}
         with contextlib.suppress(KeyError, ProcessLookupError):
-            os.kill(self.ranks()[rank], number)
+            os.kill(ranks[rank], number)
 
     def finish(self, timeout_s: float = 120) -> tuple[int, str, str]:
         """(exit code, output, errors); nothing is left behind."""

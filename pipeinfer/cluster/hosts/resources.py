@@ -16,7 +16,7 @@ from pipeinfer.cluster.hosts.host import PROC, UNLIMITED, Host, proc_numbers
 from pipeinfer.errors import UserError
 from pipeinfer.text import size_text
 
-RUNTIME_BYTES = 75_000_000  # memory of Python, MPI and libllama on a rank without a model (measured: 68 to 82 MB)
+RUNTIME_BYTES = 71_000_000  # of Python, MPI and libllama on a rank without a model (measured: 65 to 78 MB)
 
 
 @dataclass(frozen=True, slots=True)

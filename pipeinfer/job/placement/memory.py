@@ -35,10 +35,11 @@ from pipeinfer.models.llama.prefill import N_SEQ
 from pipeinfer.models.torch.params import AUTO, BF16, CACHE_BYTES, CPU, F32, HEAD_BYTES, INT4, WEIGHT_BYTES
 
 N_SPARE_STATES = 2  # of sequences beside those of requests
+MPI_BYTES = 4_000_000  # of its buffers for other ranks (measured)
 N_MESSAGES = 4  # on their way in and out of a rank at a time
 TOKEN_BYTES, MERGE_BYTES, EMPTY_TOKEN_BYTES = 250, 150, 40  # of a vocabulary (measured); slices have empty tokens
 RANK_0_BYTES = 3_000_000  # of modules that rank 0 alone imports (measured)
-TORCH_BYTES = 290_000_000  # of Python, MPI, libllama and torch's build for CPUs on a rank without a model (measured)
+TORCH_BYTES = 286_000_000  # of Python, MPI, libllama and torch's build for CPUs on a rank without a model (measured)
 N_WIDE = 6  # intermediate results of a row, as gates and up projections, that torch holds at a time
 
 Place = tuple[DevicePlan, frozenset[str]]  # the devices of a rank's layers, and the models without a file there
@@ -101,7 +102,8 @@ class MemoryNeeds:
     def _of_ranks(self, n_ranks: int, placed: Sequence[Stages]) -> list[Memory]:
         """Of every rank with the models that have their ranks: the drafts, the smallest first, and then the target."""
         row_bytes = (4 + 2 * len(self.layers_read)) * self.info.n_embd  # activations, and features in bf16
-        needs = [Memory(buffers=N_MESSAGES * row_bytes * self.capacity.n_rows)] * n_ranks
+        with_others = MPI_BYTES + N_MESSAGES * row_bytes * self.capacity.n_rows
+        needs = [Memory(buffers=with_others if n_ranks > 1 else 0)] * n_ranks
         needs[0] += Memory(loading=sum(self.adapter_bytes))  # of all ranks
         # drafts' vocabularies are freed before weights are loaded; the target's has memory in which its texts were read
         needs[0] += Memory(buffers=RANK_0_BYTES + vocabulary_bytes(self.info) * 3 // 4)
