@@ -16,7 +16,7 @@ from pipeinfer.core.sequences import SequencePool
 from pipeinfer.models.drafts.lookup import LookupDrafter
 from tests.core.test_engine import random_policy
 from tests.support.audit import audit_engine
-from tests.support.cases import cases
+from tests.support.cases import cases, in_long
 from tests.support.toy import (
     N_LAYERS,
     N_VOCAB,
@@ -70,7 +70,7 @@ def run_case(seed: int, shift: int) -> ToyHeadDrafter:
     return head
 
 
-@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("shift", [0, in_long(1)])
 @pytest.mark.parametrize("block", cases(1, 4))
 def test_cells_of_settled_tokens_are_made_of_features(block: int, shift: int) -> None:
     heads = [run_case(seed, shift) for seed in range(50 * block, 50 * block + 50)]

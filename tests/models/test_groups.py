@@ -34,6 +34,7 @@ from pipeinfer.models.llama.repacking import N_GROUPS, N_OUT, Kernels, grouped_t
 from pipeinfer.models.llama.rows import pad_to_groups
 from pipeinfer.models.llama.stage import LlamaStage
 from tests.models.test_llama_stage import TreeDriver, load, loaded, make_batch, never, random_tokens, run  # noqa: F401
+from tests.support.cases import in_long
 from tests.support.gguf_factory import Shape, write_model
 
 F16, Q4_K = 1, 12
@@ -192,7 +193,7 @@ class Requests:
             self.n_used = sum(self.at)
 
 
-@pytest.mark.parametrize(("n_threads", "group"), [(1, GROUP), (2, GROUP), (2, TILED_ROWS)])
+@pytest.mark.parametrize(("n_threads", "group"), [(1, GROUP), in_long(2, GROUP), (2, TILED_ROWS)])
 @pytest.mark.parametrize("type_name", TYPES)
 def test_rows_are_the_same_in_every_batch_tree_and_slice(
     folder: Path,

@@ -294,7 +294,7 @@ def _tokens_a_second(profile: object, policy: Policy, acceptance: float, seed: i
     [
         in_long(("pipedec-14", "", 0), 0.52, (PipeDec(), PipeInfer())),
         (("flowspec", "llama2-7b", 0), 0.66, (FlowSpec(), PipeInfer(), PipeDec(layer_width=16))),
-        (("pipespec", "llama-70b-1b", 3), 0.3, (PipeDec(), PipeInfer())),
+        in_long(("pipespec", "llama-70b-1b", 3), 0.3, (PipeDec(), PipeInfer())),
         (("pipeinfer-c", "goliath-xwin7", 8), 0.3, (PipeInfer(), PipeDec(layer_width=2, children=2))),
         (("pipeinfer-a", "dolphin-tinyllama", 4), 0.79, (PipeInfer(),)),
         (("pipeinfer-b", "falcon-7", 13), 0.05, (Iterative(), PipeInfer())),

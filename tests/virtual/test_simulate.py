@@ -34,6 +34,7 @@ from pipeinfer.virtual.profile import load_profile
 from pipeinfer.virtual.simulation import Simulated, simulate
 from plots.frames import frame_of
 from plots.results import FIGURES
+from tests.support.cases import in_long
 from tests.support.jobs import ROOT
 
 LAYER_S, N_LAYERS = 0.01, 4
@@ -215,7 +216,7 @@ def test_bandwidth_takes_its_time_and_head_overheads_theirs() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("acceptance", [0.0, 0.66, 1.0])
+@pytest.mark.parametrize("acceptance", [in_long(0.0), 0.66, 1.0])
 def test_every_policy_gives_the_targets_text(policy: str, acceptance: float) -> None:
     for n_stages in (1, 2, 7):
         profile = even_profile(n_stages, None if policy == "iterative" else 0.002)

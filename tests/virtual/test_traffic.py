@@ -20,6 +20,7 @@ from pipeinfer.virtual.choices import ranks_for
 from pipeinfer.virtual.costs import HeadCost, HostWork, LinkCost, ModelCost, Profile, Work
 from pipeinfer.virtual.profile import load_profile
 from pipeinfer.virtual.simulation import Load, simulate_load, synthetic_texts
+from tests.support.cases import in_long
 from tests.support.jobs import finish
 
 STAGE = ModelCost("stage", 10, Work((1.0, 64.0), (0.001, 0.001)))  # 10 ms a run, whatever its rows
@@ -125,7 +126,7 @@ def test_runs_beside_chunks_are_no_larger_than_these() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cluster", "acceptance", "n"), [("pipedec-14", 0.8, 64), ("sipipe", 0.6, 64), ("pipeinfer-c", 0.7, 64)]
+    ("cluster", "acceptance", "n"), [("pipedec-14", 0.8, 64), ("sipipe", 0.6, 64), in_long("pipeinfer-c", 0.7, 64)]
 )
 def test_speculation_fills_what_is_empty_and_no_more(cluster: str, acceptance: float, n: int) -> None:
     profile = load_profile(cluster).lay_out()

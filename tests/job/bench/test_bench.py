@@ -75,7 +75,7 @@ def folder_of(pair: list[str]) -> Path:
 def test_a_sweep_in_one_job(pair: list[str], tmp_path: Path) -> None:
     folder, results = folder_of(pair), tmp_path / "results.csv"
     sources = ["-p", "24", "-p", str(folder / "tale.txt"), "-p", str(folder / "asked.jsonl"), "--questions", "2"]
-    arguments = ["bench", *pair, *sources, "-n", "8,16", "-r", "2", "--ablate", "cancel,continuous"]
+    arguments = ["bench", *pair, *sources, "-n", "4,8", "-r", "2", "--ablate", "cancel,continuous"]
     done = finish(3, [*arguments, "--results", str(results), "-o", "jsonl"])
     assert done.returncode == 0, done.stderr
     rows = RESULTS.read(results)
@@ -87,7 +87,7 @@ def test_a_sweep_in_one_job(pair: list[str], tmp_path: Path) -> None:
     assert measured == [("iterative", ""), ("speculative", ""), *pairs]
     assert {row["prompt"] for row in rows} == {"pp24", "tale", "asked/1", "asked/1.2", "asked/2", "asked/2.2"}
     assert {row["prompt_n"] for row in rows if row["prompt"] == "pp24"} == {24}
-    assert {row["predicted_n"] for row in rows} == {8, 16}
+    assert {row["predicted_n"] for row in rows} == {4, 8}
     for row in rows:
         assert row["runs_cancelled"] == 0 or row["policy"] != "iterative"
         assert row["cancel_messages"] == 0 or row["variant"] != "no-cancel"

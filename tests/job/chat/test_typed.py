@@ -14,6 +14,7 @@ import pytest
 
 from pipeinfer.job.chat.lines import end_of_line
 from pipeinfer.job.process.streams import RawTerminal
+from tests.support.cases import in_long
 from tests.support.jobs import COMMAND, launcher, until
 from tests.support.typist import Typist
 
@@ -23,7 +24,7 @@ ANSWERED = "prompt tokens read"
 WAYS = {"alone": [], "mpirun": launcher(2), "supervised": [*COMMAND, "supervise", *launcher(2)]}
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["alone", in_long("mpirun"), "supervised"])
 def test_lines_are_edited_and_each_ctrl_c_stops_an_answer(way: str) -> None:
     with Typist([*WAYS[way], *CHAT, *LONG]) as typist:
         typist.wait_for("> ")
@@ -50,7 +51,7 @@ def test_lines_are_edited_and_each_ctrl_c_stops_an_answer(way: str) -> None:
         assert typist.end() == 0 and typist.attributes == typist.before
 
 
-@pytest.mark.parametrize("way", ["mpirun", "supervised"])
+@pytest.mark.parametrize("way", [in_long("mpirun"), "supervised"])
 def test_ctrl_c_and_ctrl_d_at_the_prompt_leave(way: str) -> None:
     for key, code in (("\x03", 130), ("\x04", 0)):
         with Typist([*WAYS[way], *CHAT, *LONG]) as typist:
@@ -100,7 +101,7 @@ def test_a_quit_key_kills() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="no bash")
-@pytest.mark.parametrize("way", ["mpirun", "supervised"])
+@pytest.mark.parametrize("way", ["mpirun", in_long("supervised")])
 def test_a_shell_has_its_terminal_while_the_chat_is_suspended(way: str) -> None:
     with Typist(["bash", "--norc", "--noediting", "-i"]) as typist:
         typist.type(f"PS1='SHELL''$ '; {shlex.join([*WAYS[way], *CHAT, *LONG])}; echo code $?\r")
@@ -122,7 +123,7 @@ def test_a_shell_has_its_terminal_while_the_chat_is_suspended(way: str) -> None:
         assert typist.attributes == typist.before
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, in_long(1)])
 def test_a_line_that_is_being_typed_outlives_a_rank(rank: int) -> None:
     with Typist([*WAYS["supervised"], *CHAT, *SHORT]) as typist:
         typist.wait_for("> ")

@@ -11,6 +11,7 @@ import pytest
 
 from tests.job.loading.test_arrivals import job
 from tests.support.adapters import write_adapter
+from tests.support.cases import in_long
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import finish, plain_tokens, run_json
 from tests.support.rpc_server import needs_rpc, servers
@@ -44,7 +45,7 @@ def words(model: Path, prompt: str, *more: object) -> list[str]:
     return [str(word) for word in usual]
 
 
-@pytest.mark.parametrize("prompt", [SHORT, LONG])
+@pytest.mark.parametrize("prompt", [in_long(SHORT), LONG])
 def test_texts_are_those_of_plain_llama(model: Path, draft: Path, adapter: Path, prompt: str) -> None:
     given, speculation = ["--lora-scaled", f"{adapter}:0.8"], ["-md", draft, "--policy"]
     first = run_json(1, words(model, prompt, "-md", "none", *given))

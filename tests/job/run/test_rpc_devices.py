@@ -77,7 +77,7 @@ CASES: list[tuple[int, str, list[str], str, list[str | None]]] = [
 ]
 
 
-@pytest.mark.parametrize("case", [*CASES[::2], *(in_long(each) for each in CASES[1::2])])
+@pytest.mark.parametrize("case", [*CASES[2::2], *map(in_long, [CASES[0], *CASES[1::2]])])
 def test_all_texts_are_one(
     case: tuple[int, str, list[str], str, list[str | None]], three: list[Server], texts: dict[str, list[int]]
 ) -> None:

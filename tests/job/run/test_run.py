@@ -269,9 +269,18 @@ def _descends(pid: str, ancestor: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
-@pytest.mark.parametrize("moment", ["loading", "generating"])
-def test_a_killed_rank_ends_the_job_and_is_named(rank: int, moment: str) -> None:
+@pytest.mark.parametrize(
+    ("moment", "rank"),
+    [
+        ("loading", 0),
+        in_long("loading", 1),
+        ("loading", 2),
+        in_long("generating", 0),
+        ("generating", 1),
+        in_long("generating", 2),
+    ],
+)
+def test_a_killed_rank_ends_the_job_and_is_named(moment: str, rank: int) -> None:
     job = start(3, ["run", *LONG])
     if moment == "generating":
         wait_for_text(job)
@@ -293,9 +302,11 @@ def beginning() -> str:
     return str(run_json(1, ["-p", PROMPT, "-n", "200", "--ignore-eos", "--temp", "0"])["text"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("n_ranks", [1, 3])
-def test_stopping_keeps_the_text(number: signal.Signals, n_ranks: int, beginning: str) -> None:
+@pytest.mark.parametrize(
+    ("n_ranks", "number"),
+    [(1, signal.SIGINT), in_long(1, signal.SIGTERM), in_long(3, signal.SIGINT), (3, signal.SIGTERM)],
+)
+def test_stopping_keeps_the_text(n_ranks: int, number: signal.Signals, beginning: str) -> None:
     job = start(n_ranks, ["run", *LONG, "--temp", "0"])
     text = "".join(wait_for_text(job) for _ in range(40))
     job.send_signal(number)

@@ -49,7 +49,7 @@ def texts(models: dict[str, str]) -> dict[str, list[int]]:
 
 
 CASES = [
-    ("qwen3moe", 1, "-ngl all -cmoe"),
+    in_long("qwen3moe", 1, "-ngl all -cmoe"),
     in_long("gpt-oss", 1, "-ngl 3 -ncmoe 2 --device RPC1"),
     in_long("glm4moe", 2, "-ngl all -ncmoe 1,all"),
     ("qwen3moe", 2, "-ngl all -ot ffn_(up|down)_exps=CPU,output=CPU"),
@@ -77,7 +77,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("wide") / "model.gguf", shape)
 
 
-@pytest.mark.parametrize(("n_ranks", "where"), [in_long(1, "-ncmoe 4"), (2, "-ncmoe 2,0"), (3, "-cmoe")])
+@pytest.mark.parametrize(("n_ranks", "where"), [in_long(1, "-ncmoe 4"), (2, "-ncmoe 2,0"), in_long(3, "-cmoe")])
 def test_a_plan_has_the_memory_that_is_used(n_ranks: int, where: str, wide: Path) -> None:
     """On devices, within a twentieth. Without exact numerics nothing is tried there before."""
     words = ["-m", str(wide), "-md", "none", "-c", "12000", "-t", "1", "--policy", "iterative", "-ngl", "all"]

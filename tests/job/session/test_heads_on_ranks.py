@@ -24,6 +24,7 @@ from pipeinfer.models.gguf.model_info import OWN_HEAD, read_model_info
 from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.policies import PipeInfer
 from tests.job.run.test_run import PROMPT
+from tests.support.cases import in_long
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.heads import write_guessing, write_head
 from tests.support.jobs import finish, plain_tokens_after, run_json
@@ -45,7 +46,8 @@ def plain() -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("n_ranks", "policy"), [(1, "auto"), (1, "speculative"), (2, "pipeinfer"), (3, "flowspec"), (3, "pipedec")]
+    ("n_ranks", "policy"),
+    [in_long(1, "auto"), (1, "speculative"), (2, "pipeinfer"), (3, "flowspec"), in_long(3, "pipedec")],
 )
 def test_the_text_is_that_of_the_target(n_ranks: int, policy: str, plain: list[int], head: Path) -> None:
     # its guesses are not likely
@@ -91,7 +93,7 @@ def test_a_target_without_a_head_of_its_own_is_told(tmp_path: Path) -> None:
         plan((OWN_HEAD,))
 
 
-@pytest.mark.parametrize("policy", ["auto", "speculative", "pipespec"])
+@pytest.mark.parametrize("policy", ["auto", in_long("speculative"), "pipespec"])
 def test_a_draft_refines_what_a_head_guesses(policy: str, plain: list[int], head: Path, tmp_path: Path) -> None:
     (pace := tmp_path / "pace.toml").write_text(with_refiner(slow_target(4.0, draft_layers=1), 0.5, 2))
     words = ["-m", str(TARGET), "-md", str(DRAFT), "-md", str(head), *GREEDY, "--policy", policy]

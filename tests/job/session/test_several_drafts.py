@@ -29,6 +29,7 @@ from pipeinfer.observe.table import RESULTS
 from pipeinfer.policies import PipeInfer
 from plots.timeline import draw_timelines
 from tests.job.run.test_run import PROMPT, pid_of_rank, wait_for_text
+from tests.support.cases import in_long
 from tests.support.jobs import finish, plain_tokens_after, run_json, start
 from tests.support.paces import slow_target, with_refiner
 from tests.support.planned import deploy, options_of
@@ -45,7 +46,7 @@ def plain() -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("n_ranks", "policy"), [(1, "pipeinfer"), (3, "speculative"), (4, "pipeinfer"), (3, "pipespec")]
+    ("n_ranks", "policy"), [(1, "pipeinfer"), in_long(3, "speculative"), (4, "pipeinfer"), (3, "pipespec")]
 )
 def test_the_text_is_that_of_the_target(n_ranks: int, policy: str, plain: list[int]) -> None:
     result = run_json(n_ranks, [*TEAM, *GREEDY, "--policy", policy])
@@ -81,7 +82,7 @@ def share_of_first_guesses_right(result: dict[str, Any]) -> float:
     return float(sum(found["right"] for found in by_depth) / sum(found["n"] for found in by_depth))
 
 
-@pytest.mark.parametrize("policy", ["speculative", "pipeinfer"])
+@pytest.mark.parametrize("policy", [in_long("speculative"), "pipeinfer"])
 def test_a_larger_draft_that_is_right_makes_better_guesses(tmp_path: Path, policy: str, plain: list[int]) -> None:
     (tmp_path / "alone.toml").write_text(slow_target(20.0))
     (tmp_path / "team.toml").write_text(with_refiner(slow_target(20.0), 1.0, 8))
