@@ -323,14 +323,14 @@ def test_a_rank_that_never_comes_is_named(start: Callable[[str], Job], monkeypat
 def test_a_rank_that_is_late_is_named_after_three_seconds(
     start: Callable[[str], Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PIPEINFER_JOIN_TIMEOUT", "5")
+    monkeypatch.setenv("PIPEINFER_JOIN_TIMEOUT", "9")
     job, begun_s = start("absent"), time.monotonic()
     assert job.ranks[0].stderr
     late = f"rank 2 (host {HOST})"
-    notice = f"pipeinfer: waiting for {late}, 5 s at most (PIPEINFER_JOIN_TIMEOUT)"
+    notice = f"pipeinfer: waiting for {late}, 9 s at most (PIPEINFER_JOIN_TIMEOUT)"
     assert job.ranks[0].stderr.readline() == f"{notice}\n"
-    assert 2.5 < time.monotonic() - begun_s < 4.9
-    assert job.errors(within_s=30) == [f"pipeinfer: {late} did not join within 5 s; ending the job"]
+    assert 2.5 < time.monotonic() - begun_s < 8.9
+    assert job.errors(within_s=30) == [f"pipeinfer: {late} did not join within 9 s; ending the job"]
 
 
 def test_what_an_inquiry_prints_is_said_and_kept(capfd: pytest.CaptureFixture[str]) -> None:
