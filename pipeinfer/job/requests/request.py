@@ -21,6 +21,7 @@ from pipeinfer.models.text.grammar_text import ANY_TOKENS
 from pipeinfer.models.text.json_schema import as_schema, mismatch, read_schema, relaxations, schema_grammar
 from pipeinfer.models.text.tokenizer import Tokenizer, breaker_tokens
 from pipeinfer.policies import Iterative
+from pipeinfer.text import count_text
 
 DEFAULT_CTX = 4096
 LEAST_TEXT = 256  # tokens of a text without -n for which --fit leaves room
@@ -87,7 +88,8 @@ def fit_context(ctx_size: int | None, predict: int, info: ModelInfo, n_prompt: i
         return n_ctx, n_ctx - n_prompt
     if n_prompt + predict > limit:
         n_left = limit - n_prompt
-        cut = f"-n {predict} would be cut: {source} leaves {n_left} tokens after the {n_prompt} of the prompt"
+        room = f"{source} leaves {count_text(n_left, 'token')} after the {n_prompt} of the prompt"
+        cut = f"-n {predict} would be cut: {room}"
         raise UserError(f"{cut}; use -n {n_left} at most, or {way_out}")
     return ctx_size or n_prompt + predict, predict
 

@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import count, groupby
 from typing import Any
@@ -91,6 +92,13 @@ class OpenRequest:
     @property
     def has_ended(self) -> bool:
         return self.printer.was_cut or (bool(self.state.finish) and self.n_output == self.state.n_generated)
+
+    def as_shown(self) -> Request:
+        """Its state without the tokens behind a stop string, whose number depends on the policy."""
+        shown = copy(self.state)
+        shown.tokens = shown.tokens[: len(shown.prompt) + self.n_output]
+        shown.finish = Finish.END if self.printer.was_cut else shown.finish
+        return shown
 
     @property
     def finish(self) -> str:
@@ -199,7 +207,7 @@ class Session:
         if notice := missed_pace(late_s, self.context.clock() - metrics.submitted_s):
             metrics.noticed(notice)
         shared = figures.ledger, figures.reports, figures.draft_ledgers, figures.row_s
-        return Generation(*shared, opened.state, metrics, opened.printer.text, opened.printer.was_cut)
+        return Generation(*shared, opened.as_shown(), metrics, opened.printer.text, opened.printer.was_cut)
 
     # -- output
 
@@ -220,11 +228,14 @@ class Session:
             return Output(opened, [], "", [], True, scores)
         printer, n_before = opened.printer, opened.n_output
         for token in tokens:
+            if printer.was_cut:  # by what the text began with
+                break
             opened.n_output += 1
             opened.entries.add(token, printer.n_decoded)
-            if printer.push([token]):
-                self.engine.stop(opened.state, Finish.END)
-                break
+            printer.push([token])
+        if printer.was_cut:
+            self.engine.stop(opened.state, Finish.END)
+            del opened.metrics.token_s[opened.n_output - len(opened.request.begun) :]
         ended = opened.has_ended
         if ended:
             printer.finish()

@@ -28,6 +28,7 @@ from pipeinfer.job.chat.chat import ChatInterrupts
 from pipeinfer.job.chat.history import History
 from pipeinfer.job.chat.lines import PipedLines
 from pipeinfer.job.requests.chat_format import ChatFormat
+from pipeinfer.models.demo import TARGET
 from pipeinfer.models.drafts.model_drafter import ModelDrafter
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.slice import open_slice
@@ -304,6 +305,20 @@ def test_a_chat_of_ranks_says_what_one_rank_says(model: Path, draft: Path) -> No
     again, _ = turns_of(3, [*words, "--policy", "speculative"], TYPED)
     assert [turn["tokens"] for turn in again] == [turn["tokens"] for turn in turns]
     assert [turn["timings"]["cache_n"] for turn in again] == n_kept
+
+
+def test_what_comes_behind_a_stop_string_is_in_no_turn() -> None:
+    """How much that is depends on the policy, and the next prompt, which may begin with it, must not."""
+    words = ["-m", str(TARGET), "-r", "\\n\\n", "-n", "150", "-c", "1000", "-t", "1", "--temp", "0.8", "-s", "4"]
+    typed = "def f(x):\n" + "    return a + b\\\n" * 40 + "\n"
+    turns, _ = turns_of(1, [*words, "-md", "none", "--policy", "iterative"], typed)
+    again, _ = turns_of(2, [*words, "-md", str(TARGET), "--policy", "speculative", "--draft", "16"], typed)
+    for each, other in zip(turns, again, strict=True):
+        assert [each[name] for name in ("tokens", "text", "finish")] == [
+            other[name] for name in ("tokens", "text", "finish")
+        ]
+        assert all(each["timings"][name] == other["timings"][name] for name in ("predicted_n", "cache_n"))
+    assert len(turns) == 2 and turns[0]["finish"] == "end" and len(turns[0]["tokens"]) < 10
 
 
 def test_run_cnv_is_a_chat_and_p_is_said_first() -> None:
