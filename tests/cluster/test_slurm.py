@@ -96,7 +96,7 @@ def test_a_killed_rank_is_named_and_the_job_ends(slurm: Slurm, rank: int) -> Non
 
 
 def test_a_rank_that_dies_before_the_others_have_come_ends_the_job(slurm: Slurm) -> None:
-    late = 'test "$SLURM_PROCID" = 0 || sleep 3; exec "$@"'
+    late = 'test "$SLURM_PROCID" = 0 || sleep 30; exec "$@"'
     job = slurm.popen(*SRUN, "sh", "-c", late, "sh", *COMMAND, *SHORT, environ=PACKAGE)
     deadline = time.monotonic() + 20
     while len(slurm.processes("SLURM_PROCID=0", "SLURM_STEP_NUM_TASKS=3")) < 2:
