@@ -31,9 +31,9 @@ def test_a_hosts_ranks_are_added_up() -> None:
     names, memory = ["a", "a", "b"], [Memory(weights=2 * GB, kv=GB), Memory(kv=3 * GB), Memory(weights=9 * GB)]
     check_fits(hosts_of(names, [FreeMemory(7 * GB)] * 2 + [FreeMemory(10 * GB)]), memory, "")
     with pytest.raises(
-        UserError, match=r"a has 6\.1 GB .* needs 6\.1 GB \(rank 0: 3\.1 GB, weights 2\.0 GB, KV 1\.0 GB"
+        UserError, match=r"a has 6\.0 GB .* needs 6\.1 GB \(rank 0: 3\.1 GB, weights 2\.0 GB, KV 1\.0 GB"
     ):
-        rooms = [FreeMemory(7 * GB), FreeMemory(61 * GB // 10), FreeMemory(10 * GB)]
+        rooms = [FreeMemory(7 * GB), FreeMemory(6 * GB), FreeMemory(10 * GB)]
         check_fits(hosts_of(names, rooms), memory, "do this")
     with pytest.raises(
         UserError, match=r"rank 2 on b needs 9\.1 GB.* \(ulimit -v\) leaves 8\.0 GB; raise it, or do this"

@@ -76,11 +76,6 @@ def foretold(profile: Path, mbit: float, n_prompt: int, n: int) -> dict[str, flo
     return dict(found)
 
 
-def is_as_foretold(speed: float, expected: float) -> bool:
-    """What else the machine does delays it."""
-    return 0.75 * expected < speed < 1.15 * expected
-
-
 def run_slowed_down(hosts: Hosts, mbit: float, command: str, model: Path, profile: Path, *words: str) -> Any:
     """Stages sleep rather than compute, so that the speed is that of the links."""
     hosts.limit(mbit)
@@ -94,10 +89,13 @@ def run_slowed_down(hosts: Hosts, mbit: float, command: str, model: Path, profil
 def test_the_speed_is_what_simulate_foretells_of_the_links(three: Hosts, model: Path, mbit: float) -> None:
     (profile := model.with_name("slow.toml")).write_text(SLOW)
     words = ["--policy", "iterative", "-p", "the model", "-n", "16", "--temp", "0", "--ignore-eos", "--json"]
-    found = run_slowed_down(three, mbit, "run", model, profile, *words)
-    assert [rank["host"] for rank in found["ranks"]] == list(three.names)
-    expected = foretold(profile, mbit, len(found["prompt_tokens"]), 16)["predicted_per_second"]
-    assert is_as_foretold(found["timings"]["predicted_per_second"], expected)
+    for _ in range(3):  # what else the machine does delays it
+        found = run_slowed_down(three, mbit, "run", model, profile, *words)
+        assert [rank["host"] for rank in found["ranks"]] == list(three.names)
+        expected = foretold(profile, mbit, len(found["prompt_tokens"]), 16)["predicted_per_second"]
+        if (speed := found["timings"]["predicted_per_second"]) > 0.85 * expected:
+            break
+    assert speed == pytest.approx(expected, rel=0.15)
 
 
 def test_what_prompts_take_of_links_is_what_simulate_foretells(three: Hosts, model: Path) -> None:
@@ -109,7 +107,8 @@ def test_what_prompts_take_of_links_is_what_simulate_foretells(three: Hosts, mod
         words = ["--policy", "iterative", "-p", str(N_PROMPT), "-n", "2", "-r", "3", "--numerics", "fast", "-o", "json"]
         (found,) = run_slowed_down(three, mbit, "bench", model, profile, *words)
         speeds.append(found["prompt_per_second"])
-        assert is_as_foretold(speeds[-1], foretold(profile, mbit, N_PROMPT, 2)["prompt_per_second"])
+        expected = foretold(profile, mbit, N_PROMPT, 2)["prompt_per_second"]
+        assert 0.75 * expected < speeds[-1] < 1.15 * expected, mbit  # what else the machine does delays it
     assert speeds[0] > 1.4 * speeds[1]
 
 

@@ -17,6 +17,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.text import size_text
 
 RUNTIME_BYTES = 71_000_000  # of Python, MPI and libllama on a rank without a model (measured: 65 to 78 MB)
+MPI_BYTES = 4_000_000  # of MPI's buffers for other ranks (measured)
 
 
 @dataclass(frozen=True, slots=True)

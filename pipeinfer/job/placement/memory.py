@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from pipeinfer.cluster.assignment import Assignment, StagePlan, Stages
 from pipeinfer.cluster.hosts.host import Host, free_memory
-from pipeinfer.cluster.hosts.resources import Memory, check_fits, left_on_gpus
+from pipeinfer.cluster.hosts.resources import MPI_BYTES, Memory, check_fits, left_on_gpus
 from pipeinfer.cluster.spread import StageRoom
 from pipeinfer.cluster.stages.cell_store import HEADER, ID_BYTES, WAITING_BYTES
 from pipeinfer.cluster.stages.runs import N_BUFFERS
@@ -35,7 +35,7 @@ from pipeinfer.models.llama.prefill import N_SEQ
 from pipeinfer.models.torch.params import AUTO, BF16, CACHE_BYTES, CPU, F32, HEAD_BYTES, INT4, WEIGHT_BYTES
 
 N_SPARE_STATES = 2  # of sequences beside those of requests
-MPI_BYTES, N_MESSAGES = 4_000_000, 4  # of MPI's buffers for other ranks (measured); on their way in and out of a rank
+N_MESSAGES = 4  # on their way in and out of a rank at a time
 TOKEN_BYTES, MERGE_BYTES, EMPTY_TOKEN_BYTES = 250, 150, 40  # of a vocabulary (measured); slices have empty tokens
 RANK_0_BYTES = 3_000_000  # of modules that rank 0 alone imports (measured)
 TORCH_BYTES = 286_000_000  # of Python, MPI, libllama and torch's build for CPUs on a rank without a model (measured)

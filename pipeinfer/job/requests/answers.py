@@ -46,12 +46,11 @@ class Printer:
         """The stop string that has ended the text; empty if none has."""
         return self._stops.stop
 
-    def push(self, tokens: Sequence[int]) -> bool:
-        """Add tokens. Returns whether a stop string ends the text."""
+    def push(self, tokens: Sequence[int]) -> None:
+        """Add tokens; a stop string may end the text."""
         text = "".join(self._stream.push(token) for token in tokens if token not in self._ends)
         self.n_decoded += len(text)
         self._print(self._stops.push(text))
-        return self._stops.hit
 
     def finish(self) -> None:
         """Print what was held back, unless a later job of a supervisor may continue the text."""

@@ -97,7 +97,8 @@ class OpenRequest:
         """Its state without the tokens behind a stop string, whose number depends on the policy."""
         shown = copy(self.state)
         shown.tokens = shown.tokens[: len(shown.prompt) + self.n_output]
-        shown.finish = Finish.END if self.printer.was_cut else shown.finish
+        if self.printer.was_cut:
+            shown.finish = Finish.END
         return shown
 
     @property
