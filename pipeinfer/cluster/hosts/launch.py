@@ -37,7 +37,7 @@ RANK_AND_SIZE = (
 
 def rank_from_environment(environ: Mapping[str, str] | None = None) -> int:
     """This process's rank by its launcher; 0 if there is none."""
-    return _rank_and_size(environ)[0]
+    return place_from_environment(os.environ if environ is None else environ)[0]
 
 
 def is_first_here() -> bool:
@@ -69,7 +69,7 @@ def is_alone() -> bool:
 
 def size_from_environment(environ: Mapping[str, str] | None = None) -> int:
     """The number of ranks by the launcher; 1 if there is none."""
-    return _rank_and_size(environ)[1]
+    return place_from_environment(os.environ if environ is None else environ)[1]
 
 
 def check_size(n_ranks: int, environ: Mapping[str, str] | None = None) -> None:
@@ -155,10 +155,10 @@ def _hydra_socket() -> int | None:
     return int(number) if "HYDI_CONTROL_FD" in os.environ else None
 
 
-def _rank_and_size(environ: Mapping[str, str] | None) -> tuple[int, int]:
-    environ = os.environ if environ is None else environ
+def place_from_environment(environ: Mapping[str, str]) -> tuple[int, int, str]:
+    """(rank, number of ranks, the variable that has the rank); (0, 1, "") if there is no launcher."""
     for rank_name, size_name in RANK_AND_SIZE:
         rank, size = environ.get(rank_name, ""), environ.get(size_name, "")
         if rank.isdecimal() and size.isdecimal() and int(rank) < int(size):
-            return int(rank), int(size)
-    return 0, 1
+            return int(rank), int(size), rank_name
+    return 0, 1, ""

@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from pipeinfer.child import process_stat
-from pipeinfer.cluster.hosts.launch import rank_from_environment, size_from_environment
+from pipeinfer.cluster.hosts.launch import place_from_environment
 from pipeinfer.cluster.watch.protocol import write_line
 
 INFO_LAYOUT = "QQ11IiQ"  # struct pidfd_info up to its exit code; the kernel takes any longer buffer
@@ -37,6 +37,7 @@ FATAL = "! "
 KILLED = " of SIGKILL"
 ORDERLY = (" of SIGINT", " of SIGTERM", " of SIGHUP")
 LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "prterun", "prun", "orterun")
+STARTERS = ("hydra_pmi_proxy", "prted", "orted", *LAUNCHERS)  # the parents of ranks
 KILLS_S = 0.1
 """Time between a rank's closed files, which the launcher sees, and its reported end: its memory is freed in between."""
 
@@ -109,17 +110,39 @@ def first_to_die(processes: dict[int, Process], rank: int, how: str) -> tuple[in
 
 
 def ranks_beside(pid: int) -> dict[int, int]:
-    """Rank -> process id of the job's ranks on this host: processes with the same parent as `pid`, one of them."""
-    parent, pids = _parent(pid), dict[int, int]()
+    """Rank -> process id of the job's ranks on this host, `pid` one of them. A rank may be a script that runs the
+    program and waits for it; its process is that of the script."""
+    parent, pids = _launcher_above(pid), dict[int, int]()
     for folder in Path("/proc").glob("[0-9]*"):
-        if _parent(int(folder.name)) != parent:
-            continue
-        with contextlib.suppress(OSError):
-            entries = (folder / "environ").read_bytes().decode("utf-8", "replace").split("\0")
-            environ = dict(entry.partition("=")[::2] for entry in entries)
-            if size_from_environment(environ) > 1:
-                pids[rank_from_environment(environ)] = int(folder.name)
+        if _parent(int(folder.name)) == parent and (place := _place(int(folder.name))):
+            pids[place[0]] = int(folder.name)
     return pids
+
+
+def n_started(pid: int, n_here: int) -> int:
+    """How many of `n_here` ranks the launcher has started on this host, `pid` one of them; all if nobody can say: a
+    container may hide the others."""
+    with contextlib.suppress(OSError):
+        if Path(f"/proc/{_launcher_above(pid)}/comm").read_text().strip() in STARTERS:
+            return len(ranks_beside(pid))
+    return n_here
+
+
+def _launcher_above(pid: int) -> int:
+    """The process that started the rank `pid`: the first above it which is not that rank itself."""
+    rank = _place(pid)
+    while (pid := _parent(pid)) > 1 and rank and _place(pid) == rank:
+        pass
+    return pid
+
+
+def _place(pid: int) -> tuple[int, int, str] | None:
+    """(rank, number of ranks, the launcher's variable) of a process, or None."""
+    with contextlib.suppress(OSError):
+        entries = Path(f"/proc/{pid}/environ").read_bytes().decode("utf-8", "replace").split("\0")
+        place = place_from_environment(dict(entry.partition("=")[::2] for entry in entries))
+        return place if place[1] > 1 else None
+    return None
 
 
 def launcher_of(pid: int) -> tuple[list[str], Path]:

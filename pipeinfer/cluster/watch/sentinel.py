@@ -40,6 +40,7 @@ FIND_S = 1.0  # time to look for ranks on this host: a launcher starts them toge
 NOTICE_S, NOTICE_HERE_S = 3.0, 10.0
 """Time after which missing ranks are reported; if all of them are on this host, of which many start slowly."""
 
+COUNT_S = 8.0  # a launcher has started its ranks on this host by then
 MAX_SHOWN = 8  # missing ranks that are named
 REMAINS_S = 2.0
 
@@ -65,7 +66,7 @@ class Sentinel:
     def __post_init__(self) -> None:
         self._silence = f"{self.limits.silent_s:g} s (--rank-timeout)"
         self._start_s = time.monotonic()
-        self._notice_s = NOTICE_S
+        self._notice_s, self._count_s = NOTICE_S, COUNT_S
         self._heartbeats = protocol.HeartbeatMonitor(self.limits.silent_s)
         self._flows = protocol.FlowMonitor(protocol.BEATS)
         self._key = ""
@@ -122,6 +123,10 @@ class Sentinel:
             self._end(f"{self._missing()} did not join within {self.join_s:g} s{here}{about}")
         if waited_s > self._notice_s:
             self._report_missing(waited_s)
+        if waited_s > self._count_s:
+            self._count_s, n_here = math.inf, n_ranks_here()
+            if not self._key and (n := processes.n_started(self.head_pid, n_here)) < n_here:
+                self._end(f"{n} of {n_here} ranks run on host {self._hosts[0]}: the start of others has failed")
 
     def _standing_still(self) -> list[str]:
         """A line for each rank of this host whose process is stopped."""
@@ -136,11 +141,7 @@ class Sentinel:
             return
         self._notice_s = math.inf
         launched = hosts_by_rank(*processes.launcher_of(self.head_pid), self.size)
-        here, n_here = {0, *ranks_beside(self.head_pid)}, n_ranks_here()
-        if not self._key and len(here) < n_here:
-            self._note_end(
-                f"{len(here)} of {n_here} ranks run on host {self._hosts[0]}: the start of others has failed"
-            )
+        here = {0, *ranks_beside(self.head_pid)}
         if {rank for rank, host in enumerate(launched) if host == launched[0]} != here:
             launched = []  # this launcher places ranks in another way
         if not self._key:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.job.doctor.test_doctor_hosts import FIREWALL, NFT
-from tests.support.jobs import BY_MPICH, COMMAND, MPIRUN, ROOT, environment
+from tests.support.jobs import BY_MPICH, COMMAND, MPIRUN, ROOT, environment, launcher
 from tests.support.ssh_hosts import SshHosts, missing, ssh_hosts
 
 WHY = missing()
@@ -64,7 +64,7 @@ def errors(hosts: SshHosts, job: subprocess.Popen[str], timeout_s: float = 60) -
 
 def test_a_slow_rank_is_named_and_its_host_is_no_suspect(two: SshHosts, tmp_path: Path) -> None:
     slow = tmp_path / "slow"
-    slow.write_text(SLOW % ("sleep 5", " ".join(COMMAND)))
+    slow.write_text(SLOW % ("sleep 9", " ".join(COMMAND)))
     slow.chmod(0o755)
     job = start(two, program=[str(slow)])
     lines = errors(two, job)
@@ -155,6 +155,17 @@ def test_a_rank_that_another_python_ends_is_not_waited_for(two: SshHosts, tmp_pa
     assert (
         line.startswith("rank 1 (host node2) cannot start: python: Python 3.99.1, and here it is 3.") and "->" in line
     )
+
+
+def test_ranks_within_scripts_may_start_late(tmp_path: Path) -> None:
+    """No rank is the launcher's child."""
+    (script := tmp_path / "script").write_text(
+        SLOW.replace("exec ", "").replace('"$@"', '"$@"; exit $?') % ("sleep 15", " ".join(COMMAND))
+    )
+    script.chmod(0o755)
+    words, none = [*launcher(2), str(script), *RUN], subprocess.DEVNULL
+    job = subprocess.run(words, stdin=none, capture_output=True, text=True, env=environment(), timeout=120)
+    assert job.returncode == 0 and "waiting for MPI to start; all ranks run on host" in job.stderr, job.stderr
 
 
 @pytest.mark.skipif(not BY_MPICH, reason="Open MPI ends the job itself")
