@@ -39,7 +39,8 @@ def prepare_run(options: RunOptions, hosts: Sequence[Host]) -> "tuple[JobPlan, R
     plan, (request, tokenizer) = prepare(options, hosts)
     as_given = replace(request, sampling=replace(request.sampling, seed=options.sampling.seed))
     model, placement = model_id(plan), options.placement
-    key, journal = digest((as_given, model[0], options.numerics.rounding)), open_journal(options.output.resume, model)
+    key = digest((as_given, model[0], options.numerics.rounding))
+    journal = open_journal(options.output.resume, model, options.text.now_s)
     settings, is_split = ExperimentSettings.of(options), placement.layer_split is not None and not placement.plan
     has_draft, request = bool(options.models.drafts), journal.begin(key, request.within(plan.capacity.n_ctx))
     return plan, RunHead(plan, request, tokenizer, key, journal, settings, options.output, has_draft, is_split)

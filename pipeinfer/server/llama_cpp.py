@@ -89,7 +89,7 @@ class CompletionForm(OpenAIForm):
             del settings["grammar"]
         if request.adapters is not None:
             settings["lora"] = [{"id": number, "scale": scale} for number, scale in request.adapters]
-        tokens = output.new_tokens() if self.parsed.tokens and not self.parsed.stream else []
+        tokens = output.new_tokens() if self.parsed.tokens or self.parsed.stream else []
         members: dict[str, Any] = {"index": output.index, "content": content, "tokens": tokens, "stop": True}
         members |= {"id_slot": self.parsed.slot, "model": self.common["model"], "truncated": False}
         members["tokens_predicted"] = choice.n_tokens

@@ -48,7 +48,7 @@ class Supervisor:
         by_open_mpi = bool(launcher.words) and not launcher.is_srun and is_open_mpi(launcher.words[0])
         self._pass_variable = ["-x", SUPERVISOR] if by_open_mpi else []
         self.excluded: dict[str, str] = {}  # hosts that are left out, and why
-        self._name = secrets.token_hex(8)
+        self._name, self._now_s = secrets.token_hex(8), time.time()
         self._output = KeptOutput("--json" in launcher.command)
         self._links = Links(not launcher.hosts, self._output, mark_of(self._name))
         self._terminal: RawTerminal | None = None
@@ -119,7 +119,7 @@ class Supervisor:
         words = self.launcher.without(self.excluded, hosts_file, again=number > 1)
         words[1:1] = self._pass_variable
         sends_keys = self._terminal is not None
-        choices = self._links.numerics, self._links.fitted
+        choices = self._links.numerics, self._links.fitted, self._now_s
         attempt = Attempt(self._name, number, self._links.rendezvous, os.isatty(0), sends_keys, *choices)
         try:
             self._job = Job(attempt, words, self.environ, stdin)

@@ -114,6 +114,10 @@ SAMPLES: dict[str, tuple[str, Read]] = {
         "Models write <tool_call> and </tool_call>.",
         ("", "Models write <tool_call> and </tool_call>.", []),
     ),
+    "a mark within a text": (
+        '<tool_call>\n{"arguments": {"path": "</tool_call>\\""}, "name": "list_files"}\n</tool_call>',
+        ("", "", [("list_files", {"path": '</tool_call>"'})]),
+    ),
     "broken": ('<tool_call>\n{"name": add}\n</tool_call>', ("", '<tool_call>\n{"name": add}\n</tool_call>', [])),
     "thinking alone": ("<think>\nHm.\n", ("Hm.\n", "", [])),
     "thought and text": ("<think>\nHm,\n\nhm.\n</think>\n\nYes. ", ("Hm,\n\nhm.", "Yes. ", [])),

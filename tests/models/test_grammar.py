@@ -390,6 +390,17 @@ def test_a_grammar_that_takes_too_much_ends_its_text_and_no_rank(n_ranks: int) -
     assert found["finish"] == "failed" and found["text"].startswith("a" * 600)
 
 
+def test_what_takes_too_much_behind_a_stop_string_is_not_asked_for(tmp_path: Path) -> None:
+    """The draft is the target, so a verdict brings both."""
+    (source := tmp_path / "in.jsonl").write_text(
+        json.dumps({"prompt": "a", "n_predict": 1000, "temperature": 0, "grammar": LATE, "stop": ["\n" * 22]})
+    )
+    words = ["-m", TARGET, "-md", TARGET, "--policy", "speculative", "--draft", "16", "-t", "1"]
+    done = finish(1, ["batch", str(source), "-o", str(tmp_path / "out.jsonl"), *map(str, words)])
+    result = json.loads((tmp_path / "out.jsonl").read_text())
+    assert result.get("finish") == "stop", (result, done.stderr)
+
+
 def test_sampled_text_is_the_same_everywhere(tmp_path: Path) -> None:
     (tmp_path / "grammar.gbnf").write_text(ASSIGNMENT)
     words = [*PROMPT, "--temp", "1.2", "-s", "6", "--repeat-penalty", "1.1"]

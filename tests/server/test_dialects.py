@@ -137,6 +137,11 @@ def test_llama_server_s_own_endpoints(served: Served) -> None:
     tokens = served.http.post("/completion", json=query | {"return_tokens": True}).json()["tokens"]
     assert len(tokens) == 8 and [token for event in events for token in event["tokens"]] == tokens
     assert whole["tokens"] == [] == events[-1]["tokens"], "only where they are asked for"
+    stopped = query | {"stop": [whole["content"][-1]], "return_tokens": True}
+    tokens = served.http.post("/completion", json=stopped).json()["tokens"]
+    lines = served.http.post("/completion", json=stopped | {"stream": True}).text.split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line]
+    assert tokens and [token for event in events for token in event["tokens"]] == tokens, "also those without text"
     query |= {"dry_multiplier": 1, "dry_sequence_breakers": ["a"], "samplers": ["dry", "min_p", "top_k"], "n_probs": 2}
     settings = served.http.post("/completion", json=query).json()["generation_settings"]
     assert settings["temperature"] == 1 and settings["dry_sequence_breakers"] == ["a"] and settings["n_probs"] == 2

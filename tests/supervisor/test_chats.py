@@ -55,6 +55,18 @@ def test_a_chat_goes_on_whichever_rank_dies(text: str, at_once: bool, struck: di
     assert errors.count("the job starts again") == len(struck) and errors.count("there is no /nothing") == 1, errors
 
 
+def test_what_was_cleared_is_not_written_again(text: str) -> None:
+    job = Supervised(2, WORDS, stdin=subprocess.PIPE)
+    say(job, "".join(TYPED))
+    begun = job.read(len(text) - 60)
+    job.strike(1)
+    assert job.process.stdin
+    job.process.stdin.close()
+    job.process.stdin = None
+    code, rest, errors = job.finish()
+    assert (code, begun + rest) == (0, text) and "the job starts again" in errors, errors
+
+
 def test_an_answer_that_was_stopped_stays_so() -> None:
     job = Supervised(2, [*WORDS, "-n", "1500"], stdin=subprocess.PIPE)
     say(job, "def f(x):\n")

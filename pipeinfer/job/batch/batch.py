@@ -13,7 +13,6 @@ from typing import Any
 from pipeinfer import __version__
 from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.core.policy import Policy
-from pipeinfer.core.requests import Finish
 from pipeinfer.errors import StopRequested, UserError
 from pipeinfer.job.batch.batch_file import WHAT, BatchFile, BatchOutput, BatchRequest, error_line, result_line
 from pipeinfer.job.launch import CLOCK, Context
@@ -124,7 +123,7 @@ def _prepare(options: RunOptions, hosts: Sequence[Host], batch: BatchOptions) ->
             sizes = _sizes(work, options.context.ctx_size, options.traffic.parallel)
             plan = deploy_largest(options, hosts, info, drafts, *sizes)
         model = model_id(plan) if plan else ModelId(info.fingerprint, options.numerics.rounding)
-        work.journal = open_journal(options.output.resume, model)
+        work.journal = open_journal(options.output.resume, model, options.text.now_s)
         for _, id in work.output.ids():
             if id in work.journal.texts:  # an interruption may have left the notes of a result
                 work.journal.end(id)
@@ -281,7 +280,7 @@ class Batch:
 
     def _write(self, opened: OpenRequest) -> None:
         (line, id, entries), model = opened.origin, self.plan.model.path.name
-        if opened.state.finish is Finish.FAILED:
+        if opened.finish == "error":
             self._refuse(line, id, TOO_MUCH)
             return
         self.work.output.write(result_line(id, line, opened, entries, self._spell, model))

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.core.requests import Finish
 from pipeinfer.errors import UserError
-from pipeinfer.job.chat.history import ChatNotes, History, Turn
+from pipeinfer.job.chat.history import CLEAR, ChatNotes, History, Turn
 from pipeinfer.job.chat.lines import PipedLines, open_lines
 from pipeinfer.job.launch import CLOCK, Context
 from pipeinfer.job.options.options import RunOptions
@@ -43,7 +43,7 @@ STOP = "/stop"
 ANSWERED = ""  # the note at the end of an answer, also of one that was stopped
 
 HELP = {
-    "/clear": "begin anew, with the system's message",
+    CLEAR: "begin anew, with the system's message",
     "/regen": "take the newest answer back and answer again, with the next seed",
     STOP: "stop the answer that is coming (on a terminal: Ctrl-C)",
     "/help": "say this",
@@ -80,7 +80,7 @@ def _prepare(options: RunOptions, hosts: Sequence[Host]) -> "tuple[JobPlan, Chat
         further.append(f"reasoning {text.reasoning_budget} {text.reasoning_message}")
     further += [f"template {text.template}"] if text.template else []
     key = digest((as_given, text.chat, model[0], options.numerics.rounding, *further))
-    notes = ChatNotes(open_journal(options.output.resume, model), key)
+    notes = ChatNotes(open_journal(options.output.resume, model, text.now_s), key)
     request = request.within(plan.capacity.n_ctx)
     return plan, Chat(plan, request, format, first, notes, options.output, ExperimentSettings.of(options))
 
@@ -210,7 +210,7 @@ class Chat:
         word = message.strip()
         name, _, rest = word.partition(" ")
         is_command = word.startswith("/") and (not rest or name in READ)
-        if word == "/clear":
+        if word == CLEAR:
             self.history.clear()
             if not turn:
                 self.notes.clear()

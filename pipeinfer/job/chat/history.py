@@ -21,6 +21,8 @@ from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.models.text.answers import opened_thought
 from pipeinfer.models.text.chat_template import ChatMessage, Rendered, encode_continuation, encode_rendered
 
+CLEAR = "/clear"
+
 
 @dataclass(frozen=True, slots=True)
 class _Segment:
@@ -128,6 +130,9 @@ class ChatNotes:
         attempt = own_attempt()
         self._job = attempt.job if attempt else ""
         self._key = ""
+        before = [self._read(key) for key in journal.texts]
+        cleared = [at for at, (job, _, text) in enumerate(before) if text.strip() == CLEAR and job != self._job]
+        self._forget(list(journal.texts)[: cleared[-1]] if cleared else [])
         noted = [(key, self._read(key), *text) for key, text in journal.texts.items()]
         self.past = [
             Turn(key, message, seed, tuple(tokens), at < len(noted), n_read if job and job == self._job else -1)
@@ -161,8 +166,13 @@ class ChatNotes:
             self.journal.add_output(self._key, tokens)
 
     def clear(self) -> None:
-        """Remove all notes before the newest message."""
-        for key in [key for key in self.journal.texts if key != self._key]:
+        """Remove all notes before the newest message; not those of a supervised job, whose next attempt prints all that
+        this one has printed."""
+        if not self._job:
+            self._forget(list(self.journal.texts)[:-1])
+
+    def _forget(self, keys: Sequence[str]) -> None:
+        for key in keys:
             self.journal.end(key)
 
     def _read(self, key: str) -> tuple[str, int, str]:

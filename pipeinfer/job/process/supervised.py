@@ -36,7 +36,7 @@ N_PROOF = 32
 class Attempt:
     """`job`: the same for all attempts of a supervisor. `number`: from 1; as a rank to the supervisor. `is_typed`: a
     user types the standard input; `sends_keys`: key by key. `numerics`: those of the first attempt, or empty;
-    `fitted`: what --fit chose for the last one."""
+    `fitted`: what --fit chose for the last one; `now_s`: the time that chat templates see, since 1970."""
 
     job: str
     number: int
@@ -45,6 +45,7 @@ class Attempt:
     sends_keys: bool = False
     numerics: str = ""
     fitted: str = ""
+    now_s: float = 0.0
 
     def text(self) -> str:
         return json.dumps(asdict(self))

@@ -2,6 +2,7 @@
 calls, the budget of reasoning. Plans and runs nothing."""
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
@@ -169,7 +170,7 @@ def open_format(
         say(PLAIN.format(path=info.path))
         source, stops = PLAIN_TEMPLATE, (*stops, PLAIN_STOP)
     kind = BuiltinTemplate if is_builtin else ChatTemplate
-    template = kind(source, name, variables, text.special_in_messages)
+    template = kind(source, name, variables, text.special_in_messages, now_s=text.now_s or time.time())
     if chat.template_file is not None or text.template is not None:
         template.check()
     if text.reasoning_budget >= 0 and not thought_marks(source)[1]:

@@ -2,7 +2,7 @@
 
 A note is a line of JSON: `[key, seed]` begins a text anew, `[key, [token, …]]` adds output, `[key]` ends it. The key
 names the request. `["numerics", name]` names the numerics with which all of them were begun, `["fitted", text]` is what
---fit chose.
+--fit chose, `["time", seconds]` is the time that chat templates see.
 """
 
 import contextlib
@@ -13,7 +13,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -38,6 +39,7 @@ from pipeinfer.outputs import is_stream, write_error
 WHAT = "--resume"
 NOTE = b'["'  # the beginning of each note: a last line that begins otherwise is not of this job, and is not cut off
 Part: TypeAlias = str | int | Sequence[int]
+SETTINGS = ("numerics", "fitted", "time")
 
 
 class ModelId(NamedTuple):
@@ -52,35 +54,38 @@ def model_id(plan: JobPlan) -> ModelId:
     return ModelId(plan.model.fingerprint, plan.text_numerics, plan.fitted)
 
 
-def kept_settings(path: Path | None) -> dict[str, str]:
+def kept_settings(path: Path | None) -> dict[str, Any]:
     """Of texts that go on, by supervisor or notes: the name of their numerics, `resumed`, and what --fit chose,
-    `fitted`; empty where none goes on."""
+    `fitted`, empty where none goes on; the time that chat templates see, `now_s`, in seconds since 1970."""
     if path is None:
-        attempt = own_attempt()
-        return {"resumed": attempt.numerics if attempt else "", "fitted": attempt.fitted if attempt else ""}
+        if attempt := own_attempt():
+            return {"resumed": attempt.numerics, "fitted": attempt.fitted, "now_s": attempt.now_s}
+        return {"now_s": time.time()}
     journal = Journal()
     with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
         for line in file.read(MAX_LENGTH).splitlines():
             journal.take(line)
-    has_texts = bool(journal.texts)
-    return {"resumed": journal.numerics * has_texts, "fitted": journal.fitted * has_texts}
+    settings = journal.settings if journal.texts else {}
+    now_s = float(settings.get("time") or time.time())
+    return {"resumed": settings.get("numerics", ""), "fitted": settings.get("fitted", ""), "now_s": now_s}
 
 
-def open_journal(path: Path | None, model: ModelId) -> "Journal":
-    """The file's; without one the supervisor's, if there is one. Raises UserError as `JournalFile`, `LinkJournal`."""
+def open_journal(path: Path | None, model: ModelId, now_s: float) -> "Journal":
+    """The file's; without one the supervisor's, if there is one. `now_s`: the time that chat templates see. Raises
+    UserError as `JournalFile`, `LinkJournal`."""
     redirect(sys.stdout, OUTPUT)
     if path is None:
         link = connect_supervisor(NOTES)
         return LinkJournal(link, model) if link else Journal()
-    return JournalFile(path, model.numerics, model.fitted)
+    return JournalFile(path, {"numerics": model.numerics, "fitted": model.fitted, "time": repr(now_s)})
 
 
 class Journal:
-    """Notes in memory alone. `texts`: the seed and the tokens of each incomplete text."""
+    """Notes in memory alone. `texts`: the seed and the tokens of each incomplete text; `settings`: of all of them."""
 
     def __init__(self) -> None:
         self.texts: dict[str, tuple[int, list[int]]] = {}
-        self.numerics = self.fitted = ""
+        self.settings: dict[str, str] = {}
 
     def take(self, note: bytes) -> None:
         """Apply a note. Raises ValueError if it is none."""
@@ -88,10 +93,8 @@ class Journal:
 
     def _take(self, parts: Any) -> None:
         match parts:
-            case ["numerics", str(name)]:
-                self.numerics = name
-            case ["fitted", str(text)]:
-                self.fitted = text
+            case [str(name), str(value)] if name in SETTINGS:
+                self.settings[name] = value
             case [str(key)]:
                 self.texts.pop(key, None)
             case [str(key), int(seed)]:
@@ -162,10 +165,10 @@ def open_alone(path: Path, what: str) -> int:
 class JournalFile(Journal):
     """A file of notes to which this job alone appends. It is removed when all its texts are complete."""
 
-    def __init__(self, path: Path, numerics: str, fitted: str = "") -> None:
-        """`numerics`, `fitted`: this job's. Raises UserError for a file of other content, or of another job."""
+    def __init__(self, path: Path, settings: Mapping[str, str]) -> None:
+        """`settings`: this job's. Raises UserError for a file of other content, or of another job."""
         super().__init__()
-        self.path, self._job_numerics, self._job_fitted, self._is_full = path, numerics, fitted, False
+        self.path, self._job_settings, self._is_full = path, settings, False
         if is_stream(path):
             raise UserError(f"{WHAT} {path} is no file; the notes are for the next job, which has to read them")
         self._fd = open_alone(path, WHAT)
@@ -189,14 +192,9 @@ class JournalFile(Journal):
     def write(self, *parts: Part) -> None:
         if self._is_full:
             return
-        notes = [note_of(*parts)]
-        if self.numerics != self._job_numerics:  # with the first text that begins
-            self.numerics = self._job_numerics
-            notes.insert(0, note_of("numerics", self.numerics))
-        if self.fitted != self._job_fitted:
-            self.fitted = self._job_fitted
-            notes.insert(0, note_of("fitted", self.fitted))
-        lines = b"".join(note + b"\n" for note in notes)
+        new = [pair for pair in self._job_settings.items() if self.settings.get(pair[0], "") != pair[1]]
+        self.settings |= new  # with the first text that begins
+        lines = b"".join(note_of(*note) + b"\n" for note in (*new, parts))
         try:
             if os.write(self._fd, lines) < len(lines):  # the rest has no room: a note behind it could not be read
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -104,10 +104,10 @@ class OpenRequest:
     @property
     def finish(self) -> str:
         """Why its text ends, in OpenAI's words; "error" where its grammar took too much."""
-        if self.state.finish is Finish.FAILED:
+        finish = self.as_shown().finish
+        if finish is Finish.FAILED:
             return "error"
-        ends = self.printer.was_cut or self.state.finish is Finish.END
-        return "stop" if ends and self.request.n_predict else "length"
+        return "stop" if finish is Finish.END and self.request.n_predict else "length"
 
 
 @dataclass(frozen=True, slots=True)

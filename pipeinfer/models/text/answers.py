@@ -32,6 +32,7 @@ class AnswerPart(NamedTuple):
     text: str
 
 
+QUOTE = re.compile(r'\\.|"', re.DOTALL)  # of JSON, or what is escaped
 Step = list[AnswerPart] | None  # the parts of a step, maybe none; None if it needs more text
 
 
@@ -48,6 +49,14 @@ def closes_thought(prompt: str) -> bool:
 def unclosed_thought(answer: str) -> str:
     """The mark that ends the reasoning which the beginning of an answer leaves open; empty if it leaves none."""
     return next((end for begin, end in THOUGHTS.items() if answer.rfind(begin) > answer.rfind(end)), "")
+
+
+def _is_closed(text: str, close: str) -> bool:
+    """Whether a mark, which may be empty, ends the JSON that a text begins with, whose strings may have marks too."""
+    at = text.find(close) if close else -1
+    while at >= 0 and QUOTE.findall(text, 0, at).count('"') % 2:
+        at = text.find(close, at + 1)
+    return at >= 0
 
 
 class AnswerReader:
@@ -172,10 +181,10 @@ class AnswerReader:
                 return self._end_calls([AnswerPart("call", match["name"]), AnswerPart("arguments", arguments)])
             if match and not form.pairs:
                 return self._begin(match, at)
-        close = forms[0].close
-        if not self._has_ended and not (close and close in text):
+        is_closed = _is_closed(text, forms[0].close)
+        if not self._has_ended and not is_closed:
             return None
-        if self._is_cut and not (close and close in text) and (cut := self._cut_call(text, forms)) is not None:
+        if self._is_cut and not is_closed and (cut := self._cut_call(text, forms)) is not None:
             return cut
         return self._whole(at + len(forms[0].mark))
 

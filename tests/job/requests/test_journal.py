@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from pipeinfer.cluster.watch.protocol import SUPERVISOR
+from pipeinfer.cluster.watch.rendezvous import Rendezvous
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
+from pipeinfer.job.process.supervised import Attempt
 from pipeinfer.job.requests.journal import Journal, JournalFile, kept_settings
 from pipeinfer.job.requests.request import GenerationRequest
 from tests.support.cases import in_long
@@ -22,12 +25,12 @@ TEXT = ["-p", "def read_lines(path):\n", "-n", "300", "-c", "400", "--ignore-eos
 
 
 def test_a_text_goes_on_before_its_last_token(tmp_path: Path) -> None:
-    first = JournalFile(tmp_path / "notes", "exact")
+    first = JournalFile(tmp_path / "notes", {"numerics": "exact"})
     assert first.begin("x", ASKED) == ASKED
     first.add_output("x", [7, 8])
     first.add_output("x", [9])
     first.close()
-    again = JournalFile(tmp_path / "notes", "exact")
+    again = JournalFile(tmp_path / "notes", {"numerics": "exact"})
     other = GenerationRequest((1, 2), 9, 20, SamplingParams(seed=99), frozenset())
     answer = again.begin("x", other)
     assert (answer.begun, answer.sampling.seed) == ((7, 8), 5), "its seed too"
@@ -62,53 +65,69 @@ def test_only_a_torn_note_is_cut_off(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "notes"
     path.write_bytes(content)
     if content.startswith(b"["):
-        JournalFile(path, "exact").write("z", 1)
+        JournalFile(path, {"numerics": "exact"}).write("z", 1)
         assert path.read_bytes() == content[: content.rfind(b"\n") + 1] + b'["numerics","exact"]\n["z",1]\n'
     else:
         with pytest.raises(UserError, match=r"line 1 is no note of a job; name another file"):
-            JournalFile(path, "exact")
+            JournalFile(path, {"numerics": "exact"})
         assert path.read_bytes() == content
 
 
 def test_notes_say_with_which_numerics_their_texts_were_begun(tmp_path: Path) -> None:
     path = tmp_path / "notes"
-    JournalFile(path, "exact-q4_0.32-1f3a")
+    JournalFile(path, {"numerics": "exact-q4_0.32-1f3a"})
     assert kept_settings(path)["resumed"] == "", "nothing was begun"
     path.unlink()
-    journal = JournalFile(path, "exact-q4_0.32-1f3a")
+    journal = JournalFile(path, {"numerics": "exact-q4_0.32-1f3a"})
     journal.begin("x", ASKED)
-    assert kept_settings(path)["resumed"] == "exact-q4_0.32-1f3a" and kept_settings(None)["resumed"] == ""
+    assert kept_settings(path)["resumed"] == "exact-q4_0.32-1f3a" and "resumed" not in kept_settings(None)
     path.write_bytes(path.read_bytes() + b'["x"]\n["y", 1')
     assert kept_settings(path)["resumed"] == "", "all are complete"
 
 
 def test_notes_say_what_fit_chose(tmp_path: Path) -> None:
     path = tmp_path / "notes"
-    first = JournalFile(path, "exact", "[5120]")
+    first = JournalFile(path, {"numerics": "exact", "fitted": "[5120]"})
     first.begin("x", ASKED)
-    assert kept_settings(path) == {"resumed": "exact", "fitted": "[5120]"}
+    kept = kept_settings(path)
+    assert (kept["resumed"], kept["fitted"]) == ("exact", "[5120]")
     os.close(first._fd)
-    JournalFile(path, "exact", "").begin("x", ASKED)
-    assert kept_settings(path) == {"resumed": "exact", "fitted": ""}
+    JournalFile(path, {"numerics": "exact", "fitted": ""}).begin("x", ASKED)
+    kept = kept_settings(path)
+    assert (kept["resumed"], kept["fitted"]) == ("exact", "")
+
+
+def test_templates_see_the_time_at_which_texts_were_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start_s, path = time.time(), tmp_path / "notes"
+    file = JournalFile(path, {"numerics": "exact", "time": repr(1234.5)})
+    assert kept_settings(path)["now_s"] >= start_s, "nothing was begun"
+    file.begin("x", ASKED)
+    assert kept_settings(path)["now_s"] == 1234.5 and kept_settings(None)["now_s"] >= start_s
+    attempt = Attempt("job", 2, Rendezvous("", (), 0, ""), now_s=99.5)
+    monkeypatch.setenv(SUPERVISOR, attempt.text())
+    assert kept_settings(None)["now_s"] == 99.5
+    monkeypatch.undo()
+    file.end("x")
+    assert kept_settings(path)["now_s"] >= start_s, "all are complete"
 
 
 def test_one_job_writes_it(tmp_path: Path) -> None:
-    file = JournalFile(tmp_path / "notes", "exact")
+    file = JournalFile(tmp_path / "notes", {"numerics": "exact"})
     with pytest.raises(UserError, match="another job is writing it"):
-        JournalFile(tmp_path / "notes", "exact")
+        JournalFile(tmp_path / "notes", {"numerics": "exact"})
     file.close()
-    JournalFile(tmp_path / "notes", "exact").close()
+    JournalFile(tmp_path / "notes", {"numerics": "exact"}).close()
 
 
 def test_a_device_keeps_no_notes() -> None:
     with pytest.raises(UserError, match="--resume /dev/full is no file"):
-        JournalFile(Path("/dev/full"), "exact")
+        JournalFile(Path("/dev/full"), {"numerics": "exact"})
 
 
 def test_a_full_disk_ends_the_notes_not_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     journal = JournalFile.__new__(JournalFile)
     Journal.__init__(journal)
-    journal._job_numerics, journal._job_fitted = "exact", ""
+    journal._job_settings = {"numerics": "exact"}
     journal.path, journal._is_full, journal._fd = Path("/dev/full"), False, os.open("/dev/full", os.O_WRONLY)
     journal.add_output("x", []) if journal.begin("x", ASKED) else None
     assert capsys.readouterr().err.count("output is not noted from now on") == 1
@@ -119,7 +138,7 @@ def test_a_note_for_which_there_was_half_the_room_is_the_last_one(
 ) -> None:
     """A note behind it would make the file unreadable."""
     path, before = tmp_path / "notes", resource.getrlimit(resource.RLIMIT_FSIZE)
-    file = JournalFile(path, "exact")
+    file = JournalFile(path, {"numerics": "exact"})
     file.begin("x", ASKED)
     file.add_output("x", [7])
     try:
@@ -130,7 +149,7 @@ def test_a_note_for_which_there_was_half_the_room_is_the_last_one(
     file.add_output("x", [9])
     file.close()
     assert capsys.readouterr().err.count("output is not noted from now on") == 1
-    again = JournalFile(path, "exact")
+    again = JournalFile(path, {"numerics": "exact"})
     assert again.texts == {"x": (5, [7])}
     again.close()
 
