@@ -17,6 +17,7 @@ from typing import Any
 ROOT = str(Path(__file__).parents[1])
 VERSION_TIMEOUT_S = 20.0
 LAUNCHERS = ("mpiexec", "mpirun", "prte", "orte", "hydra", "srun")
+FORWARDERS = ("prterun", "mpirun", "mpiexec", "orterun")
 TERMINALS = ("/dev/pts/", "/dev/tty")
 
 
@@ -77,6 +78,17 @@ def launcher_at_terminal(number: int = 0) -> int:
             launcher = pid if is_terminal(pid, number) else 0
             pid = int(process_stat(pid)[1])
     return launcher
+
+
+def forwarding_launcher() -> int:
+    """The process on this host to which Open MPI forwards this job's standard streams; 0: there is none."""
+    pid = os.getppid()
+    with contextlib.suppress(OSError, IndexError):
+        while pid > 1:
+            if Path(f"/proc/{pid}/comm").read_text().strip() in FORWARDERS:
+                return pid
+            pid = int(process_stat(pid)[1])
+    return 0
 
 
 def is_terminal(pid: int, number: int) -> bool:

@@ -20,6 +20,7 @@ from types import FrameType
 from pipeinfer.child import is_terminal, launcher_at_terminal
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.signals import SIGNALS
+from pipeinfer.job.process.stdin import end_input
 from pipeinfer.job.process.streams import MAX_LENGTH, RawTerminal
 from pipeinfer.job.process.supervised import ERRORS, own_attempt, redirect
 
@@ -308,13 +309,13 @@ def open_lines(leaves: Callable[[], bool], n_taken: int = 0) -> Lines:
     launcher = launcher_at_terminal()
     if sys.stdin.isatty() and sys.stdout.isatty() and not launcher:
         return TerminalLines(leaves)
-    if attempt := own_attempt():
-        if attempt.sends_keys:
-            redirect(sys.stderr, ERRORS)
-            return KeyLines(leaves, -1, None, n_taken)
-        return PipedLines(0, leaves, attempt.is_typed, n_taken)
+    attempt = own_attempt()
+    if attempt and attempt.sends_keys:
+        redirect(sys.stderr, ERRORS)
+        return KeyLines(leaves, -1, None, n_taken)
     with contextlib.suppress(OSError):
-        if launcher and is_terminal(launcher, 2):  # where lines are shown while they are edited
+        if launcher and not attempt and is_terminal(launcher, 2):  # where lines are shown while they are edited
             terminal = os.open(f"/proc/{launcher}/fd/0", os.O_RDWR | os.O_NOCTTY)
             return KeyLines(leaves, terminal, RawTerminal(terminal, launcher), n_taken)
-    return PipedLines(0, leaves, bool(launcher), n_taken)
+    end_input(is_whole=False)
+    return PipedLines(0, leaves, attempt.is_typed if attempt else bool(launcher), n_taken)

@@ -12,12 +12,13 @@ import io
 import os
 import select
 import signal
+import stat
 import subprocess
 import sys
 import termios
 from typing import IO, Any, AnyStr, TextIO
 
-from pipeinfer.child import launcher_at_terminal, process_stat, python_command
+from pipeinfer.child import forwarding_launcher, launcher_at_terminal, process_stat, python_command
 from pipeinfer.errors import UserError
 
 READER_LEFT = 141  # the exit code that shells give a command that wrote to a closed pipe
@@ -41,8 +42,10 @@ class Stream(io.TextIOWrapper):
     """A text stream that never raises because it cannot be written: `error` then says why, and the rest is dropped."""
 
     error: OSError | None = None
+    has_text = False
 
     def write(self, text: str) -> int:
+        self.has_text = True
         try:
             return super().write(text)
         except OSError as error:
@@ -104,6 +107,9 @@ def final_code(code: int) -> int:
     if error := lost_output(sys.stdout):
         output_code = report_lost_output(error)
         code = code or output_code
+    elif getattr(sys.stdout, "has_text", False) and _has_no_room():
+        complain("standard output: its disk is full; what was written there may not be complete")
+        code = code or 2
     sys.stderr.flush()
     error = lost_output(sys.stderr)
     # a reader that closed the pipe lost nothing
@@ -127,6 +133,16 @@ def _write_to_terminal() -> None:
                 os.dup(number)
                 os.dup2(terminal, number)
                 os.close(terminal)
+
+
+def _has_no_room() -> bool:
+    """Whether the disk is full to which Open MPI's launcher writes for this job: it tells nobody."""
+    if os.environ.get("OMPI_COMM_WORLD_RANK") == "0" and (launcher := forwarding_launcher()):
+        with contextlib.suppress(OSError):
+            path = f"/proc/{launcher}/fd/1"
+            mode = os.stat(path).st_mode
+            return os.path.samefile(path, "/dev/full") or (stat.S_ISREG(mode) and not os.statvfs(path).f_bavail)
+    return False
 
 
 def _stream(descriptor: int, before: TextIO) -> Stream:

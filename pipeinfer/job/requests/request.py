@@ -14,6 +14,7 @@ from pipeinfer.core.types import AdapterScales
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_CTX, STDIN
 from pipeinfer.job.options.text_sections import ContextOptions, GrammarOptions, PromptOptions
+from pipeinfer.job.process.stdin import end_input
 from pipeinfer.job.process.streams import complain, read_limited
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.text.grammar import check_grammar
@@ -124,6 +125,8 @@ def read_text(option: str, path: Path) -> str:
     """A whole file, or standard input. Raises UserError, which names the option."""
     if path == STDIN and sys.stdin is None:
         raise UserError(f"{option} -: standard input is closed; name a file")
+    if path == STDIN:
+        end_input(is_whole=True)
     try:
         with nullcontext(sys.stdin.buffer) if path == STDIN else path.open("rb") as file:
             return read_limited(file, f"{option} {path}").decode().removeprefix(BYTE_ORDER_MARK)
