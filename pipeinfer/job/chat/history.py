@@ -169,7 +169,7 @@ class ChatNotes:
         """Remove all notes before the newest message; not those of a supervised job, whose next attempt prints all that
         this one has printed."""
         if not self._job:
-            self._forget(list(self.journal.texts)[:-1])
+            self._forget([key for key in self.journal.texts if key != self._key])
 
     def _forget(self, keys: Sequence[str]) -> None:
         for key in keys:
