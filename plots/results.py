@@ -43,7 +43,7 @@ GAP = 0.6  # bars that fit between the ranks of one series and those of the next
 
 def acceptance(rows: pd.DataFrame) -> str:
     """What stands on a bar: how many guesses of its rows were right."""
-    if ((rows.draft_n_sent == 0) & (rows.draft_steps > 0)).all():
+    if ((rows.draft_n_sent == 0) & (rows.policy != "iterative")).all():
         return UNSENT
     rate = mean(rows.acceptance_rate, rows["sample"])
     return f"{rate:.0%}" if rate == rate else ""

@@ -283,8 +283,8 @@ def test_acceptance_stands_beside_the_speed() -> None:
         assert shown == (["80%", "80%"] if name == "speed" else [])
 
 
-def test_bars_of_drafts_that_never_reached_the_target_say_so() -> None:
-    worked = {"iterative": (0, 0), "speculative": (60, 5), "pipeinfer": (60, 0)}
+def test_bars_of_policies_whose_guesses_never_reached_the_target_say_so() -> None:
+    worked = {"iterative": (0, 0), "speculative": (60, 5), "pipeinfer": (0, 0)}
     rows = [
         RESULTS.as_read(make_row(policy)) | {"draft_steps": n_steps, "draft_n_sent": n_sent}
         for policy, (n_steps, n_sent) in worked.items()

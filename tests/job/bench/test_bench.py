@@ -281,7 +281,7 @@ def test_the_key_has_everything_that_was_asked(tmp_path: Path) -> None:
         "parallel",
     }
     not_asked |= {"constraints", "offline", "send_layers", "rank_timeout_s", "also", "resume", "finds_head"}
-    not_asked |= {"template"}
+    not_asked |= {"template", "now_s"}
     not_asked |= {"parse_special", "special_in_messages", "resumed", "allow_other_numerics"}
     not_asked |= {"plan", "planned", "n_expected", "machines", "by_ranks", "kv_dir"}
     not_asked |= {"lora_init_without_apply"}  # which changes the factors of lora
