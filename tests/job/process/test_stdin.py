@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import BY_MPICH, COMMAND, environment, launcher
+from tests.support.jobs import COMMAND, environment, launcher
 
 # bash redirects a command in its process, other shells in their own
 PRTERUN = """#!/bin/bash
@@ -61,7 +61,6 @@ def test_a_prompt_comes_through_a_pipe(n_ranks: int) -> None:
     assert done.returncode == 0 and "prompt tokens read" in done.stderr, done.stderr
 
 
-@pytest.mark.skipif(BY_MPICH, reason="MPICH's mpirun passes on the end")
 def test_a_chat_ends_with_its_input() -> None:
     words = [*launcher(2), *COMMAND, "chat", "-n", "4", "-t", "1"]
     done = subprocess.run(words, input="def\n", capture_output=True, text=True, env=environment(), timeout=60)
