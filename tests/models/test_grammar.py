@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,23 @@ def test_what_takes_too_much_fails_whatever_was_asked_before(tokenizer: Tokenize
         with pytest.raises(ConstraintFailed):
             allowed_by(fresh, [*before, *newline * n])
         assert allowed_by(fresh, before[:-1]) == allowed_by(grammar, before[:-1]) != []
+
+
+WORDS = ("self", "return", "select", "delete", "left", "nets", "date", "rats")
+
+
+def test_what_is_allowed_does_not_depend_on_what_was_asked_before(tokenizer: Tokenizer) -> None:
+    """From one branch of a tree to another with as many bytes, after which words go on with the same letter."""
+    text = f"root ::= {' | '.join(map(json.dumps, WORDS))}"
+    for first, second in permutations(WORDS, 2):
+        for n in range(1, min(len(first), len(second))):
+            before, output = (tokenizer.encode(f"({word[:n]}", False) for word in (first, second))
+            grammar = grammar_of(tokenizer, text)
+            allowed_by(grammar, before[1:])
+            assert allowed_by(grammar, output[1:]) == allowed_by(grammar_of(tokenizer, text), output[1:]), (
+                first,
+                second,
+            )
 
 
 def test_limits_of_a_grammar(tokenizer: Tokenizer) -> None:

@@ -134,8 +134,11 @@ class Grammar:
                     at = self._matcher = self._matcher or self._start.result().deep_copy()
                 except (UserError, RecursionError):
                     raise ConstraintFailed from None
-                answer = query(at) if self._move(at, output) else None
-                if not at.is_error():
+                is_there = self._move(at, output)
+                # llguidance 1.9.1 gives the last mask again after a rollback and as many bytes as then
+                probe = at.deep_copy()
+                answer = query(probe) if is_there else None
+                if not (at.is_error() or probe.is_error()):
                     return answer
                 self._matcher, self._path = None, ()
         raise ConstraintFailed
