@@ -80,7 +80,7 @@ def test_repacked_weights_change_no_text_of_other_splits(model: Path, draft: Pat
 def test_layers_on_devices_have_it_without_exactness(model: Path, adapter: Path) -> None:
     with servers(1) as (server,):
         more = ["--rpc", server.endpoint, "-ngl", "all", "--lora", adapter, "--json"]
-        done = finish(1, ["run", *words(model, SHORT, "-md", "none", *more)])
+        done = finish(1, ["run", *words(model, SHORT, "-md", "none", "--policy", "iterative", *more)])
     assert done.returncode == 0, done.stderr
     assert "rows with adapters (--lora) may have other bits beside others" in done.stderr
     result = json.loads(done.stdout)
@@ -109,7 +109,7 @@ def test_what_cannot_be_is_refused(model: Path, folder: Path, adapter: Path) -> 
         (["--lora", str(adapter), "--backend", "torch"], "is for layers that libllama computes, and rank 0 has"),
         (["--lora", str(adapter), "--json", "--trace", str(adapter)], "--lora"),
     ):
-        done = finish(1, ["run", *words(model, SHORT, "-md", "none", *more)])
+        done = finish(1, ["run", *words(model, SHORT, "-md", "none", "--policy", "iterative", *more)])
         assert done.returncode == 2 and message in done.stderr, (more, done.stderr)
         assert "Traceback" not in done.stderr
 
