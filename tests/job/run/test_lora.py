@@ -109,7 +109,7 @@ def test_what_cannot_be_is_refused(model: Path, folder: Path, adapter: Path) -> 
         (["--lora", str(adapter), "--backend", "torch"], "is for layers that libllama computes, and rank 0 has"),
         (["--lora", str(adapter), "--json", "--trace", str(adapter)], "--lora"),
     ):
-        done = finish(1, ["run", *words(model, SHORT, "-md", "none", "--policy", "iterative", *more)])
+        done = finish(1, ["run", *words(model, SHORT, "-md", "none", *more)])
         assert done.returncode == 2 and message in done.stderr, (more, done.stderr)
         assert "Traceback" not in done.stderr
 
