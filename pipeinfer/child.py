@@ -9,8 +9,9 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -72,23 +73,25 @@ def is_stopped(pid: int) -> bool:
 def launcher_at_terminal(number: int = 0) -> int:
     """The launcher on this host that started this process, and whose file descriptor `number` is a terminal, by default
     that where a user types; 0: there is none."""
-    pid, launcher = os.getppid(), 0
-    with contextlib.suppress(OSError, IndexError):
-        while Path(f"/proc/{pid}/comm").read_text().startswith(LAUNCHERS):
+    launcher = 0
+    with contextlib.suppress(OSError):
+        for pid, _ in takewhile(lambda each: each[1].startswith(LAUNCHERS), _processes_above()):
             launcher = pid if is_terminal(pid, number) else 0
-            pid = int(process_stat(pid)[1])
     return launcher
 
 
 def forwarding_launcher() -> int:
     """The process on this host to which Open MPI forwards this job's standard streams; 0: there is none."""
+    return next((pid for pid, name in _processes_above() if name in FORWARDERS), 0)
+
+
+def _processes_above() -> Iterator[tuple[int, str]]:
+    """The id and the name of this process's parent, of its parent, and so on."""
     pid = os.getppid()
     with contextlib.suppress(OSError, IndexError):
-        while pid > 1:
-            if Path(f"/proc/{pid}/comm").read_text().strip() in FORWARDERS:
-                return pid
+        while True:
+            yield pid, Path(f"/proc/{pid}/comm").read_text().strip()
             pid = int(process_stat(pid)[1])
-    return 0
 
 
 def is_terminal(pid: int, number: int) -> bool:

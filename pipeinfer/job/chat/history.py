@@ -130,10 +130,11 @@ class ChatNotes:
         attempt = own_attempt()
         self._job = attempt.job if attempt else ""
         self._key = ""
-        before = [self._read(key) for key in journal.texts]
-        cleared = [at for at, (job, _, text) in enumerate(before) if text.strip() == CLEAR and job != self._job]
-        self._forget(list(journal.texts)[: cleared[-1]] if cleared else [])
         noted = [(key, self._read(key), *text) for key, text in journal.texts.items()]
+        clears = [at for at, (_, (job, _, text), *_) in enumerate(noted) if text.strip() == CLEAR and job != self._job]
+        first = clears[-1] if clears else 0
+        self._forget([key for key, *_ in noted[:first]])
+        noted = noted[first:]
         self.past = [
             Turn(key, message, seed, tuple(tokens), at < len(noted), n_read if job and job == self._job else -1)
             for at, (key, (job, n_read, message), seed, tokens) in enumerate(noted, start=1)

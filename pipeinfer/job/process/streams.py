@@ -78,7 +78,7 @@ def take_streams() -> bool:
     """Replace the interpreter's streams by these; False when standard output is closed."""
     has_output, has_error = sys.stdout is not None, sys.stderr is not None
     _fill_descriptors()
-    if os.environ.get("OMPI_COMM_WORLD_RANK") == "0":
+    if _is_forwarded():
         _write_to_terminal()
     sys.stdout = _stream(1, sys.stdout) if has_output else ClosedStream()
     sys.stderr = _stream(2, sys.stderr) if has_error else ClosedStream()
@@ -123,6 +123,11 @@ def _fill_descriptors() -> None:
     os.close(descriptor)
 
 
+def _is_forwarded() -> bool:
+    """Whether this is rank 0 of Open MPI, whose launcher passes on what it writes."""
+    return os.environ.get("OMPI_COMM_WORLD_RANK") == "0"
+
+
 def _write_to_terminal() -> None:
     """Open MPI's launcher passes on whole lines, and none after a signal: write to its terminal instead. Its own pipes
     stay open: a rank that has closed its output gets no input."""
@@ -137,7 +142,7 @@ def _write_to_terminal() -> None:
 
 def _has_no_room() -> bool:
     """Whether the disk is full to which Open MPI's launcher writes for this job: it tells nobody."""
-    if os.environ.get("OMPI_COMM_WORLD_RANK") == "0" and (launcher := forwarding_launcher()):
+    if _is_forwarded() and (launcher := forwarding_launcher()):
         with contextlib.suppress(OSError):
             path = f"/proc/{launcher}/fd/1"
             mode = os.stat(path).st_mode

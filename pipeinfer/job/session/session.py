@@ -96,18 +96,20 @@ class OpenRequest:
     def as_shown(self) -> Request:
         """Its state without the tokens behind a stop string, whose number depends on the policy."""
         shown = copy(self.state)
-        shown.tokens = shown.tokens[: len(shown.prompt) + self.n_output]
-        if self.printer.was_cut:
-            shown.finish = Finish.END
+        shown.tokens, shown.finish = shown.tokens[: len(shown.prompt) + self.n_output], self._finish
         return shown
+
+    @property
+    def _finish(self) -> Finish | None:
+        """Why its text ends, whatever came behind a stop string."""
+        return Finish.END if self.printer.was_cut else self.state.finish
 
     @property
     def finish(self) -> str:
         """Why its text ends, in OpenAI's words; "error" where its grammar took too much."""
-        finish = self.as_shown().finish
-        if finish is Finish.FAILED:
+        if self._finish is Finish.FAILED:
             return "error"
-        return "stop" if finish is Finish.END and self.request.n_predict else "length"
+        return "stop" if self._finish is Finish.END and self.request.n_predict else "length"
 
 
 @dataclass(frozen=True, slots=True)
