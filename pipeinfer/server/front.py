@@ -314,9 +314,10 @@ def _check_certificate(options: HttpOptions) -> None:
 
 def _listen(host: str, port: int) -> socket.socket:
     """A socket at the address that listens, since until then another server could take it too; nothing answers yet."""
+    name = host[1:-1] if host.startswith("[") and host.endswith("]") else host  # IPv6, as in a URL
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
         listener = socket.socket(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -370,7 +370,8 @@ def test_the_way_to_a_port_from_another_machine_is_said(monkeypatch: pytest.Monk
         monkeypatch.delenv(name, raising=False)
     forward = f"ssh -L PORT:127.0.0.1:PORT {node}, then http://127.0.0.1:PORT"
     assert way_in("127.0.0.1") == forward
-    assert way_in("::1") == f"ssh -L PORT:[::1]:PORT {node}, then http://[::1]:PORT"
+    for host in ("::1", "[::1]"):
+        assert way_in(host) == f"ssh -L PORT:[::1]:PORT {node}, then http://[::1]:PORT"
     assert way_in("0.0.0.0") == f"http://{node}:PORT, or {forward}"
     monkeypatch.setenv("SLURM_SUBMIT_HOST", "login")
     monkeypatch.setenv("SLURMD_NODENAME", "n7")

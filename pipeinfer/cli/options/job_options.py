@@ -110,7 +110,7 @@ def take_sampling(values: Values, escape: bool = True) -> SamplingParams:
 def _samplers(text: str) -> dict[str, Any]:
     names = sampler_names(text)
     if unknown := [name for name in names if name not in SAMPLERS]:
-        raise UserError(f"--samplers {text}: there is no sampler {unknown[0]}; there are {', '.join(SAMPLERS)}")
+        raise UserError(f"--samplers {text}: there is no sampler {unknown[0]}; give some of {';'.join(SAMPLERS)}")
     try:
         return {**switched_off(names), "sampler_order": order_text(names)}
     except ValueError as error:
