@@ -3,6 +3,7 @@ reports. Makes no plan and knows no command."""
 
 import math
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -41,7 +42,7 @@ from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.process.signals import on_signals
 from pipeinfer.job.process.stop import StopFlag, Stopper, report_bus_errors
 from pipeinfer.job.process.streams import complain
-from pipeinfer.job.process.supervised import end_attempts, own_attempt
+from pipeinfer.job.process.supervised import end_attempts, own_attempt, tell_exit
 from pipeinfer.models.llama.ggml import report_aborts, use_nodes
 from pipeinfer.models.text.tokenizer import VocabularyFile
 from pipeinfer.observe.trace import StageLedger, Tracer, pack_spans
@@ -172,6 +173,9 @@ def start_job(part: Callable[[Crew], int], settings: object, placement: Placemen
             if verbose:
                 traceback.print_exc()
             raise  # the watch prints one line and ends the job
+        if link.rank == 0:
+            sys.stdout.flush()
+            tell_exit(flag.exit_code or code)
         link.finalize()
     return flag.exit_code or code
 

@@ -18,6 +18,7 @@ from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.planning.plan_table import show_start
 from pipeinfer.job.planning.prepare import prepare
 from pipeinfer.job.process.streams import complain, lost_output
+from pipeinfer.job.process.supervised import own_attempt
 from pipeinfer.job.requests.journal import Journal, model_id, open_journal
 from pipeinfer.job.requests.request import GenerationRequest, complain_of_mismatch
 from pipeinfer.job.session.result import ExperimentSettings, experiment_columns, generation_result
@@ -73,22 +74,17 @@ class RunHead:
         about = f"policy {request.policy.name}, {n_prompt} prompt tokens, {n_predict}, {brief}{resumed}"
         show_start(self.console, self.plan, brief, about, verbose)
         opened = open_session(self.context, self.plan, self.tokenizer, verbose=verbose)
-        with closing(self.journal), opened as session:
-            progress = ProgressBar(self.console, CLOCK, "prompt", n_prompt - 1, "tokens")
-            on_tokens = partial(self.journal.add_output, self.key)
-            generation = session.generate(request, on_tokens, progress.update, self.output.json)
-            progress.close()
-            if generation.request.finish is not Finish.STOPPED:
+        with closing(self.journal):
+            with opened as session:
+                progress = ProgressBar(self.console, CLOCK, "prompt", n_prompt - 1, "tokens")
+                on_tokens = partial(self.journal.add_output, self.key)
+                generation = session.generate(request, on_tokens, progress.update, self.output.json)
+                progress.close()
+                machine = self._time_machine()
+            code = self._report(generation, machine)
+            # a supervisor's next job must write the same text, until this one has told its end
+            if generation.request.finish is not Finish.STOPPED and not own_attempt():
                 self.journal.end(self.key)
-            machine = self._time_machine()
-        code = self._report(generation)
-        if machine and generation.request.n_generated > 1:
-            self._show_machines(machine, generation)
-        if generation.request.finish is Finish.END:
-            complain_of_mismatch(self.request.sampling, generation.text)
-        if generation.request.finish is Finish.FAILED:
-            complain(TOO_MUCH)
-            code = 2
         if flag.reason and not lost_output(sys.stdout):
             complain(f"{flag.reason}; the text up to here is complete")
         return flag.exit_code or code
@@ -107,8 +103,8 @@ class RunHead:
 
     # -- reporting
 
-    def _report(self, generation: Generation) -> int:
-        """Returns the exit code: 2 when a file could not be written."""
+    def _report(self, generation: Generation, machine: "TimedMachine | None") -> int:
+        """Returns the exit code: 2 when a file could not be written, or the grammar took too much."""
         columns = experiment_columns(self.plan, self.request, self.settings)
         result = generation_result(generation, self.plan, columns, generation.text)
         if self.output.json:
@@ -122,7 +118,15 @@ class RunHead:
             show_ranks(self.console, result.data["ranks"])
         else:
             show_outcome(self.console, result.data, self.has_draft, self.is_split)
-        return self._write_files(result)
+        code = self._write_files(result)
+        if machine and generation.request.n_generated > 1:
+            self._show_machines(machine, generation)
+        if generation.request.finish is Finish.END:
+            complain_of_mismatch(self.request.sampling, generation.text)
+        if generation.request.finish is Finish.FAILED:
+            complain(TOO_MUCH)
+            code = 2
+        return code
 
     def _show_machines(self, machine: "TimedMachine", generation: Generation) -> None:
         from pipeinfer.job.planning.machines import COLUMNS, TITLE, machine_speeds, speed_rows, summary

@@ -15,6 +15,7 @@ from pipeinfer.cluster.watch.rendezvous import Listener, Location, open_listener
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.supervised import (
     ERRORS,
+    EXIT,
     FRONT,
     INTERRUPT,
     NOTES,
@@ -41,6 +42,7 @@ class Links:
         self.rendezvous, listening = open_listener([here, *([] if is_alone else [Location("", "")])])
         self._listener = Listener(listening, self.rendezvous.key, 1, Limits())
         self.has_progress = False  # whether the attempt has got anywhere
+        self.exit_code: int | None = None  # its own, if rank 0 got to its end
         self._output, self._journal, self._mark = output, Journal(), mark.encode()
         self._server: HttpServer | None = None
         self._number = 0
@@ -54,7 +56,7 @@ class Links:
     def begin(self, number: int) -> None:
         """Accept links from rank 0 of this attempt, and no other one."""
         with self._lock:
-            self._number, self.has_progress = number, False
+            self._number, self.has_progress, self.exit_code = number, False, None
 
     def end(self) -> None:
         """Read what rank 0 has sent, and close its links."""
@@ -118,7 +120,7 @@ class Links:
 
     def _read(self, link: Connection) -> None:
         with contextlib.suppress(OSError, EOFError, ValueError):
-            while (kind := link.recv_bytes(MAX_HELLO_BYTES)) not in (FRONT, NOTES, OUTPUT, ERRORS):
+            while (kind := link.recv_bytes(MAX_HELLO_BYTES)) not in (FRONT, NOTES, OUTPUT, ERRORS, EXIT):
                 pass  # its process id, which the watch wants
             if kind == FRONT:
                 self._attach_server(link)
@@ -127,6 +129,8 @@ class Links:
                 _forward(link, self._output.begin())
             elif kind == ERRORS:
                 _forward(link, lambda data: os.write(2, data.replace(self._mark, b"")))
+            elif kind == EXIT:
+                self.exit_code = int(link.recv_bytes(MAX_HELLO_BYTES))
             else:
                 self._exchange_notes(link)
 

@@ -69,7 +69,7 @@ class Supervisor:
             stdin, number, hosts_file = None, 0, Path()
             if self.launcher.hosts:  # this process may be killed, and leaves a folder then
                 hosts_file = Path(files.enter_context(tempfile.TemporaryDirectory(prefix="pipeinfer-"))) / "hosts"
-            if self.launcher.is_chat or "-" in self.launcher.command:
+            if self.launcher.reads_input:
                 file = files.enter_context(tempfile.TemporaryFile())
                 self._terminal = self._take_terminal(files)
                 stdin = KeptInput(file, self._terminal.act) if self._terminal else KeptInput(file)
@@ -115,6 +115,7 @@ class Supervisor:
             return None
 
     def _attempt(self, number: int, hosts_file: Path, stdin: KeptInput | None) -> tuple[int, Loss | None]:
+        """(exit code, why the job was lost). What is lost after rank 0's last act does not matter."""
         self._links.begin(number)
         words = self.launcher.without(self.excluded, hosts_file, again=number > 1)
         words[1:1] = self._pass_variable
@@ -135,7 +136,8 @@ class Supervisor:
         self._is_begun = self._links.is_connected
         self._has_begun |= self._is_begun
         self._links.end()
-        return code, self._job.loss
+        own_code = self._links.exit_code
+        return (code, self._job.loss) if own_code is None else (own_code, None)
 
     def _prepare_restart(self, loss: Loss) -> None:
         """Decide with which hosts and when the job starts again. Raises UserError if it does not."""

@@ -12,7 +12,11 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.child import process_stat
+from pipeinfer.cluster.watch.protocol import SUPERVISOR
+from pipeinfer.job.process.supervised import Attempt, tell_exit
 from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.supervisor.job import KeptOutput
+from pipeinfer.supervisor.links import Links
 from tests.support.jobs import COMMAND, environment, finish, launcher, until
 from tests.support.supervised import COMMAND_FILE, Supervised
 
@@ -42,6 +46,46 @@ def test_so_does_one_that_has_not_begun(text: str) -> None:
     job.strike(2)
     code, out, errors = job.finish()
     assert (code, out) == (0, text), errors
+
+
+def test_so_does_one_that_is_complete_and_not_yet_reported(tmp_path: Path) -> None:
+    """Without a seed: the next job must not write another text behind it."""
+    os.mkfifo(tmp_path / "trace")  # nobody reads it, so rank 0 waits
+    words = ["run", "-p", "def read_lines(path):\n", "-n", "60", "--ignore-eos", "-t", "1", "--temp", "0.8"]
+    job = Supervised(2, [*words, "--trace", str(tmp_path / "trace")])
+    seed = re.search(rb"seed (\d+)", job.wait_for(b"busy: rank 0"))
+    job.strike(1)
+    job.wait_for(b"busy: rank 0")
+    with (tmp_path / "trace").open("rb") as trace:
+        trace.read()
+    code, out, errors = job.finish()
+    assert seed and (code, out) == (0, finish(1, [*words, "--seed", seed[1].decode()]).stdout), errors
+
+
+def test_a_job_that_has_told_its_end_is_not_lost_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    links = Links(True, KeptOutput(whole=False), "")
+    for number, code in ((1, 0), (2, 3)):
+        links.begin(number)
+        assert links.exit_code is None
+        monkeypatch.setenv(SUPERVISOR, Attempt("job", number, links.rendezvous).text())
+        tell_exit(code)
+        until(lambda: links.is_connected, 10)
+        links.end()
+        assert links.exit_code == code
+    tell_exit(5)  # of an attempt that has ended
+    links.begin(3)
+    assert links.exit_code is None
+
+
+@pytest.mark.parametrize("words", [["-f", "-"], ["--file=-"], ["-f", "/dev/stdin"]])
+def test_standard_input_is_read_however_it_is_named(tmp_path: Path, words: list[str]) -> None:
+    settings = ["run", "-n", "8", "-t", "1", "--temp", "0", *words]
+    (tmp_path / "in").write_text("def read_lines(path):\n")
+    with (tmp_path / "in").open() as file:
+        job = Supervised(1, settings, stdin=file)
+        code, out, errors = job.finish()
+    expected = finish(1, [*settings[:7], "-p", "def read_lines(path):"]).stdout
+    assert (code, out) == (0, expected), errors
 
 
 def test_a_result_object_is_printed_once() -> None:
@@ -150,6 +194,7 @@ def test_a_launcher_that_stands_still_is_a_lost_job(text: str, n_above: int) -> 
     job = Supervised(2, TEXT)
     begun = job.read(50)
     pid = job.ranks()[1]
+    os.kill(pid, signal.SIGSTOP)  # or the text would be complete before
     for _ in range(n_above):
         pid = int(process_stat(pid)[1])
     os.kill(pid, signal.SIGSTOP)

@@ -19,6 +19,7 @@ COMMANDS = ("run", "chat", "batch", "serve")
 HOSTS = ("-hosts", "-host", "--host", "-H")
 # a lost node's step keeps the cores of the others for minutes; 60: seconds to wait for what is not there
 AGAIN = ("--overlap", "--immediate=60")
+STDIN_NAMES = ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 SLOTS = re.compile(r"[:\s](?:slots\s*=\s*)?(\d+)")
 
 
@@ -130,6 +131,11 @@ class Launcher:
     def is_chat(self) -> bool:
         at = index_of_pipeinfer(self.command)
         return "chat" in self.command[at + 1 : at + 2] or bool({*CONVERSATION} & {*self.command})
+
+    @property
+    def reads_input(self) -> bool:
+        """Whether the command may read standard input: it is a chat, or a word of it, such as `--file=-`, names it."""
+        return self.is_chat or any(word.rpartition("=")[2] in STDIN_NAMES for word in self.command)
 
     @property
     def n_ranks(self) -> int:

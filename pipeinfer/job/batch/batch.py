@@ -94,11 +94,18 @@ class BatchWork:
     def noted(self) -> Iterator[tuple[BatchRequest, str, GenerationRequest | UserError]]:
         """The same with their ids, and with their noted output."""
         for line, request in self.ready():
-            id = self.id(line)
+            id = self.id(line, self._depends_on_context(line, request))
             yield line, id, request if isinstance(request, UserError) else self.journal.begin(id, request)
 
-    def id(self, request: BatchRequest) -> str:
-        return request.id(self.file.defaults.salt)
+    def id(self, line: BatchRequest, depends_on_context: bool) -> str:
+        """Of its result. `depends_on_context`: that might be another one with another -c."""
+        salt = self.file.defaults.salt
+        return line.id(f"{salt} context-{self.prompts.n_ctx}" if depends_on_context else salt)
+
+    @staticmethod
+    def _depends_on_context(line: BatchRequest, request: GenerationRequest | UserError) -> bool:
+        """Whether its result is an error, such as of a long prompt, or the context has less room than it asks for."""
+        return isinstance(request, UserError) or request.n_predict < line.body.n_predict
 
     def close(self) -> None:
         self.journal.close()
@@ -171,8 +178,8 @@ def _check_lines(work: BatchWork) -> None:
             line = f"{work.file.path} line {request.index + 1}"
             raise UserError(f"{line}: custom_id {name!r} is that of line {first + 1} too; give each request its own")
         work.is_done.extend(bytes(request.index + 1 - len(work.is_done)))
-        id = work.id(request)
-        work.is_done[request.index] = results.pop(id, 0) > 0
+        ids = [work.id(request, depends_on_context) for depends_on_context in (False, True)]
+        work.is_done[request.index] = any([results.pop(id, 0) for id in ids])
         work.n_requests += 1
         work.n_done += work.is_done[request.index]
     for reason in passed_over.values():
@@ -181,7 +188,7 @@ def _check_lines(work: BatchWork) -> None:
         raise UserError(f"{work.file.path} has no requests; give a JSON object a line")
     if results:
         line = f"{WHAT} {work.output.path} line {min(results.values())} is the result of no request that is asked now"
-        differs = f"{work.file.path}, the model or an option differs"
+        differs = f"{work.file.path}, the model or an option, such as -c, differs"
         raise UserError(f"{line}: {differs}; name another file, or remove the line")
 
 

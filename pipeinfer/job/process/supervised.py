@@ -17,9 +17,9 @@ from pipeinfer.cluster.watch.rendezvous import Rendezvous, connect
 from pipeinfer.errors import UserError
 
 LOOK_EVERY_S, ENDS_S = 0.01, 5.0
-NOTES, OUTPUT, ERRORS, FRONT = b"notes", b"output", b"errors", b"front"
+NOTES, OUTPUT, ERRORS, FRONT, EXIT = b"notes", b"output", b"errors", b"front", b"exit"
 """Kinds of links, rank 0's first message: the journal's notes; standard output, to which launchers write too; standard
-error, of which Open MPI forwards whole lines only; the messages of a service."""
+error, of which Open MPI forwards whole lines only; the messages of a service; the job's exit code."""
 
 INTERRUPT = b"interrupt"  # on a link for notes: a chat's user has pressed Ctrl-C; launchers end a job with the second
 SAME_MODEL, OTHER_MODEL = b"same", b"other"  # the supervisor's answers to the model that rank 0 names
@@ -110,6 +110,14 @@ def redirect(stream: TextIO, kind: bytes) -> None:
         stream.flush()
         os.dup2(link.fileno(), stream.fileno())
         link.close()
+
+
+def tell_exit(code: int) -> None:
+    """The job has done all that it is for, and ends with this exit code: losses do not matter any more."""
+    with contextlib.suppress(UserError, OSError):
+        if link := connect_supervisor(EXIT):
+            link.send_bytes(str(code).encode())
+            link.close()
 
 
 def seal(data: bytes, key: str) -> bytes:

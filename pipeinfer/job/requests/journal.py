@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import IO, Any, NamedTuple, TypeAlias
 
 from pipeinfer.errors import UserError
 from pipeinfer.job.placement.job_plan import JobPlan
@@ -63,7 +63,7 @@ def kept_settings(path: Path | None) -> dict[str, Any]:
         return {"now_s": time.time()}
     journal = Journal()
     with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
-        for line in file.read(MAX_LENGTH).splitlines():
+        for line in _lines(file):
             journal.take(line)
     settings = journal.settings if journal.texts else {}
     now_s = float(settings.get("time") or time.time())
@@ -142,6 +142,12 @@ class Journal:
         """No note follows."""
 
 
+def _lines(file: IO[bytes]) -> Iterator[bytes]:
+    """Those of a file of any length, with their ends. One without an end is its last, or too long for a note."""
+    while line := file.readline(MAX_LENGTH):
+        yield line
+
+
 def note_of(*parts: Part) -> bytes:
     return json.dumps(parts, separators=(",", ":")).encode()
 
@@ -174,20 +180,22 @@ class JournalFile(Journal):
         self._fd = open_alone(path, WHAT)
         try:
             with open(os.dup(self._fd), "rb") as file:
-                notes = file.read(MAX_LENGTH + 1)
+                self._read(file)
         except OSError as error:
             raise write_error(path, WHAT, error) from None
-        if len(notes) > MAX_LENGTH:
-            raise UserError(f"{WHAT} {path} is longer than {MAX_LENGTH >> 20} MiB; name another file")
-        *lines, torn = notes.split(b"\n")
-        is_torn_note = NOTE.startswith(torn[: len(NOTE)])
-        for number, line in enumerate(lines if is_torn_note else [*lines, torn], start=1):
+
+    def _read(self, file: IO[bytes]) -> None:
+        """Take the notes, and cut off a last one that an interruption has torn. Raises UserError, OSError."""
+        n_whole = 0
+        for number, line in enumerate(_lines(file), start=1):
+            if not line.endswith(b"\n") and len(line) < MAX_LENGTH and NOTE.startswith(line[: len(NOTE)]):
+                os.ftruncate(self._fd, n_whole)
+                return
+            n_whole += len(line)
             try:
                 self.take(line)
             except ValueError:
-                raise UserError(f"{WHAT} {path} line {number} is no note of a job; name another file") from None
-        if torn:
-            os.ftruncate(self._fd, len(notes) - len(torn))
+                raise UserError(f"{WHAT} {self.path} line {number} is no note of a job; name another file") from None
 
     def write(self, *parts: Part) -> None:
         if self._is_full:

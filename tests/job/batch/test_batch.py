@@ -266,6 +266,13 @@ def test_answers_have_openai_s_form_and_what_cannot_be_served_is_a_line(pair: li
     assert named["ok"]["error"] is None and body["object"] == "text_completion" and body["model"] == "target.gguf"
     assert body["choices"][0]["finish_reason"] == "stop" and not set("eaoi ") & set(body["choices"][0]["text"])
     assert body["usage"]["prompt_tokens"] == 2 and body["usage"]["completion_tokens"] < 40
+    words = ["batch", str(source), "-o", str(output), *pair, *COMMON, "-c", "1000"]
+    done = finish(1, words)
+    assert done.returncode == 2 and "an option, such as -c, differs" in done.stderr, done.stderr
+    output.write_text("".join(f"{json.dumps(each)}\n" for each in (plain[4], named["ok"])))
+    done = finish(1, words)
+    assert done.returncode == 0 and "2 completed, 1 not served" in done.stderr, done.stderr
+    assert "2 done before, 0 left" in done.stderr, done.stderr
 
 
 # -- interruptions

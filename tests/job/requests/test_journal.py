@@ -73,6 +73,19 @@ def test_only_a_torn_note_is_cut_off(tmp_path: Path, content: bytes) -> None:
         assert path.read_bytes() == content
 
 
+def test_notes_may_be_of_any_length_but_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeinfer.job.requests.journal.MAX_LENGTH", 64)
+    path = tmp_path / "notes"
+    path.write_bytes(b'["numerics","exact"]\n["x",1]\n' + b'["x",[7,8,9]]\n' * 100)
+    assert len(JournalFile(path, {}).texts["x"][1]) == 300 and kept_settings(path)["resumed"] == "exact"
+    path = tmp_path / "others"
+    wrong = b'["x",1]\n["' + b"x" * 100
+    path.write_bytes(wrong)
+    with pytest.raises(UserError, match=r"line 2 is no note of a job"):
+        JournalFile(path, {})
+    assert path.read_bytes() == wrong
+
+
 def test_notes_say_with_which_numerics_their_texts_were_begun(tmp_path: Path) -> None:
     path = tmp_path / "notes"
     JournalFile(path, {"numerics": "exact-q4_0.32-1f3a"})
