@@ -116,6 +116,7 @@ async def serve(process_setup: ProcessSetup, control: socket.socket, port: socke
     head = HeadClient(setup.parallel + http.n_queue, metrics, is_followed=process_setup.is_followed)
     metrics.add_gauges(head.choices)
     info, tokenizer = read_model_info(setup.model), Tokenizer(setup.model)
+    info = info.with_factors(setup.limit > info.n_ctx_short)
     options = setup.text, setup.context
     prompting = Prompting(BodyPrompts(*options, info, tokenizer, setup.limit, setup.share, lambda line: None))
     app = Api(http, setup, head, prompting, metrics).app(port.getsockname()[0])

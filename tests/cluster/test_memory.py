@@ -101,7 +101,7 @@ def plan_on(rooms: Sequence[int], split: str | None = None) -> JobPlan:
         model=TARGET, drafts=(DRAFT,), policy=PipeInfer(), predict=8, ctx_size=100_000, layer_split=split
     )
     hosts = [Host(f"h{rank}", frozenset({rank}), 1, FreeMemory(host=room)) for rank, room in enumerate(rooms)]
-    return deploy(options, hosts, open_models(options.models.target, options.drafts_in_use)[0], 100_000, n_prompt=3)
+    return deploy(options, hosts, open_models(options)[0], 100_000, n_prompt=3)
 
 
 def layers(plan: JobPlan) -> list[int]:
@@ -129,7 +129,7 @@ def test_a_larger_draft_is_cut_to_what_its_hosts_hold() -> None:
             model=TARGET, drafts=(TARGET, DRAFT), policy=PipeInfer(), predict=8, ctx_size=100_000, draft_split=(2,)
         )
         hosts = [Host(f"h{rank}", frozenset({rank}), 1, FreeMemory(host=room)) for rank, room in enumerate(rooms)]
-        return deploy(options, hosts, open_models(options.models.target, options.drafts_in_use)[0], 100_000, n_prompt=3)
+        return deploy(options, hosts, open_models(options)[0], 100_000, n_prompt=3)
 
     even = plan([GB] * 4)
     assert [stage.last for stage in even.assignment.drafts[1]] == [5, 9]

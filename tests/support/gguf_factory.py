@@ -53,6 +53,8 @@ class Shape:
     n_expert: int = 0
     tied: bool = False
     rope_factors: bool = False
+    n_ctx_short: int = 8192  # tokens for which phi3's short factors are made
+    rope_long: float = 1.0  # the mean of its long ones
     peaky: float = 6.0
     n_strong: int = 1000
     weak: float = 0.0
@@ -192,7 +194,7 @@ def _write(
         vector("output_norm.bias", shape.n_embd, 0.0)
     if shape.rope_factors:
         for name in ("rope_factors_long", "rope_factors_short") if shape.arch == "phi3" else ("rope_freqs",):
-            vector(f"{name}.weight", shape.head_dim // 2)
+            vector(f"{name}.weight", shape.head_dim // 2, shape.rope_long if name == "rope_factors_long" else 1.0)
     if shape.arch == "qwen2":
         vector("output.bias", shape.n_vocab, 0.0)
     if not shape.tied:
@@ -260,7 +262,7 @@ def _add_metadata(writer: gguf.GGUFWriter, shape: Shape, type_name: str, with_vo
     else:
         writer.add_layer_norm_rms_eps(1e-5)
     if shape.arch == "phi3":
-        writer.add_rope_scaling_orig_ctx_len(8192)
+        writer.add_rope_scaling_orig_ctx_len(shape.n_ctx_short)
     if shape.n_expert:
         writer.add_expert_count(shape.n_expert)
         writer.add_expert_used_count(2)

@@ -155,6 +155,7 @@ def _defaults(batch: BatchOptions, options: RunOptions, info: ModelInfo) -> Defa
     adapters = read_adapters(options.models, info)
     others += f" lora-{digest_of(adapters)}" if adapters else ""
     others += " special-in-messages" if text.special_in_messages else ""
+    others += " long" if info.rope_factors == "long" else ""
     if text.reasoning_budget >= 0:
         others += f" reasoning-{text.reasoning_budget} {text.reasoning_message or ''}"
     others += f" template-{text.template}" if text.template else ""

@@ -255,7 +255,7 @@ def _changes(policy: Policy, ablations: Sequence[str]) -> Iterator[dict[str, Any
 
 def generation_group(options: RunOptions, policies: Sequence[Policy], sweep: Sweep, hosts: Sequence[Host]) -> Group:
     """The cases of policies that share loaded models. Raises UserError for what does not fit."""
-    info, drafts, tokenizer = open_models(options.models.target, options.drafts_in_use)
+    info, drafts, tokenizer = open_models(options)
     options = with_trained_context(options, info)
     conversations = [conversation_of(prompt, tokenizer, sweep.cut) for prompt in sweep.prompts]
     n_predict = max(sweep.predicts)
@@ -296,7 +296,7 @@ def n_requests(loads: Loads, n_prompts: int) -> int:
 
 def load_group(options: RunOptions, policies: Sequence[Policy], sweep: Sweep, hosts: Sequence[Host]) -> Group:
     """The cases of loads of policies that share loaded models. Raises UserError for what does not fit."""
-    info, drafts, tokenizer = open_models(options.models.target, options.drafts_in_use)
+    info, drafts, tokenizer = open_models(options)
     options = with_trained_context(options, info)
     loads, ctx_size, parallel = sweep.loads or Loads(), options.context.ctx_size, options.traffic.parallel
     prompts = first_turns(sweep.prompts, n_requests(loads, len(sweep.prompts)), tokenizer, sweep.cut)

@@ -74,7 +74,7 @@ def plan_report(
     has_description = question is not None and bool(question.profile or question.hosts)
     is_described = question is None or has_description
     question = question or PlanQuestion()
-    info, _, tokenizer = open_models(options.models.target, options.drafts_in_use)
+    info, _, tokenizer = open_models(options)
     tokenizer.close()
     ignored = ""
     if not has_description:  # the hosts themselves say what they have

@@ -127,6 +127,7 @@ def load_part(
         repack=numerics.repack,
         repacked=numerics.repacked if is_target else (),
         at_once=numerics.at_once if is_target else 0,
+        rope_factors=file.rope_factors,
         taps=tuple(layer - part.first for layer in plan.layers_read if part.first <= layer < part.last and is_target),
     )
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from pipeinfer.cluster.assignment import Assignment, Stages
@@ -9,10 +10,11 @@ from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.core.blocks import LARGEST
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS
-from pipeinfer.job.options.options import JobModels
+from pipeinfer.job.options.options import JobModels, RunOptions
 from pipeinfer.job.options.sections import Numerics
 from pipeinfer.job.placement.devices import RankDevices
 from pipeinfer.job.placement.job_plan import JobPlan
+from pipeinfer.job.placement.numerics import LONG
 from pipeinfer.job.process.streams import complain
 from pipeinfer.models.drafts.head_files import has_mtp_head, read_drafts
 from pipeinfer.models.drafts.translation import check_drafts
@@ -204,13 +206,21 @@ def _ranks(ranks: Sequence[int]) -> str:
 # -- files of models
 
 
-def open_models(target: Path, drafts: Sequence[Path]) -> tuple[ModelInfo, list[ModelInfo], Tokenizer]:
-    """The target's header, those of the drafts as `read_drafts` has them, and the target's vocabulary. Raises UserError
-    when a model is unusable or a draft does not fit."""
-    info, tokenizer = read_model_info(target), Tokenizer(target)
-    headers = read_drafts(drafts, info)
-    check_drafts(headers, info)
-    return info, headers, tokenizer
+def open_models(options: RunOptions) -> tuple[ModelInfo, list[ModelInfo], Tokenizer]:
+    """The target's header, those of the drafts as `read_drafts` has them, and the target's vocabulary; with the rope
+    factors for -c. Raises UserError when a model is unusable or a draft does not fit."""
+    info, tokenizer = read_model_info(options.models.target), Tokenizer(options.models.target)
+    drafts = read_drafts(options.drafts_in_use, info)
+    check_drafts(drafts, info)
+    name, long = options.required_numerics, partial(_takes_long, ctx_size=options.context.ctx_size)
+    is_long = LONG in name.split("-") if name else long(info)
+    return info.with_factors(is_long), [draft.with_factors(long(draft)) for draft in drafts], tokenizer
+
+
+def _takes_long(info: ModelInfo, ctx_size: int | None) -> bool:
+    """Whether a model with two sets of rope factors takes the long one: as in llama.cpp by -c, not by what else is
+    asked. Without -c there is room for the short ones alone."""
+    return (info.n_ctx_most if ctx_size == 0 else ctx_size or 0) > info.n_ctx_short
 
 
 def read_adapters(models: JobModels, target: ModelInfo) -> tuple[ScaledAdapter, ...]:

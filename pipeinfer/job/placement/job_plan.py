@@ -126,12 +126,13 @@ class ModelFile:
     window: int = 0  # of layers that see only so many tokens back; 0 if there are none
     states: tuple[FileState, ...] = ()  # of its files on rank 0's host
     head: DraftHead | None = None  # of a draft, what it reads of the target
+    rope_factors: str = ""  # as in `ModelInfo`
 
     @classmethod
     def of(cls, info: ModelInfo) -> "ModelFile":
         counts, layers = (info.n_bytes, info.n_params, info.n_layer, info.n_embd), info.layers
         sizes = info.quantisation, sizes_of(info), layers.rewinds, layers.window
-        return cls(info.path, info.fingerprint, *counts, *sizes, info.states, info.head)
+        return cls(info.path, info.fingerprint, *counts, *sizes, info.states, info.head, info.rope_factors)
 
 
 @dataclass(frozen=True, slots=True)

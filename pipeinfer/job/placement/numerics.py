@@ -26,6 +26,7 @@ from pipeinfer.models.llama.params import (
 
 Devices = Iterable[DevicePlan]
 
+LONG = "long"  # in names, and what `ModelInfo` calls such factors
 N_DIGITS = 4  # of a digest of what repacked kernels add up to: they differ between processors
 IN_GROUPS = re.compile(r"\.x(\d)")  # in the names of numerics whose rows come in groups; see `named_numerics`
 
@@ -89,12 +90,15 @@ def unnamed_numerics(
     return numerics_of(options, repacked, at_once, info.layers.architecture.flash and is_exact and is_on_cpus)
 
 
-def named_numerics(plan: NumericsPlan, target: Sequence[DevicePlan], host: Host, adapters: str = "") -> NumericsPlan:
+def named_numerics(
+    plan: NumericsPlan, target: Sequence[DevicePlan], host: Host, adapters: str = "", is_long: bool = False
+) -> NumericsPlan:
     """`target`: what computes each of its stages. `host`: of one of them; all repack alike. `adapters`: a digest, or
-    empty. A name is such as `exact`, `exact-lora-51d0c2aa`, `exact-q4_0.32-1f3a`, `exact-q4_k.x4-q6_k.x4-9c07` (in
+    empty. `is_long`: of two sets of rope factors the long one is used. A name is such as `exact`,
+    `exact-lora-51d0c2aa`, `exact-long`, `exact-q4_0.32-1f3a`, `exact-q4_k.x4-q6_k.x4-9c07` (in
     groups), `fast-q8_0-f16`, `exact-torch`; with layers on GPUs `exact-gpu-51d0`, which is exact, or `exact-gpu`, which
     is not, and `exact-gpu-ot-8e01` where some of their tensors are elsewhere."""
-    parts = [plan.name, *(["lora", adapters] if adapters else [])]
+    parts = [plan.name, *(["lora", adapters] if adapters else []), *([LONG] if is_long else [])]
     if plan.repacked:
         parts += [f"{type_name(each.type)}.{'x' * each.in_groups}{each.n_rows}" for each in plan.repacked]
         group, used = rows_in_groups(plan.repacked), {each.type for each in plan.repacked}

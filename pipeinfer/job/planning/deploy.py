@@ -36,7 +36,7 @@ from pipeinfer.job.placement.job_plan import (
     sizes_of,
 )
 from pipeinfer.job.placement.memory import MemoryNeeds, stored_bytes
-from pipeinfer.job.placement.numerics import named_numerics, unnamed_numerics
+from pipeinfer.job.placement.numerics import LONG, named_numerics, unnamed_numerics
 from pipeinfer.job.planning.fit import PlanInputs, fit, resume
 from pipeinfer.job.profiling.speeds import Schedule, make_schedule
 from pipeinfer.models.drafts.translation import draft_translation
@@ -167,7 +167,7 @@ def lay_out(inputs: PlanInputs) -> JobPlan:
     is_spare = target[-1].n_gpu_layers != 0 or spare_cores(hosts, assignment.computing, threads, last) > 0
     samplers = [placement.n_samplers(n_requests, last, is_spare) if rank == last else 0 for rank in range(len(hosts))]
     pace, (targets, drafts_on) = options.experiments.pace, zip(*devices, strict=True)
-    memory, on_gpus = needs.of_ranks(assignment), needs.on_gpus(assignment)
+    memory, on_gpus, is_long = needs.of_ranks(assignment), needs.on_gpus(assignment), info.rope_factors == LONG
     by_rank = zip(hosts, targets, drafts_on, threads, memory, on_gpus, samplers, strict=True)
     plan = JobPlan(
         model=ModelFile.of(info),
@@ -175,7 +175,7 @@ def lay_out(inputs: PlanInputs) -> JobPlan:
         assignment=assignment,
         ranks=tuple(starmap(RankPlan, by_rank)),
         capacity=capacity,
-        numerics=named_numerics(numerics, target, hosts[assignment.stages[0].rank], digest_of(adapters)),
+        numerics=named_numerics(numerics, target, hosts[assignment.stages[0].rank], digest_of(adapters), is_long),
         adapters=adapters,
         engine=engine_settings(speculation, n_requests, rewinds),
         max_delay_s=options.traffic.max_delay_s,

@@ -221,7 +221,7 @@ def open_job(options: RunOptions) -> tuple[RunOptions, ModelInfo, list[ModelInfo
     """The options with a schema's grammar, and `open_models`. Raises UserError, also for files not to be written."""
     sampling = replace(options.sampling, grammar=grammar_of(options.constraints))
     check_outputs(options)
-    info, drafts, tokenizer = open_models(options.models.target, options.drafts_in_use)
+    info, drafts, tokenizer = open_models(options)
     check_constraints(sampling, options.context.ignore_eos, tokenizer)
     return replace(options, sampling=sampling), info, drafts, tokenizer
 

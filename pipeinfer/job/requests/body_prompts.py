@@ -161,7 +161,8 @@ class BodyPrompts:
         source = f"-c {self.n_ctx}" if is_option else "the model" if is_trained else "the memory of the ranks"
         n_left = self.n_ctx - n_prompt
         less = f"ask for up to {n_left} tokens" if n_left > 0 else f"shorten it to less than {self.n_ctx}"
-        more = f", or start with a larger -c, up to {self.info.n_ctx_train}" if is_option and not is_trained else ""
+        may_grow = self.n_ctx < self.info.n_ctx_most and (is_option or is_trained)
+        more = f", or start with a larger -c, up to {self.info.n_ctx_most}" if may_grow else ""
         return f"{source} holds {self.n_ctx}; {less}{more}"
 
     def _fitting(self, text: str) -> str:

@@ -81,7 +81,10 @@ def fit_context(ctx_size: int | None, predict: int, info: ModelInfo, n_prompt: i
     """(context size, tokens to generate) of options -c and -n. Raises UserError when they do not fit."""
     limit = ctx_size or min(info.n_ctx_train, MAX_CTX)
     source = f"-c {limit}" if ctx_size else f"the model's context of {limit}"
-    way_out = "raise -c" if ctx_size else "give -c to go beyond what it was trained for"
+    beyond = "to go beyond what it was trained for"
+    if info.rope_factors == "short":
+        beyond = "for longer texts, of which it has other rope factors"
+    way_out = "raise -c" if ctx_size else f"give -c {beyond}"
     if n_prompt >= limit:
         raise UserError(f"the prompt has {n_prompt} tokens, {source} holds {limit} with the text to come; {way_out}")
     if predict < 0:

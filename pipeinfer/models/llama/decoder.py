@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.types import AdapterScales, FloatArray
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.adapter import Adapter, ScaledAdapter, active_scales
+from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.gguf.slice import SliceFile, slice_tensors
 from pipeinfer.models.gguf.writer import memory_file
 from pipeinfer.models.llama import ggml
@@ -114,6 +115,7 @@ PLANES = ("attn_k_b", "attn_v_b")
 """Matrices of three dimensions, by which libllama multiplies permuted rows. libggml's AMX kernels accept such weights
 when they are loaded, and no such rows later, which ends the process."""
 
+MOST_CELLS = 2**31 - 1  # of a context
 MTP = 1  # libllama's type of a context that evaluates a model's own head
 NO_SLOT, INVALID_BATCH = 1, -1
 
@@ -179,6 +181,7 @@ class Decoder:
         self.batch = LlamaBatch(self.lib, params.n_batch, params.n_seq_max)
         self.is_head = info.head is not None  # whose rows are a token and features
         self._is_mtp = info.head is not None and info.head.is_mtp
+        self._n_ctx_short = info.n_ctx_short if params.rope_factors else 0
         self.model = self._load(slice_file)
         closing.callback(self.lib.llama_model_free, self.model)
         self._adapters = LoadedAdapters(self.lib, self.model, adapters, params.exact and params.n_gpu_layers == 0)
@@ -204,6 +207,9 @@ class Decoder:
         if len(overrides) > 1:
             options.tensor_buft_overrides = ctypes.addressof(overrides)  # held while it loads
         options.load_mtp = self._is_mtp
+        if params.rope_factors:
+            factors = self._factors(slice_file.info)
+            options.kv_overrides = factors  # held while it loads
         # repacking copies the weights: mapped, they would be in memory twice
         options.load_mode = LOAD_BY_READING if options.use_extra_bufts else LOAD_BY_MAPPING
         ggml.hear_errors()
@@ -225,6 +231,15 @@ class Decoder:
         overrides = [_BufferOverride(pattern.encode(), type) for pattern, type in types.items()]
         return (_BufferOverride * (len(overrides) + 1))(*overrides)
 
+    def _factors(self, info: ModelInfo) -> Any:
+        """For libllama, which takes the long rope factors in contexts of more cells than this entry says; and an empty
+        one."""
+        overrides = (self.lib.llama_model_kv_override * 2)()
+        overrides[0].tag = self.lib.LLAMA_KV_OVERRIDE_TYPE_INT
+        overrides[0].key = f"{info.architecture}.rope.scaling.original_context_length".encode()
+        overrides[0].value.val_i64 = 1 if self.params.rope_factors == "long" else MOST_CELLS
+        return overrides
+
     def create_context(self, size: ContextSize) -> LlamaContext:
         """A context that the caller frees. Raises UserError if there is no memory for it."""
         params, options = self.params, self.lib.llama_context_default_params()
@@ -238,6 +253,7 @@ class Decoder:
         options.type_k, options.type_v = size.cache_types
         if self.callback.is_needed:
             options.cb_eval, options.cb_eval_user_data = self.callback.function, ctypes.addressof(self.callback.state)
+        options.yarn_orig_ctx = self._n_ctx_short  # 0: as the file says
         options.ctx_type = MTP if self._is_mtp else 0
         handle = self.lib.llama_init_from_model(self.model, options)
         if not handle:

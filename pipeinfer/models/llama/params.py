@@ -72,6 +72,8 @@ class LlamaParams:
     taps             layers of the slice, from 0 on, after which the residual stream is copied out
     exact            the same row gives the same bits in every batch and tree, if the layers are on the CPU, or
                      `at_once` holds; a prompt's rows do if they come in blocks
+    rope_factors     which of the model's two sets, `short` or `long`; empty: it has one, or libllama chooses for each
+                     context by its size
     at_once          rows that the devices of all layers compute at once, each with the bits that it has alone there, by
                      `device_proof`; 0: none are known"""
 
@@ -90,6 +92,7 @@ class LlamaParams:
     cache: CacheTypes = F16_CACHE
     taps: tuple[int, ...] = ()
     at_once: int = 0
+    rope_factors: str = ""
 
     @property
     def mixed_cache(self) -> bool:

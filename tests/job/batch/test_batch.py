@@ -512,7 +512,7 @@ def test_lines_are_read_one_by_one_and_as_often_as_asked(tmp_path: Path) -> None
 
 def test_the_plan_counts_what_open_requests_take(pair: list[str]) -> None:
     options, hosts = options_of(model=Path(pair[1])), [Host("a", frozenset({0}), 1)]
-    info, _, tokenizer = open_models(options.models.target, options.drafts_in_use)
+    info, _, tokenizer = open_models(options)
     tokenizer.close()
     plans = [deploy(options.changed(parallel=n), hosts, info, 1024, 200) for n in (1, 3, 40)]
     assert [plan.capacity.n_nodes for plan in plans] == [32, 32, 40], (

@@ -139,13 +139,7 @@ def test_the_plan_is_the_one_that_run_makes(tmp_path: Path) -> None:
     options = options_of(model=TARGET, drafts=(DRAFT,), policy=PipeInfer(), ctx_size=5000)
     nodes = read_hosts(hosts)
     with pytest.raises(UserError) as refused:
-        deploy(
-            options,
-            [node.host for node in nodes],
-            open_models(options.models.target, options.drafts_in_use)[0],
-            5000,
-            n_prompt=128,
-        )
+        deploy(options, [node.host for node in nodes], open_models(options)[0], 5000, n_prompt=128)
     assert not found["fits"] and error.partition(";")[0] == str(refused.value).partition(";")[0], "the same numbers"
     rows = found["ranks"]
     assert [row["fits"] for row in rows] == [True, False, False, True]

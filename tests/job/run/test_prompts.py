@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,7 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import gguf
 import numpy as np
 import pytest
 
@@ -23,7 +25,7 @@ from pipeinfer.models.llama.decoder import KvCacheFull
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
 from tests.support.gguf_factory import Shape, write_model
-from tests.support.jobs import plain_tokens_after, run_json
+from tests.support.jobs import finish, plain_tokens_after, run_json
 
 PARAMS = LlamaParams(n_cells=1024, n_seq_max=8, n_batch=256, n_outputs_max=64)
 SMALL = Shape(n_layer=3, peaky=8.0)
@@ -300,6 +302,45 @@ def test_long_prompts_read_as_in_plain_llama(folder: Path, name: str) -> None:
     assert alone["tokens"] == plain_tokens_after(target, alone, 24)
     for n_ranks, flags in ((2, ["-b", "7"]), (3, ["-b", "512", "-md", str(target), "--policy", "pipeinfer"])):
         assert run_json(n_ranks, [*common, *flags])["tokens"] == alone["tokens"], flags
+
+
+def test_of_two_sets_of_rope_factors_c_chooses_one_for_all_contexts(folder: Path) -> None:
+    """A prompt is read in a context of its size, and a job has more cells than -c says."""
+    shape = replace(SMALL, arch="phi3", rope_factors=True, n_ctx_short=512, rope_long=4.0)
+    target, with_long = write_model(folder / "both.gguf", shape), folder / "long.gguf"
+    with_long.write_bytes(target.read_bytes())
+    factors = {each.name: each.data for each in gguf.GGUFReader(with_long, "r+").tensors if "rope" in each.name}
+    factors["rope_factors_short.weight"][:] = factors["rope_factors_long.weight"]
+    common = ["-m", str(target), "-p", "the model is a rank of layers in the token " * 5, "-n", "24", "--temp", "0"]
+    common += ["--ignore-eos", "-t", "1"]
+    found = {}
+    for is_long, n_ranks, words in (
+        (False, 1, []),
+        (False, 2, ["-c", "500", "-md", str(target), "--policy", "pipeinfer"]),
+        (True, 1, ["-c", "600"]),
+        (True, 3, ["-c", "0", "-md", str(target), "--policy", "pipedec"]),
+    ):
+        job = run_json(n_ranks, [*common, *words])
+        assert ("-long" in job["numerics_name"]) == is_long, words
+        if is_long not in found:
+            found[is_long] = plain_tokens_after(with_long if is_long else target, job, 24)
+        assert job["tokens"] == found[is_long], words
+    assert found[False] != found[True]
+    done = finish(1, ["run", *common, "-n", "600"])
+    assert done.returncode == 2 and "give -c for longer texts, of which it has other rope factors" in done.stderr
+
+
+def test_they_do_not_depend_on_other_requests(folder: Path) -> None:
+    shape = replace(SMALL, arch="phi3", rope_factors=True, n_ctx_short=1024, rope_long=4.0)
+    target, source, texts = write_model(folder / "of_1024.gguf", shape), folder / "in.jsonl", list[str]()
+    line = json.dumps({"prompt": "the model is a rank of layers " * 5, "max_tokens": 24, "ignore_eos": True}) + "\n"
+    for n in (1, 12):
+        output = folder / f"{n}.out"
+        source.write_text(line * n)
+        done = finish(1, ["batch", str(source), "-o", str(output), "-m", str(target), "-t", "1", "--temp", "0"])
+        assert done.returncode == 0, done.stderr
+        texts += [json.loads(each)["text"] for each in output.read_text().splitlines()]
+    assert len(texts) == 13 and len({*texts}) == 1
 
 
 MEMORY = """

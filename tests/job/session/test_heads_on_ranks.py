@@ -122,7 +122,7 @@ def test_many_at_once_are_those_of_each_alone(head: Path, tmp_path: Path) -> Non
 
 def plan(drafts: tuple[Path, ...], **options: Any) -> JobPlan:
     chosen = options_of(model=TARGET, drafts=drafts, policy=PipeInfer(), **options)
-    info, _, tokenizer = open_models(chosen.models.target, chosen.drafts_in_use)
+    info, _, tokenizer = open_models(chosen)
     tokenizer.close()
     return deploy(chosen, [this_host("a")] * 3, info, 256, 1)
 
