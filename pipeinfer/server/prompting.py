@@ -80,8 +80,9 @@ def parse_request(body: Mapping[str, Any], url: str, defaults: Defaults, passed:
     echo, n_scored = (False, -1) if is_chat else (flag(fields, "echo", False), _n_scored(fields, stream))
     if not is_chat:
         fields.pop("echo", None)
-    if fields.get("best_of") == n:
-        del fields["best_of"]
+    if fields.get("best_of", n) not in (n, None):
+        refuse(f"best_of is {shown(fields['best_of'])}; only {n}, the number of texts (n), can be served")
+    fields.pop("best_of", None)
     value = fields[prompt]  # one, or a list of several: token ids with texts between them are one
     prompts = value if not is_chat and value and is_list_of((str, list), value) else [value]
     if len(prompts) * n > MAX_CHOICES:

@@ -13,8 +13,9 @@ pytest.importorskip("anthropic", reason="the extra `dev` is not installed")
 import anthropic
 import openai
 
+from pipeinfer.errors import UserError
 from pipeinfer.job.requests.fields import PassedOver
-from pipeinfer.server.llama_cpp import infill_of
+from pipeinfer.server.llama_cpp import infill_of, with_suffix
 from tests.server.test_serve_tools import TEMPLATE
 from tests.support.serving import Served
 
@@ -250,9 +251,26 @@ def test_pages_of_an_origin_that_is_named_may_ask(served: Served) -> None:
 
 def test_a_text_with_a_hole_is_asked_as_the_vocabulary_marks_it() -> None:
     tokenizer: Any = SimpleNamespace(fill_in={"pre": 1, "suf": 2, "mid": 3, "sep": 4}, adds_bos=True, bos=0)
-    tokenizer.encode = lambda text, add_special: list(text.encode())
     values = {"input_prefix": "a", "prompt": "b", "input_suffix": "c", "n_predict": 4}
-    assert infill_of(values, tokenizer, PassedOver()) == {"n_predict": 4, "prompt": [0, 1, 97, 98, 2, 99, 3]}
+    assert infill_of(values, tokenizer, PassedOver()) == {
+        "n_predict": 4,
+        "prompt": [0, 1, "ab", 2, "c", 3],
+        "parse_special": False,
+    }
     extra = [{"filename": "f", "text": "t"}]
     reply = infill_of({"input_prefix": "a", "input_extra": extra, "seed": 1}, tokenizer, PassedOver())
-    assert reply == {"seed": 1, "prompt": [0, 4, *b"f\nt", 1, 97, 2, 3]}
+    assert reply == {"seed": 1, "prompt": [0, 4, "f\nt", 1, "a", 2, 3], "parse_special": False}
+    for prompt, expected in (
+        ("a", [0, 1, "a", 2, "c", 3]),
+        ([7, 8], [0, 1, 7, 8, 2, "c", 3]),
+        (["a"], [[0, 1, "a", 2, "c", 3]]),
+        (["a", [7]], [[0, 1, "a", 2, "c", 3], [0, 1, 7, 2, "c", 3]]),
+    ):
+        assert with_suffix({"prompt": prompt, "suffix": "c"}, tokenizer, PassedOver())["prompt"] == expected
+    for wrong, why in (
+        ({"suffix": "c"}, "prompt is null"),
+        ({"prompt": "a", "suffix": 1}, "suffix is 1"),
+        ({"prompt": "a", "suffix": "c", "echo": True}, "echo and suffix do not go together"),
+    ):
+        with pytest.raises(UserError, match=why):
+            with_suffix(wrong, tokenizer, PassedOver())

@@ -169,6 +169,9 @@ class BatchOutput:
         with open(os.dup(self._fd), "rb") as file:
             file.seek(0)
             for number, line in enumerate(file, start=1):
+                if line.isspace():  # an editor has added it
+                    self._n_whole += len(line)
+                    continue
                 id = _id_in(line)
                 self._lacks_newline = not line.endswith(b"\n")
                 written = line.rstrip(b"\0")  # a power cut may leave a file longer than what was written

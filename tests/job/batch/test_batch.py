@@ -562,14 +562,14 @@ def test_a_torn_line_is_cut_off_and_nothing_else(tmp_path: Path, capfd: pytest.C
 
 def test_a_result_that_lacks_its_newline_alone_is_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "out.jsonl"
-    path.write_text('{"id": "a"}\n{"id": "b"}')
+    path.write_text('{"id": "a"}\n\n{"id": "b"}')
     output = BatchOutput(path)
-    assert list(output.ids()) == [(1, "a"), (2, "b")] and not path.read_text().endswith("\n")
+    assert list(output.ids()) == [(1, "a"), (3, "b")] and not path.read_text().endswith("\n")
     output.go_on()
     output.go_on()
     output.write({"id": "c"})
     output.close()
-    assert path.read_text() == '{"id": "a"}\n{"id": "b"}\n{"id": "c"}\n' and not capfd.readouterr().err
+    assert path.read_text() == '{"id": "a"}\n\n{"id": "b"}\n{"id": "c"}\n' and not capfd.readouterr().err
 
 
 def test_a_refused_batch_leaves_its_results_as_they_are(pair: list[str], tmp_path: Path) -> None:
