@@ -45,7 +45,7 @@ def architectures() -> str:
 def _status(known: Architecture) -> str:
     status = "exact" if known.exact else "works"
     status += f" up to `{known.selects}` tokens" if known.selects else ""
-    return status + ("" if known.flash else ", prompts without blocks")
+    return status + ("" if known.flash else " alone, prompts without blocks")
 
 
 def _memory(known: Architecture) -> str:

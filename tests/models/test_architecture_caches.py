@@ -117,6 +117,31 @@ def test_cells_that_lay_between_those_of_another_keep_their_order(
     assert np.array_equal(after(chain), expected)
 
 
+def test_packing_keeps_what_lies_before_the_edge_of_a_chunk(tmp_path: Path, loaded: Loader) -> None:
+    """Layers of llama4 see the tokens of a chunk of 8192 alone."""
+    path = write_random_model(tmp_path / "llama4.gguf", MODELS["llama4"])
+    chain, tokens = loaded(path, (), replace(exact_params(1), n_batch=256, n_outputs_max=256)), tokens_of(1, 250)
+    (stage,) = chain
+    evaluate(chain, tokens[:110], 8000)
+    stage.apply([KvOp(OpKind.COPY, 0, 1, 0, 8100)])
+    evaluate(chain, tokens[100:], 8100, seq=1)
+    found = []
+    for ops in ([], [KvOp(OpKind.SHARED, 0, 1, 0, 8100), KvOp(OpKind.COMPACT, 0)]):
+        stage.apply([*ops, KvOp(OpKind.COPY, 1, 2, 0, 8180)])
+        found.append(evaluate(chain, [5], 8180, seq=2))
+        stage.apply([KvOp(OpKind.REMOVE, 2, first=0)])
+    before, after_packing = found
+    assert np.array_equal(before, after_packing)
+
+
+@pytest.mark.parametrize(("policy", "is_said"), [("iterative", False), ("speculative", True)])
+def test_texts_that_guesses_may_change_are_said_not_to_be_exact(tmp_path: Path, policy: str, is_said: bool) -> None:
+    path = write_random_model(tmp_path / "grok.gguf", replace(MODELS["grok"], with_vocab=True))
+    lookup = ["--lookup"] * is_said
+    done = finish(1, ["run", "-m", str(path), "-p", "the model", "-n", "4", "--policy", policy, *lookup])
+    assert done.returncode == 0 and ("no flash attention for grok.gguf" in done.stderr) == is_said, done.stderr
+
+
 @pytest.mark.parametrize("length", [32, 128])
 def test_without_flash_attention_a_prompt_is_read_as_guesses_are(tmp_path: Path, loaded: Loader, length: int) -> None:
     wider = {**MODELS["grok"].metadata, "embedding_length": 4 * length}

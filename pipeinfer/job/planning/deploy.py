@@ -45,6 +45,7 @@ from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.llama.tensor_places import has_experts
 from pipeinfer.models.torch.params import check_known
 from pipeinfer.observe.columns import digest
+from pipeinfer.policies import Iterative
 from pipeinfer.virtual.costs import Profile
 from pipeinfer.virtual.profile import load_profile
 
@@ -329,6 +330,12 @@ def _notes(inputs: PlanInputs) -> Iterator[str]:
             f"the layers of {info.path.name} see only the {selected} earlier tokens with the highest scores; where "
             "scores are equal libllama chooses by where their cells are, so that a longer text may be another one "
             f"beside other texts or guesses; texts of up to {selected} tokens are exact"
+        )
+    has_company = options.traffic.parallel > 1 or not isinstance(options.speculation.policy, Iterative)
+    if options.numerics.numerics == "exact" and not info.layers.architecture.flash and has_company:
+        yield (
+            f"libllama has no flash attention for {info.path.name}, and adds up by where cells are: a text may be "
+            "another one beside other texts or guesses; one text at a time with --policy iterative is exact"
         )
     if (ctx_size := options.context.ctx_size or 0) > info.n_ctx_train and options.traffic.parallel == 1:
         yield (

@@ -81,7 +81,8 @@ class Architecture:
                  overwrites `input_node`
     selects      the metadata's key of how many earlier tokens a row sees at most, those with the highest scores; ties
                  depend on the place of cells, so that `exact` holds for texts of so many tokens alone
-    flash        libllama gives it flash attention, which prompts in blocks need: others are read as guesses are"""
+    flash        libllama gives it flash attention, which prompts in blocks need: others are read as guesses are. Else
+                 sums depend on the place of cells: `exact` holds for one text at a time without guesses"""
 
     refused: str = ""  # why no model of it can be cut; empty if they can
     refusals: tuple[Refusal, ...] = ()  # the same for some of its models

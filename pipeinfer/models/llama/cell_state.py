@@ -53,10 +53,14 @@ class CacheForm:
         return cls(PLANE_BYTES if has_planes else 0, has_values, IS_X86 or not has_values, window)
 
     def pieces(self, first: int, end: int) -> Iterator[tuple[int, int]]:
-        """The positions [first, end) in pieces copied at a time. A state lacks cells out of its last one's window."""
+        """The positions [first, end) in pieces copied at a time. A state lacks cells out of its last one's window, and
+        all before a multiple of the window where that is a chunk."""
         n_most = min(STATE_CELLS, self.window or STATE_CELLS)
-        for start in range(first, end, n_most):
-            yield start, min(start + n_most, end)
+        while first < end:
+            edge = (first // self.window + 1) * self.window if self.window else end
+            stop = min(first + n_most, edge, end)
+            yield first, stop
+            first = stop
 
     @property
     def types(self) -> tuple[int, int]:
