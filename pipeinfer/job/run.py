@@ -18,7 +18,7 @@ from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.planning.plan_table import show_start
 from pipeinfer.job.planning.prepare import prepare
 from pipeinfer.job.process.streams import complain, lost_output
-from pipeinfer.job.process.supervised import own_attempt
+from pipeinfer.job.process.supervised import tell_exit
 from pipeinfer.job.requests.journal import Journal, model_id, open_journal
 from pipeinfer.job.requests.request import GenerationRequest, complain_of_mismatch
 from pipeinfer.job.session.result import ExperimentSettings, experiment_columns, generation_result
@@ -82,8 +82,8 @@ class RunHead:
                 progress.close()
                 machine = self._time_machine()
             code = self._report(generation, machine)
-            # a supervisor's next job must write the same text, until this one has told its end
-            if generation.request.finish is not Finish.STOPPED and not own_attempt():
+            if generation.request.finish is not Finish.STOPPED:
+                tell_exit(flag.exit_code or code)  # before notes go, without which a next job has another text
                 self.journal.end(self.key)
         if flag.reason and not lost_output(sys.stdout):
             complain(f"{flag.reason}; the text up to here is complete")

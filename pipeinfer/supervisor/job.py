@@ -84,6 +84,12 @@ class KeptOutput:
         self.error: OSError | None = None  # why no more can be written
         self._n_written = 0
         self._held = bytearray()
+        self._lock = threading.Lock()  # an attempt that was lost may still write when the next one begins
+
+    @property
+    def is_writing(self) -> bool:
+        """Whether data wait for their reader."""
+        return self._lock.locked()
 
     def begin(self) -> Callable[[bytes], None]:
         """A new attempt's: writes what is new of the data that it sends."""
@@ -95,14 +101,16 @@ class KeptOutput:
             if self.whole:
                 self._held += data
                 return
-            new = data[max(0, self._n_written - n_received) :]
-            n_received += len(data)
-            self._write(new)
+            with self._lock:
+                new = data[max(0, self._n_written - n_received) :]
+                n_received += len(data)
+                self._write(new)
 
         return take
 
     def end(self) -> None:
-        self._write(bytes(self._held))
+        with self._lock:
+            self._write(bytes(self._held))
 
     def _write(self, data: bytes) -> None:
         rest = memoryview(data)

@@ -7,6 +7,7 @@ import pickle
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
@@ -58,12 +59,17 @@ class Links:
         with self._lock:
             self._number, self.has_progress, self.exit_code = number, False, None
 
-    def end(self) -> None:
-        """Read what rank 0 has sent, and close its links."""
+    def end(self, must_end: Callable[[], bool] = lambda: False) -> None:
+        """Read what rank 0 has sent, and close its links. Of an attempt that got to its end all output is written,
+        however long its reader takes, unless `must_end`."""
         with self._lock:
             self._number, links, self._links, self._notes = 0, self._links, [], None
         for link, reading in links:
-            reading.join(timeout=ENDS_S)
+            deadline = time.monotonic() + ENDS_S
+            while reading.is_alive() and time.monotonic() < deadline and not must_end():
+                reading.join(timeout=LOOK_S)
+                if self.exit_code is not None and self._output.is_writing:
+                    deadline = time.monotonic() + ENDS_S
             if not link.closed:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(link.fileno())) as other_end:
                     other_end.shutdown(socket.SHUT_RDWR)  # rank 0 may still run on a host that is cut off
@@ -131,6 +137,7 @@ class Links:
                 _forward(link, lambda data: os.write(2, data.replace(self._mark, b"")))
             elif kind == EXIT:
                 self.exit_code = int(link.recv_bytes(MAX_HELLO_BYTES))
+                link.send_bytes(EXIT)
             else:
                 self._exchange_notes(link)
 

@@ -135,7 +135,7 @@ class Supervisor:
         code = self._job.wait(must_end)
         self._is_begun = self._links.is_connected
         self._has_begun |= self._is_begun
-        self._links.end()
+        self._links.end(must_end=lambda: time.monotonic() > self._kill_s)
         own_code = self._links.exit_code
         return (code, self._job.loss) if own_code is None else (own_code, None)
 

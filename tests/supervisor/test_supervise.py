@@ -1,11 +1,13 @@
 """A supervised job that loses a rank goes on: its output is there once, and nothing of the lost one is left."""
 
+import fcntl
 import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +15,7 @@ import pytest
 
 from pipeinfer.child import process_stat
 from pipeinfer.cluster.watch.protocol import SUPERVISOR
-from pipeinfer.job.process.supervised import Attempt, tell_exit
+from pipeinfer.job.process.supervised import OUTPUT, Attempt, connect_supervisor, tell_exit
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.supervisor.job import KeptOutput
 from pipeinfer.supervisor.links import Links
@@ -75,6 +77,38 @@ def test_a_job_that_has_told_its_end_is_not_lost_any_more(monkeypatch: pytest.Mo
     tell_exit(5)  # of an attempt that has ended
     links.begin(3)
     assert links.exit_code is None
+
+
+def test_a_reader_who_takes_long_gets_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind Ctrl-S on a terminal, or in a pager."""
+    monkeypatch.setattr("pipeinfer.supervisor.links.ENDS_S", 0.2)
+    output, before, (reading, writing) = KeptOutput(whole=False), os.dup(1), os.pipe()
+    links, n_bytes = Links(True, output, ""), fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096) + 1000
+    os.dup2(writing, 1)
+    os.close(writing)
+    try:
+        links.begin(1)
+        monkeypatch.setenv(SUPERVISOR, Attempt("job", 1, links.rendezvous).text())
+        with connect_supervisor(OUTPUT) as link:  # type: ignore[union-attr]
+            os.write(link.fileno(), b"x" * n_bytes)
+        tell_exit(0)
+        until(lambda: output.is_writing, 10)
+        ending = threading.Thread(target=links.end)
+        ending.start()
+        ending.join(timeout=1)
+        assert ending.is_alive() and len(os.read(reading, 4096)) == 4096
+        ending.join(timeout=10)
+        assert not ending.is_alive() and len(os.read(reading, 4096)) == 1000
+    finally:
+        os.dup2(before, 1)
+        os.close(before)
+        os.close(reading)
+
+
+def test_a_complete_text_leaves_no_notes(tmp_path: Path) -> None:
+    words = ["run", "-p", "def f(", "-n", "8", "-t", "1", "--resume", str(tmp_path / "notes")]
+    code, out, errors = Supervised(1, words).finish()
+    assert code == 0 and out and not (tmp_path / "notes").exists(), errors
 
 
 @pytest.mark.parametrize("words", [["-f", "-"], ["--file=-"], ["-f", "/dev/stdin"]])

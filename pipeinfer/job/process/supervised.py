@@ -113,11 +113,13 @@ def redirect(stream: TextIO, kind: bytes) -> None:
 
 
 def tell_exit(code: int) -> None:
-    """The job has done all that it is for, and ends with this exit code: losses do not matter any more."""
-    with contextlib.suppress(UserError, OSError):
+    """The job has done all that it is for, and ends with this exit code: losses do not matter any more. The supervisor,
+    if there is one, knows it afterwards."""
+    with contextlib.suppress(UserError, OSError, EOFError):
         if link := connect_supervisor(EXIT):
-            link.send_bytes(str(code).encode())
-            link.close()
+            with link:
+                link.send_bytes(str(code).encode())
+                link.poll(ENDS_S)  # an answer
 
 
 def seal(data: bytes, key: str) -> bytes:
