@@ -3,7 +3,6 @@ reports. Makes no plan and knows no command."""
 
 import math
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -174,7 +173,6 @@ def start_job(part: Callable[[Crew], int], settings: object, placement: Placemen
                 traceback.print_exc()
             raise  # the watch prints one line and ends the job
         if link.rank == 0:
-            sys.stdout.flush()
             tell_exit(flag.exit_code or code)
         link.finalize()
     return flag.exit_code or code

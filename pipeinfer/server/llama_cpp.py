@@ -13,7 +13,7 @@ from pipeinfer.core.samplers import SAMPLERS
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.types import AdapterScales
 from pipeinfer.job.requests.answers import spelled
-from pipeinfer.job.requests.body import prompt_parts
+from pipeinfer.job.requests.body import are_prompts, prompt_parts
 from pipeinfer.job.requests.fields import (
     CHAT,
     COMPLETION,
@@ -146,12 +146,13 @@ def with_suffix(body: Mapping[str, Any], tokenizer: Tokenizer, passed: PassedOve
     _check_text(fields, "suffix")
     if flag(fields, "echo", False):
         refuse("echo and suffix do not go together, since the text is between the two; leave one of them out")
-    suffix = fields.pop("suffix")
-    value: Any = fields.get("prompt")
-    are_several = bool(value) and is_list_of((str, list), value)
-    parts = [prompt_parts(each) for each in (value if are_several else [value])]
-    prompts = [_with_hole(tokenizer, [each] if isinstance(each, str) else each, suffix) for each in parts]
-    return fields | _prompt(prompts if are_several else prompts[0])
+    suffix, value = fields.pop("suffix"), fields.get("prompt")
+
+    def around(prompt: Any) -> list[str | int]:
+        parts = prompt_parts(prompt)
+        return _with_hole(tokenizer, [parts] if isinstance(parts, str) else parts, suffix)
+
+    return fields | _prompt([around(each) for each in value] if are_prompts(value) else around(value))
 
 
 def _check_text(body: Mapping[str, Any], name: str) -> None:

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 from pipeinfer.cluster.verdicts import MAX_TOP
 from pipeinfer.errors import UserError
 from pipeinfer.job.requests.answers import schemas_to_check
-from pipeinfer.job.requests.body import Body, Defaults, prompt_parts, read_body
+from pipeinfer.job.requests.body import Body, Defaults, are_prompts, prompt_parts, read_body
 from pipeinfer.job.requests.body_prompts import BodyPrompts
 from pipeinfer.job.requests.fields import CHAT, LENGTHS, PassedOver, flag, is_list_of, is_whole, refuse, shown, whole
 from pipeinfer.job.requests.request import GenerationRequest
@@ -83,8 +83,7 @@ def parse_request(body: Mapping[str, Any], url: str, defaults: Defaults, passed:
     if fields.get("best_of", n) not in (n, None):
         refuse(f"best_of is {shown(fields['best_of'])}; only {n}, the number of texts (n), can be served")
     fields.pop("best_of", None)
-    value = fields[prompt]  # one, or a list of several: token ids with texts between them are one
-    prompts = value if not is_chat and value and is_list_of((str, list), value) else [value]
+    prompts = fields[prompt] if not is_chat and are_prompts(fields[prompt]) else [fields[prompt]]
     if len(prompts) * n > MAX_CHOICES:
         refuse(f"{len(prompts)} prompts with n {n} are {len(prompts) * n} texts; a request has up to {MAX_CHOICES}")
     first = read_body({**fields, prompt: prompts[0]}, defaults, False, passed)

@@ -31,7 +31,7 @@ from pipeinfer.job.session.ranks import MAX_RECORDS
 from pipeinfer.job.session.result import RankUses, describe_drafts, describe_model
 from pipeinfer.job.session.session import OpenRequest, Output, open_session
 from pipeinfer.models.gguf.adapter import digest_of
-from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.gguf.model_info import LONG, ModelInfo
 from pipeinfer.models.text.grammar import TOO_MUCH, check_grammar
 from pipeinfer.observe.figures import Throughput
 from pipeinfer.observe.report import ProgressBar, show_throughput, stderr_console
@@ -155,7 +155,7 @@ def _defaults(batch: BatchOptions, options: RunOptions, info: ModelInfo) -> Defa
     adapters = read_adapters(options.models, info)
     others += f" lora-{digest_of(adapters)}" if adapters else ""
     others += " special-in-messages" if text.special_in_messages else ""
-    others += " long" if info.rope_factors == "long" else ""
+    others += f" {LONG}" if info.rope_factors == LONG else ""
     if text.reasoning_budget >= 0:
         others += f" reasoning-{text.reasoning_budget} {text.reasoning_message or ''}"
     others += f" template-{text.template}" if text.template else ""
@@ -179,8 +179,8 @@ def _check_lines(work: BatchWork) -> None:
             line = f"{work.file.path} line {request.index + 1}"
             raise UserError(f"{line}: custom_id {name!r} is that of line {first + 1} too; give each request its own")
         work.is_done.extend(bytes(request.index + 1 - len(work.is_done)))
-        ids = [work.id(request, depends_on_context) for depends_on_context in (False, True)]
-        work.is_done[request.index] = any([results.pop(id, 0) for id in ids])
+        if results:  # an id takes long, in a file of many lines
+            work.is_done[request.index] = any(results.pop(work.id(request, each), 0) for each in (False, True))
         work.n_requests += 1
         work.n_done += work.is_done[request.index]
     for reason in passed_over.values():

@@ -14,13 +14,12 @@ from pipeinfer.job.options.options import JobModels, RunOptions
 from pipeinfer.job.options.sections import Numerics
 from pipeinfer.job.placement.devices import RankDevices
 from pipeinfer.job.placement.job_plan import JobPlan
-from pipeinfer.job.placement.numerics import LONG
 from pipeinfer.job.process.streams import complain
 from pipeinfer.models.drafts.head_files import has_mtp_head, read_drafts
 from pipeinfer.models.drafts.translation import check_drafts
 from pipeinfer.models.gguf.adapter import ScaledAdapter, check_cut, check_exact, check_fits, check_order, read_adapter
 from pipeinfer.models.gguf.layers import F16_CACHE, block_length
-from pipeinfer.models.gguf.model_info import OWN_HEAD, ModelInfo, layer_of, read_model_info
+from pipeinfer.models.gguf.model_info import LONG, OWN_HEAD, ModelInfo, layer_of, read_model_info
 from pipeinfer.models.hub import fetch, name_of
 from pipeinfer.models.llama.tensor_places import HOST, TensorPlace, TensorPlaces, check_names
 from pipeinfer.models.text.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ from pipeinfer.cluster.wire import WireType
 from pipeinfer.job.options.sections import Numerics
 from pipeinfer.job.placement.devices import DevicePlan
 from pipeinfer.models.gguf.layers import F16_CACHE, CacheTypes
-from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.gguf.model_info import LONG, ModelInfo
 from pipeinfer.models.llama.ggml import type_name
 from pipeinfer.models.llama.params import (
     GROUP,
@@ -26,7 +26,6 @@ from pipeinfer.models.llama.params import (
 
 Devices = Iterable[DevicePlan]
 
-LONG = "long"  # in names, and what `ModelInfo` calls such factors
 N_DIGITS = 4  # of a digest of what repacked kernels add up to: they differ between processors
 IN_GROUPS = re.compile(r"\.x(\d)")  # in the names of numerics whose rows come in groups; see `named_numerics`
 
@@ -95,9 +94,9 @@ def named_numerics(
 ) -> NumericsPlan:
     """`target`: what computes each of its stages. `host`: of one of them; all repack alike. `adapters`: a digest, or
     empty. `is_long`: of two sets of rope factors the long one is used. A name is such as `exact`,
-    `exact-lora-51d0c2aa`, `exact-long`, `exact-q4_0.32-1f3a`, `exact-q4_k.x4-q6_k.x4-9c07` (in
-    groups), `fast-q8_0-f16`, `exact-torch`; with layers on GPUs `exact-gpu-51d0`, which is exact, or `exact-gpu`, which
-    is not, and `exact-gpu-ot-8e01` where some of their tensors are elsewhere."""
+    `exact-lora-51d0c2aa`, `exact-long`, `exact-q4_0.32-1f3a`, `exact-q4_k.x4-q6_k.x4-9c07` (in groups),
+    `fast-q8_0-f16`, `exact-torch`; with layers on GPUs `exact-gpu-51d0`, which is exact, or `exact-gpu`, which is not,
+    and `exact-gpu-ot-8e01` where some of their tensors are elsewhere."""
     parts = [plan.name, *(["lora", adapters] if adapters else []), *([LONG] if is_long else [])]
     if plan.repacked:
         parts += [f"{type_name(each.type)}.{'x' * each.in_groups}{each.n_rows}" for each in plan.repacked]

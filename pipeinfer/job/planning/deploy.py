@@ -36,12 +36,12 @@ from pipeinfer.job.placement.job_plan import (
     sizes_of,
 )
 from pipeinfer.job.placement.memory import MemoryNeeds, stored_bytes
-from pipeinfer.job.placement.numerics import LONG, named_numerics, unnamed_numerics
+from pipeinfer.job.placement.numerics import named_numerics, unnamed_numerics
 from pipeinfer.job.planning.fit import PlanInputs, fit, resume
 from pipeinfer.job.profiling.speeds import Schedule, make_schedule
 from pipeinfer.models.drafts.translation import draft_translation
 from pipeinfer.models.gguf.adapter import ScaledAdapter, digest_of
-from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.gguf.model_info import LONG, ModelInfo
 from pipeinfer.models.llama.tensor_places import has_experts
 from pipeinfer.models.torch.params import check_known
 from pipeinfer.observe.columns import digest

@@ -6,6 +6,7 @@ import hmac
 import json
 import os
 import signal
+import sys
 import time
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -115,6 +116,7 @@ def redirect(stream: TextIO, kind: bytes) -> None:
 def tell_exit(code: int) -> None:
     """The job has done all that it is for, and ends with this exit code: losses do not matter any more. The supervisor,
     if there is one, knows it afterwards."""
+    sys.stdout.flush()
     with contextlib.suppress(UserError, OSError, EOFError):
         if link := connect_supervisor(EXIT):
             with link:

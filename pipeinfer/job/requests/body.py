@@ -135,6 +135,11 @@ def read_body(fields: Mapping[str, Any], defaults: Defaults, as_chat: bool, pass
     )
 
 
+def are_prompts(value: Any) -> TypeGuard[list[Any]]:
+    """Whether a prompt is a list of several; token ids with texts between them are one."""
+    return bool(value) and is_list_of((str, list), value)
+
+
 def prompt_parts(value: Any) -> PromptParts:
     """Raises UserError for anything but one text, or token ids with texts between them."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):

@@ -16,7 +16,7 @@ from pipeinfer.job.options.limits import MAX_CTX, STDIN
 from pipeinfer.job.options.text_sections import ContextOptions, GrammarOptions, PromptOptions
 from pipeinfer.job.process.stdin import end_input
 from pipeinfer.job.process.streams import complain, read_limited
-from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.gguf.model_info import SHORT, ModelInfo
 from pipeinfer.models.text.grammar import check_grammar
 from pipeinfer.models.text.grammar_text import ANY_TOKENS
 from pipeinfer.models.text.json_schema import as_schema, mismatch, read_schema, relaxations, schema_grammar
@@ -82,7 +82,7 @@ def fit_context(ctx_size: int | None, predict: int, info: ModelInfo, n_prompt: i
     limit = ctx_size or min(info.n_ctx_train, MAX_CTX)
     source = f"-c {limit}" if ctx_size else f"the model's context of {limit}"
     beyond = "to go beyond what it was trained for"
-    if info.rope_factors == "short":
+    if info.rope_factors == SHORT:
         beyond = "for longer texts, of which it has other rope factors"
     way_out = "raise -c" if ctx_size else f"give -c {beyond}"
     if n_prompt >= limit:

@@ -17,6 +17,8 @@ from pipeinfer.models.gguf.validation import NumberCheck
 
 MAX_LAYERS = 512
 ROPE_FACTORS = ("rope_factors_short.weight", "rope_factors_long.weight")
+SHORT, LONG = "short", "long"  # which of the two; the second in names of numerics too
+N_CTX_SHORT = "rope.scaling.original_context_length"  # a key of the metadata, behind the architecture's name
 OTHER_TYPES = {"mmproj": "a projector of images or sounds", "adapter": "an adapter (LoRA)"}
 OWN_HEAD = Path("mtp")  # in the place of a draft's path: the head in the target's own file
 _FILE_TYPES = """F32 F16 Q4_0 Q4_1 - - - Q8_0 Q5_0 Q5_1 Q2_K Q3_K_S Q3_K_M Q3_K_L Q4_K_S Q4_K_M Q5_K_S Q5_K_M Q6_K
@@ -90,7 +92,7 @@ class ModelInfo:
     tensors: tuple[Tensor, ...] = field(repr=False, compare=False)
     borrowed: tuple[Tensor, ...] = field(default=(), repr=False, compare=False)
     head: DraftHead | None = None  # of a draft that reads its target's residual stream
-    rope_factors: str = ""  # which of two sets is used, `short` or `long`; empty: there is one, or none was chosen
+    rope_factors: str = ""  # which of two sets is used, SHORT or LONG; empty: there is one, or none was chosen
 
     @property
     def metadata(self) -> Mapping[str, Value]:
@@ -119,7 +121,7 @@ class ModelInfo:
     @property
     def n_ctx_short(self) -> int:
         """Tokens for which its short rope factors are made, where it has them and long ones (LongRoPE); else 0."""
-        key = f"{self.architecture}.rope.scaling.original_context_length"
+        key = f"{self.architecture}.{N_CTX_SHORT}"
         has_both = any(tensor.name in ROPE_FACTORS for tensor in self.tensors)
         return value_of(self.metadata, key, self.n_ctx_most) if has_both else 0
 
@@ -134,7 +136,7 @@ class ModelInfo:
         if not self.n_ctx_short:
             return self
         n_ctx = self.n_ctx_most if is_long else min(self.n_ctx_most, self.n_ctx_short)
-        return replace(self, rope_factors="long" if is_long else "short", n_ctx_train=n_ctx)
+        return replace(self, rope_factors=LONG if is_long else SHORT, n_ctx_train=n_ctx)
 
     def tensor(self, name: str) -> Tensor | None:
         return next((tensor for tensor in self.tensors if tensor.name == name), None)

@@ -19,7 +19,7 @@ from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.types import AdapterScales, FloatArray
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.adapter import Adapter, ScaledAdapter, active_scales
-from pipeinfer.models.gguf.model_info import ModelInfo
+from pipeinfer.models.gguf.model_info import LONG, N_CTX_SHORT, ModelInfo
 from pipeinfer.models.gguf.slice import SliceFile, slice_tensors
 from pipeinfer.models.gguf.writer import memory_file
 from pipeinfer.models.llama import ggml
@@ -236,8 +236,8 @@ class Decoder:
         one."""
         overrides = (self.lib.llama_model_kv_override * 2)()
         overrides[0].tag = self.lib.LLAMA_KV_OVERRIDE_TYPE_INT
-        overrides[0].key = f"{info.architecture}.rope.scaling.original_context_length".encode()
-        overrides[0].value.val_i64 = 1 if self.params.rope_factors == "long" else MOST_CELLS
+        overrides[0].key = f"{info.architecture}.{N_CTX_SHORT}".encode()
+        overrides[0].value.val_i64 = 1 if self.params.rope_factors == LONG else MOST_CELLS
         return overrides
 
     def create_context(self, size: ContextSize) -> LlamaContext:
