@@ -1,25 +1,21 @@
-"""Programs and packages that are installed beside this Python; other processes; Python child processes: their command
-line, and work on untrusted input in one with limited time and memory. Knows no model, no MPI and not the work."""
+"""Programs and packages that are installed beside this Python; Python child processes: their command line, and work on
+untrusted input in one with limited time and memory. Knows no model, no MPI and not the work."""
 
 import contextlib
 import json
-import os
 import signal
-import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from pipeinfer.launchers import is_stopped
+
 ROOT = str(Path(__file__).parents[1])
 VERSION_TIMEOUT_S = 20.0
-LAUNCHERS = ("mpiexec", "mpirun", "prte", "orte", "hydra", "srun")
-FORWARDERS = ("prterun", "mpirun", "mpiexec", "orterun")
-TERMINALS = ("/dev/pts/", "/dev/tty")
 
 
 def python_command(code: str, *arguments: object) -> list[str]:
@@ -55,63 +51,6 @@ def package_version(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def process_stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the state on; none if there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
-        return []
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether a process stands still, by a signal or a debugger."""
-    return process_stat(pid)[:1] in (["T"], ["t"])
-
-
-def launcher_at_terminal(number: int = 0) -> int:
-    """The launcher on this host that started this process, and whose file descriptor `number` is a terminal, by default
-    that where a user types; 0: there is none."""
-    launcher = 0
-    with contextlib.suppress(OSError):
-        for pid, _ in takewhile(lambda each: each[1].startswith(LAUNCHERS), _processes_above()):
-            launcher = pid if is_terminal(pid, number) else 0
-    return launcher
-
-
-def forwarding_launcher() -> int:
-    """The process on this host to which Open MPI forwards this job's standard streams; 0: there is none."""
-    return next((pid for pid, name in _processes_above() if name in FORWARDERS), 0)
-
-
-def _processes_above() -> Iterator[tuple[int, str]]:
-    """The id and the name of this process's parent, of its parent, and so on."""
-    pid = os.getppid()
-    with contextlib.suppress(OSError, IndexError):
-        while True:
-            yield pid, Path(f"/proc/{pid}/comm").read_text().strip()
-            pid = int(process_stat(pid)[1])
-
-
-def is_terminal(pid: int, number: int) -> bool:
-    """Whether a file descriptor of a process is a terminal. Raises OSError."""
-    return os.readlink(f"/proc/{pid}/fd/{number}").startswith(TERMINALS)
-
-
-def terminal_width(number: int) -> int:
-    """Columns of the terminal that shows what is written to a file descriptor of this process, 1 or 2: its own, or the
-    launcher's, which prints what comes from its pipe; 0: it is none, or unknown."""
-    with contextlib.suppress(OSError, ValueError):
-        if os.isatty(number):
-            return int(os.environ.get("COLUMNS") or 0) or os.get_terminal_size(number).columns
-        if stat.S_ISFIFO(os.fstat(number).st_mode) and (launcher := launcher_at_terminal(number)):
-            terminal = os.open(f"/proc/{launcher}/fd/{number}", os.O_RDONLY | os.O_NOCTTY)
-            try:
-                return os.get_terminal_size(terminal).columns
-            finally:
-                os.close(terminal)
-    return 0
 
 
 def answer_within(module: str, cpu_s: str, n_bytes: str) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import combinations, groupby
 from typing import Any
 
-from pipeinfer.child import terminal_width
+from pipeinfer.launchers import terminal_width
 
 
 def size_text(n_bytes: float) -> str:

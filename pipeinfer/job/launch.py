@@ -28,9 +28,9 @@ from pipeinfer.cluster.stages.cell_store import CellStore
 from pipeinfer.cluster.stages.pace import JobClock, PacedStage
 from pipeinfer.cluster.stages.stage import StageStats, StageWorker
 from pipeinfer.cluster.transport import Link, Outbox, abort
-from pipeinfer.cluster.watch.processes import marking, sweep
 from pipeinfer.cluster.watch.protocol import Flow, Limits
 from pipeinfer.cluster.watch.rendezvous import Location
+from pipeinfer.cluster.watch.shared_memory import marking, sweep
 from pipeinfer.cluster.watch.watch import Watch
 from pipeinfer.core.interfaces import Blocks
 from pipeinfer.errors import JobError, UserError

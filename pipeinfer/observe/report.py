@@ -17,7 +17,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from pipeinfer.child import terminal_width
+from pipeinfer.launchers import terminal_width
 from pipeinfer.text import count_text, labelled, milliseconds, number, size_text
 
 WIDTH = 12  # of a label

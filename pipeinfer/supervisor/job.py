@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from pipeinfer.child import is_stopped
 from pipeinfer.cluster.watch.protocol import ENDING, SUPERVISOR, mark_of, write_line
 from pipeinfer.job.process.supervised import Attempt, end_attempts
+from pipeinfer.launchers import is_stopped
 
 READ_BYTES = 1 << 16
 AHEAD_BYTES = 1 << 20  # how far the input is read ahead of the attempts: it may have no end

@@ -6,7 +6,8 @@ import os
 import time
 from pathlib import Path
 
-from pipeinfer.child import LimitedProcess, ProcessLimits, process_stat
+from pipeinfer.child import LimitedProcess, ProcessLimits
+from pipeinfer.launchers import process_stat
 from pipeinfer.models.text.grammar import PROCESS as GRAMMAR_CHECK
 from tests.support.jobs import until
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.child import process_stat
 from pipeinfer.cluster.watch.protocol import SUPERVISOR
 from pipeinfer.job.process.supervised import OUTPUT, Attempt, connect_supervisor, tell_exit
+from pipeinfer.launchers import process_stat
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.supervisor.job import KeptOutput
 from pipeinfer.supervisor.links import Links

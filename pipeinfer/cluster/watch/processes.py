@@ -1,9 +1,5 @@
-"""Processes of this host: how they ended, which ranks run here, the one that looks at other hosts, and the shared
-memory that killed ranks leave.
-
-MPI leaves about 1 MB a rank in /dev/shm when its ranks are killed. Every rank marks the segments it uses, so that a
-later start on this host recognises them; those with a name only while MPI starts are recognised by it. Nothing is
-removed that a running process maps or has open. Knows /proc, pidfds and file leases; standard library alone."""
+"""Processes of this host: how they ended, which ranks run here, and the one that looks at other hosts. Knows /proc and
+pidfds; standard library alone."""
 
 import contextlib
 import fcntl
@@ -14,15 +10,14 @@ import selectors
 import signal
 import struct
 import subprocess
-import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from pipeinfer.child import process_stat
 from pipeinfer.cluster.hosts.launch import place_from_environment
 from pipeinfer.cluster.watch.protocol import write_line
+from pipeinfer.launchers import LAUNCHERS, STARTERS, parent_of, process_stat, processes_above
 
 INFO_LAYOUT = "QQ11IiQ"  # struct pidfd_info up to its exit code; the kernel takes any longer buffer
 INFO_BYTES = struct.calcsize(INFO_LAYOUT)
@@ -36,8 +31,6 @@ SCANCEL_TIMEOUT_S = 5.0
 FATAL = "! "
 KILLED = " of SIGKILL"
 ORDERLY = (" of SIGINT", " of SIGTERM", " of SIGHUP")
-LAUNCHERS = ("mpirun", "mpiexec", "mpiexec.hydra", "prterun", "prun", "orterun")
-STARTERS = ("hydra_pmi_proxy", "prted", "orted", *LAUNCHERS)  # the parents of ranks
 KILLS_S = 0.1
 """Time between a rank's closed files, which the launcher sees, and its reported end: its memory is freed in between."""
 
@@ -114,7 +107,7 @@ def ranks_beside(pid: int) -> dict[int, int]:
     program and waits for it; its process is that of the script."""
     parent, pids = _launcher_above(pid), dict[int, int]()
     for folder in Path("/proc").glob("[0-9]*"):
-        if _parent(int(folder.name)) == parent and (place := _place(int(folder.name))):
+        if parent_of(int(folder.name)) == parent and (place := _place(int(folder.name))):
             pids[place[0]] = int(folder.name)
     return pids
 
@@ -123,7 +116,7 @@ def n_started(pid: int, n_here: int) -> int:
     """How many of `n_here` ranks the launcher has started on this host, `pid` one of them; all if nobody can say: a
     container may hide the others."""
     with contextlib.suppress(OSError):
-        if Path(f"/proc/{_launcher_above(pid)}/comm").read_text().strip() in STARTERS:
+        if Path(f"/proc/{_launcher_above(pid)}/comm").read_text().startswith(STARTERS):
             return len(ranks_beside(pid))
     return n_here
 
@@ -131,7 +124,7 @@ def n_started(pid: int, n_here: int) -> int:
 def _launcher_above(pid: int) -> int:
     """The process that started the rank `pid`: the first above it which is not that rank itself."""
     rank = _place(pid)
-    while (pid := _parent(pid)) > 1 and rank and _place(pid) == rank:
+    while (pid := parent_of(pid)) > 1 and rank and _place(pid) == rank:
         pass
     return pid
 
@@ -147,18 +140,12 @@ def _place(pid: int) -> tuple[int, int, str] | None:
 
 def launcher_of(pid: int) -> tuple[list[str], Path]:
     """The words of the mpirun above a process, and the folder where it runs; no words where it is on another host."""
-    while (pid := _parent(pid)) > 1:
-        with contextlib.suppress(OSError):
-            words = os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).split("\0")
-            if os.path.basename(words[0]) in LAUNCHERS:
-                return words, Path(os.readlink(f"/proc/{pid}/cwd"))
+    for above, name in processes_above(pid):
+        if name.startswith(LAUNCHERS):
+            with contextlib.suppress(OSError):
+                words = os.fsdecode(Path(f"/proc/{above}/cmdline").read_bytes()).split("\0")
+                return words, Path(os.readlink(f"/proc/{above}/cwd"))
     return [], Path()
-
-
-def _parent(pid: int) -> int:
-    """0 of a process that has ended."""
-    fields = process_stat(pid)
-    return int(fields[1]) if fields and fields[0] not in "ZX" else 0
 
 
 def _describe(status: int) -> str:
@@ -219,104 +206,3 @@ class Inquiry:
             self._selector.unregister(self._process.stdout)
             self._process.kill()
             self._process = None
-
-
-# -- shared memory
-
-FOLDER = Path("/dev/shm")
-MARK = "user.pipeinfer"  # an extended attribute; tmpfs has them since Linux 6.6, before nothing is marked or swept
-
-LOOK_EVERY_S = 0.003
-
-BRIEF_NAMES = ("ucx_shm_posix_*", "mpich_shar_tmp*")
-"""Segments of UCX and MPICH 4 while MPI starts: some have names for milliseconds only, too short to be marked."""
-
-BRIEF_AGE_S = 0.2  # younger ones stay: their creator may not have opened them yet
-RANK_BYTES = 1_400_000  # MPICH's need for a rank; with less a bus error ends ranks (measured: 4 MB for 3 ranks)
-
-
-def segments_of(pid: int) -> set[Path]:
-    """The segments that a process of this user maps or has open."""
-    names = []
-    with contextlib.suppress(OSError):
-        maps = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
-        names += [f"{FOLDER}/{name}" for line in maps if (name := line.partition(f" {FOLDER}/")[2])]
-    with contextlib.suppress(OSError):
-        for descriptor in os.listdir(f"/proc/{pid}/fd"):
-            with contextlib.suppress(OSError):  # closed meanwhile
-                names.append(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
-    return {Path(name) for name in names if name.startswith(f"{FOLDER}/") and not name.endswith(" (deleted)")}
-
-
-def mark_own() -> None:
-    """Mark the segments of this process with its process namespace: users in other namespaces cannot be seen."""
-    with contextlib.suppress(OSError, AttributeError):
-        for path in segments_of(os.getpid()):
-            os.setxattr(path, MARK, _namespace())
-
-
-@contextlib.contextmanager
-def marking() -> Iterator[None]:
-    """Mark the segments of this process throughout the block, because it may be killed at any moment."""
-    over = threading.Event()
-
-    def look() -> None:
-        while not over.wait(LOOK_EVERY_S):
-            mark_own()
-
-    threading.Thread(target=look, daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
-        mark_own()
-
-
-def sweep() -> None:
-    """Remove the segments that killed jobs of this user left on this host."""
-    with contextlib.suppress(OSError, AttributeError):
-        remove_dead(path for path in FOLDER.iterdir() if _is_marked(path))
-    for path in (path for name in BRIEF_NAMES for path in FOLDER.glob(name)):
-        with contextlib.suppress(OSError, AttributeError):
-            _remove_unopened(path)
-
-
-def remove_dead(paths: Iterable[Path]) -> bool:
-    """Remove the segments that no process uses. True when all of them are gone."""
-    present = {path for path in paths if path.exists()}
-    if not present:
-        return True
-    used = set[Path]()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if folder.stat().st_uid == os.getuid():
-                used |= segments_of(int(folder.name))
-    for path in present - used:
-        with contextlib.suppress(OSError):
-            path.unlink()
-    return not present & used
-
-
-def _remove_unopened(path: Path) -> None:
-    """Remove a file of this user's that no process maps or has open, in any namespace. The kernel grants a write lease
-    only if nobody else has the file open. Raises OSError if it does not."""
-    file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        state = os.fstat(file)
-        if state.st_uid == os.getuid() and time.time() - state.st_ctime > BRIEF_AGE_S:
-            # if another process opens it now, this one gets a signal: SIGURG, which is ignored by default
-            fcntl.fcntl(file, fcntl.F_SETSIG, signal.SIGURG)
-            fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_WRLCK)
-            path.unlink()
-    finally:
-        os.close(file)
-
-
-def _is_marked(path: Path) -> bool:
-    with contextlib.suppress(OSError):
-        return path.stat().st_uid == os.getuid() and os.getxattr(path, MARK) == _namespace()
-    return False
-
-
-def _namespace() -> bytes:
-    return os.readlink("/proc/self/ns/pid").encode()

@@ -17,13 +17,13 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from pathlib import Path
 
-from pipeinfer.child import is_stopped
 from pipeinfer.cluster.hosts.launch import n_ranks_here
 from pipeinfer.cluster.hosts.launcher import hosts_by_rank
-from pipeinfer.cluster.watch import processes, protocol
+from pipeinfer.cluster.watch import processes, protocol, shared_memory
 from pipeinfer.cluster.watch.processes import Inquiry, Process, ranks_beside
 from pipeinfer.cluster.watch.protocol import ENDING, Flow, Limits, Message, send, write_line
 from pipeinfer.cluster.watch.rendezvous import Listener
+from pipeinfer.launchers import is_stopped
 
 EXIT_CODE = 1
 ABORT_GRACE_S = 1.0
@@ -111,7 +111,7 @@ class Sentinel:
         waited_s = time.monotonic() - self._start_s
         if len(self._beside) < self.size > 1 and waited_s < FIND_S:
             self._find_ranks()
-        self._segments |= processes.segments_of(self.head_pid)
+        self._segments |= shared_memory.segments_of(self.head_pid)
         if self._listener:
             self._admit(self._listener)
         if time.monotonic() > self._early_end_s + HEAD_GRACE_S:
@@ -245,7 +245,7 @@ class Sentinel:
         """Rank 0: MPI has started, the others may join at the socket that it sends."""
         self._key, self.size = message["key"], message["size"]
         self._hosts = dict(enumerate(message["hosts"]))
-        self._segments |= processes.segments_of(self.head_pid)
+        self._segments |= shared_memory.segments_of(self.head_pid)
         listener = Listener(socket.socket(fileno=recv_handle(self.head)), self._key, self.size, self.limits)
         if self._complete:
             listener.close()
@@ -318,10 +318,10 @@ class Sentinel:
         with contextlib.suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         deadline = time.monotonic() + REMAINS_S
-        while not processes.remove_dead(self._segments) and time.monotonic() < deadline:
+        while not shared_memory.remove_dead(self._segments) and time.monotonic() < deadline:
             time.sleep(LOOK_EVERY_S)
         time.sleep(LAUNCHER_GRACE_S)
-        processes.sweep()  # segments of other ranks, and those that rank 0 marked before it was looked at
+        shared_memory.sweep()  # segments of other ranks, and those that rank 0 marked before it was looked at
 
     # -- texts
 

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from pipeinfer.child import is_terminal, launcher_at_terminal
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.signals import SIGNALS
 from pipeinfer.job.process.stdin import end_input
 from pipeinfer.job.process.streams import MAX_LENGTH, RawTerminal
 from pipeinfer.job.process.supervised import ERRORS, own_attempt, redirect
+from pipeinfer.launchers import is_terminal, launcher_at_terminal
 
 POLL_S = 0.1
 READ_BYTES = 1 << 16

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeinfer.cluster.hosts.roster import check_alike, version_text
-from pipeinfer.cluster.watch.processes import RANK_BYTES
+from pipeinfer.cluster.watch.shared_memory import RANK_BYTES
 from pipeinfer.errors import UserError
 from pipeinfer.job.doctor import agent
 from pipeinfer.job.doctor.agent import ADDRESS_SPACE, FILE_SIZE, LOCKED_MEMORY, OPEN_FILES

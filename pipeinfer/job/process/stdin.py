@@ -10,9 +10,9 @@ import threading
 import time
 from pathlib import Path
 
-from pipeinfer.child import forwarding_launcher, process_stat
 from pipeinfer.cluster.hosts.launch import is_by_open_mpi
 from pipeinfer.job.process.streams import complain
+from pipeinfer.launchers import forwarding_launcher, process_stat
 
 READ_BYTES = 1 << 16
 LOOK_S, REST_S, NOTICE_S = 0.1, 1.0, 5.0

@@ -18,8 +18,9 @@ import sys
 import termios
 from typing import IO, Any, AnyStr, TextIO
 
-from pipeinfer.child import forwarding_launcher, launcher_at_terminal, process_stat, python_command
+from pipeinfer.child import python_command
 from pipeinfer.errors import UserError
+from pipeinfer.launchers import forwarding_launcher, launcher_at_terminal, process_stat
 
 READER_LEFT = 141  # the exit code that shells give a command that wrote to a closed pipe
 MAX_LENGTH = 1 << 26  # bytes or characters: more than the longest contexts hold, and little enough for a host's memory

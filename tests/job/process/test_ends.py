@@ -22,16 +22,8 @@ import pytest
 
 from pipeinfer.cluster.hosts.launch import rank_from_environment
 from pipeinfer.cluster.hosts.roster import check_alike, own_info
-from pipeinfer.cluster.watch.processes import (
-    BRIEF_AGE_S,
-    FOLDER,
-    MARK,
-    first_to_close,
-    mark_own,
-    remove_dead,
-    segments_of,
-    sweep,
-)
+from pipeinfer.cluster.watch.processes import first_to_close
+from pipeinfer.cluster.watch.shared_memory import BRIEF_AGE_S, FOLDER, MARK, mark_own, remove_dead, segments_of, sweep
 from pipeinfer.cluster.watch.watch import Watch
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
