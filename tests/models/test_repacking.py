@@ -9,13 +9,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.core.types import FloatArray
 from pipeinfer.disk_cache import DiskCache
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.llama import repacking
-from pipeinfer.models.llama.params import IS_X86, LlamaParams, TypeRows, largest_part, matrix_bytes, worth_repacking
+from pipeinfer.models.llama.params import (
+    IS_X86,
+    NARROW,
+    LlamaParams,
+    TypeRows,
+    largest_part,
+    matrix_bytes,
+    worth_repacking,
+)
 from pipeinfer.models.llama.repacking import N_OUT, SIZES, Kernels, Repacked, repacked_types
 from pipeinfer.models.llama.stage import LlamaStage
 from tests.models.test_llama_stage import TreeDriver, loaded, make_batch, random_tokens, run  # noqa: F401
@@ -103,3 +112,15 @@ def test_weights_are_repacked_where_that_is_faster(tmp_path: Path) -> None:
     other = next(type for type in bytes_of if type != Q4_K)
     assert worth_repacking(mostly, params, (TypeRows(other, 3),)) == ()
     assert worth_repacking(mostly, params, (TypeRows(other, 32),)) == (TypeRows(other, 32),)
+    narrow = replace(mostly.tensors[-1], name="blk.0.ffn_down_shexp.weight", shape=(NARROW, 64), type=Q8_0)
+    assert worth_repacking(replace(mostly, tensors=(*mostly.tensors, narrow)), params, (three,)) == ()
+
+
+@pytest.mark.parametrize("n_in", [2 * NARROW, 256, 2560])
+def test_what_one_shape_shows_holds_of_others(n_in: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all but NARROW ones, where AMX kernels have another order for 32 rows."""
+    monkeypatch.setattr(repacking, "N_IN", n_in)
+    kernels = Kernels()
+    for each in repacked_types():
+        if n_in % GGML_QUANT_SIZES[GGMLQuantizationType(each.type)][0] == 0:
+            assert (found := kernels.check(each.type)) and found.n_rows == each.n_rows, each

@@ -2,11 +2,12 @@
 
 import platform
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
+from pipeinfer.models.gguf.header import Tensor
 from pipeinfer.models.gguf.layers import F16_CACHE, CacheTypes
 from pipeinfer.models.gguf.model_info import ModelInfo, layer_of
 from pipeinfer.models.llama.tensor_places import TensorPlaces
@@ -20,6 +21,7 @@ TILED_ROWS = 8
 
 OTHER_ALONE = frozenset([0, 1, 20, 30])  # the same from two rows on: F32, F16, IQ4_NL, BF16
 NUMA_STRATEGIES = ("distribute", "isolate", "numactl")  # in the order of libggml's numbers, which begin with 1
+NARROW = 32  # columns of a matrix of one block a row: AMX kernels add up otherwise there, from 32 rows on
 LEAST_PART = 3  # rows at once: with fewer guesses would cost as much as tokens
 GROUP = 4  # rows that libggml's kernels for repacked weights multiply at a time
 MANY = 8
@@ -137,7 +139,14 @@ def types_in_groups(
     sizes, layers = matrix_bytes(info), info.layers.architecture
     has_planes = any(sum(length > 1 for length in tensor.shape) > 2 for tensor in info.tensors)
     part = largest_part(info, LlamaParams(0, repacked=in_parts))
-    if has_planes or not layers.flash or layers.states is not None or n_requests < MANY or part >= GROUP:
+    if (
+        has_planes
+        or _is_narrow(info)
+        or not layers.flash
+        or layers.states is not None
+        or n_requests < MANY
+        or part >= GROUP
+    ):
         return ()
     tiled = sum(n_bytes for type, n_bytes in sizes.items() if type in TILED_TYPES and type not in repacked)
     is_tiled = n_requests >= MANY_TILED and tiled >= TILED_SHARE * sum(sizes.values())
@@ -151,12 +160,19 @@ def worth_repacking(info: ModelInfo, params: LlamaParams, possible: tuple[TypeRo
     """The model's types among those that can be repacked, if that is faster with `exact`; else none: libllama repacks
     all or none of them. Such kernels took 5 to 30% less time for as many rows with all models that were tried (x86 with
     AVX-512). Smaller parts cost more than that where little is repacked: 8 rows took 1.4 times as long with Q4_K_M
-    files of small models, most of whose rows do not divide into its blocks."""
+    files of small models, most of whose rows do not divide into its blocks. None either where a matrix is NARROW."""
+    if _is_narrow(info):
+        return ()
     sizes = matrix_bytes(info)
     repacked = tuple(each for each in possible if each.type in sizes)
     n_rows, before = (largest_part(info, replace(params, repacked=each)) for each in (repacked, ()))
     most = 2 * sum(sizes[each.type] for each in repacked) >= sum(sizes.values())
     return repacked if n_rows >= min(before, LEAST_PART) and (most or n_rows >= before) else ()
+
+
+def _is_narrow(info: ModelInfo) -> bool:
+    """Whether repacked kernels may multiply a matrix in which they were not tried."""
+    return any(tensor.shape[0] == NARROW and tensor.type not in OTHER_ALONE for tensor in _matrices(info))
 
 
 def largest_part(info: ModelInfo, params: LlamaParams) -> int:
@@ -175,13 +191,19 @@ def largest_part(info: ModelInfo, params: LlamaParams) -> int:
 @lru_cache(maxsize=8)  # a planner asks for every way to cut
 def matrix_bytes(info: ModelInfo) -> Mapping[int, int]:
     """Bytes of the matrices of each GGML type."""
-    head = "token_embd.weight" if info.tied else "output.weight"
     n_bytes: Counter[int] = Counter()
+    for tensor in _matrices(info):
+        n_bytes[tensor.type] += tensor.n_bytes
+    return n_bytes
+
+
+def _matrices(info: ModelInfo) -> Iterator[Tensor]:
+    """Of the layers and the output head."""
+    head = "token_embd.weight" if info.tied else "output.weight"
     for tensor in info.tensors:
         is_used = layer_of(tensor.name) is not None or tensor.name == head
         if is_used and sum(length > 1 for length in tensor.shape) > 1:
-            n_bytes[tensor.type] += tensor.n_bytes
-    return n_bytes
+            yield tensor
 
 
 def buffer_bytes(info: ModelInfo, is_last: bool, n_cells: int, n_rows: int, n_outputs: int, n_wanted: int) -> int:
