@@ -83,7 +83,11 @@ launch() { # RANKS COMMAND...
 shipped=pipeinfer/models/demo
 if [ -z "${PAIRS:-}" ]; then
     grown=build/grown-${LAYERS:-48}.gguf
-    mkdir -p build
+    if ! mkdir -p build 2>/dev/null; then
+        echo "experiments.sh: $PWD/build, for the grown target, cannot be made: copy the project to where it can, or" \
+            "give PAIRS" >&2
+        exit 2
+    fi
     # made anew where the shipped target is newer
     [ "$grown" -nt $shipped/target.gguf ] || python experiments/grow.py -m $shipped/target.gguf -o "$grown" \
         --layers "${LAYERS:-48}" -md $shipped/draft.gguf

@@ -14,6 +14,7 @@ from pipeinfer.outputs import write_file
 
 N_VALUES = 256  # the most values of the folder; those that were not asked for the longest are deleted
 BYTES_MAX = 64 * 1024
+NO_HOME = "/nonexistent"  # Debian's name for it
 
 
 class DiskCache:
@@ -55,9 +56,13 @@ class DiskCache:
 
 
 def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """This program's folder in the user's cache: XDG_CACHE_HOME, or ~/.cache."""
+    """This program's folder in the user's cache: XDG_CACHE_HOME, or ~/.cache. Where nobody knows the user's home, as of
+    a number without a name in a container, it cannot be made."""
     base = environ.get("XDG_CACHE_HOME", "")
-    return (Path(base) if os.path.isabs(base) else Path("~/.cache").expanduser()) / "pipeinfer"
+    if not os.path.isabs(base):
+        home = os.path.expanduser("~")
+        base = f"{home if os.path.isabs(home) else NO_HOME}/.cache"
+    return Path(base) / "pipeinfer"
 
 
 def user_cache(environ: Mapping[str, str] = os.environ) -> DiskCache:

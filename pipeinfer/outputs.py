@@ -133,5 +133,5 @@ def _identity(path: Path) -> tuple[int, int] | str | None:
     try:
         status = path.stat()
     except OSError:
-        return os.path.realpath(path)
+        return os.path.realpath(path if path.is_absolute() else working_folder() / path)
     return status.st_dev, status.st_ino

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeinfer.disk_cache import BYTES_MAX, N_VALUES, DiskCache, user_cache
+from pipeinfer.disk_cache import BYTES_MAX, N_VALUES, DiskCache, cache_folder, user_cache
 
 
 def test_a_value_comes_back(tmp_path: Path) -> None:
@@ -75,3 +75,8 @@ def test_where_it_is(tmp_path: Path) -> None:
     user_cache({"XDG_CACHE_HOME": str(tmp_path)}).put("a", 1)
     assert (tmp_path / "pipeinfer" / "kept").is_dir()
     assert str(user_cache({"XDG_CACHE_HOME": "relative"})._folder).endswith(".cache/pipeinfer/kept")
+
+
+def test_a_user_without_a_home_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "expanduser", str)  # as of a number that has no name
+    assert cache_folder({}) == Path("/nonexistent/.cache/pipeinfer")

@@ -204,7 +204,7 @@ CHUNK_TOKENS = 512
 PERPLEXITY_HELP = {
     "chunks": "Of the text, the first; 0 or -1: all.",
     "json": "Print one JSON object instead of the estimate.",
-    "ctx_size": f"Tokens of a chunk; 0: what the model was trained for. [default: {CHUNK_TOKENS}]",
+    "ctx_size": f"Tokens of a chunk; 0: as trained; with --kl-divergence the file's. [default: {CHUNK_TOKENS}]",
     "base": "Write the log-probabilities of all tokens to this file; with --kl-divergence read it.",
     "kl_divergence": "Compare the model with that of --kl-divergence-base, whose file has the text.",
 }

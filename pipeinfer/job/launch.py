@@ -39,6 +39,7 @@ from pipeinfer.job.doctor.host_checks import check_this_host
 from pipeinfer.job.options.sections import PlacementOptions
 from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.process.signals import on_signals
+from pipeinfer.job.process.stdin import take_input
 from pipeinfer.job.process.stop import StopFlag, Stopper, report_bus_errors
 from pipeinfer.job.process.streams import complain
 from pipeinfer.job.process.supervised import end_attempts, own_attempt, tell_exit
@@ -141,6 +142,8 @@ def start_job(part: Callable[[Crew], int], settings: object, placement: Placemen
     on_signals(stopper.on_signal)
     watch.open(stopper.on_request)  # not before: it would take an end by a signal for a death
     report_aborts(watch.fault)
+    if rank_from_environment() == 0:
+        take_input()
     if is_first_here():
         if attempt := own_attempt():
             end_attempts(attempt.job, attempt.number)

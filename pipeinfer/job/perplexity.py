@@ -1,6 +1,7 @@
 """Rank 0's part of `pipeinfer perplexity`: chunks of a text as requests whose prompts are scored, and compared."""
 
 import math
+import secrets
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
@@ -81,7 +82,8 @@ def _prepare(options: RunOptions, hosts: Sequence[Host], work: PerplexityOptions
             sampling = replace(each.sampling, base_chunk=chunk_text(file, index, bool(source)))
             requests[index] = replace(each, sampling=sampling)
     output = options.output
-    return plan, PerplexityRun(plan, requests, tokenizer, output.json, output.verbose, new_base, chunks)
+    new = (file, new_base) if new_base else None
+    return plan, PerplexityRun(plan, requests, tokenizer, output.json, output.verbose, new, chunks)
 
 
 def _checked_base(base: Path, inputs: Mapping[str, Iterable[Path]]) -> Path:
@@ -96,7 +98,8 @@ def _checked_base(base: Path, inputs: Mapping[str, Iterable[Path]]) -> Path:
 
 
 def _unfinished(base: Path) -> Path:
-    return base.with_name(f".{base.name[:40]}.part")
+    """A file beside it, of this job alone, which the last rank opens by its name."""
+    return base.with_name(f".{base.name[:40]}.{secrets.token_hex(4)}.part")
 
 
 def _chunks(tokens: list[int], size: int, source: str) -> list[list[int]]:
@@ -159,7 +162,7 @@ class PerplexityRun:
     tokenizer: Tokenizer
     json: bool
     verbose: bool
-    new_base: Path | None = None  # the file of log-probabilities to write
+    new_base: tuple[Path, Path] | None = None  # the file of log-probabilities to write, and what replaces when whole
     chunks: Sequence[Sequence[int]] = ()  # as they are in the text
     losses: list[float] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
@@ -170,12 +173,11 @@ class PerplexityRun:
         """Returns the exit code."""
         if not self.new_base:
             return self._score(context)
-        unfinished = _unfinished(self.new_base)
+        unfinished, base = self.new_base
         try:
-            create(unfinished, self.tokenizer.n_vocab, self.chunks)
             code = self._score(context)
             if self.n_done == len(self.requests):
-                unfinished.replace(self.new_base)
+                unfinished.replace(base)
             return code
         finally:
             unfinished.unlink(missing_ok=True)
@@ -186,6 +188,8 @@ class PerplexityRun:
         show_start(stderr_console(), self.plan, about, about, self.verbose)
         waiting = deque(enumerate(self.requests))
         with closing(self.tokenizer), open_session(context, self.plan, self.tokenizer, verbose=self.verbose) as session:
+            if self.new_base:
+                create(self.new_base[0], self.tokenizer.n_vocab, self.chunks)
 
             def take(outputs: Sequence[Output]) -> None:
                 for output in outputs:

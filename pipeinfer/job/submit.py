@@ -3,6 +3,7 @@
 import shutil
 import sys
 import time
+from codecs import getincrementaldecoder
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import BinaryIO, TextIO
 
 from pipeinfer.cluster.slurm import INDEX, JobState, SlurmJob, job_state, script_text, submit_script
 from pipeinfer.errors import UserError
-from pipeinfer.job.process.streams import complain
+from pipeinfer.job.process.streams import complain, lost_output
 from pipeinfer.outputs import write_file
 
 LOOK_S, ASK_S = 0.25, 2.0  # between looks at the job's files, and queries to Slurm, which has more to do
@@ -112,6 +113,9 @@ def follow(number: str, text: Path, log: Path, state_of: Callable[[str], JobStat
                 complain(f"job {number} waits: {reported or 'Slurm has not said why'}")
         for tail in tails:  # once more after its end
             tail.copy()
+        if lost_output(sys.stdout):
+            complain(f"job {number} goes on, and writes {text}; scancel {number} ends it")
+            return 0  # what was lost makes the exit code
         if state.ended:
             break
         time.sleep(LOOK_S)
@@ -129,12 +133,13 @@ class _Tail:
     def __init__(self, path: Path, stream: TextIO) -> None:
         self.path, self.stream = path, stream
         self._file: BinaryIO | None = None
+        self._decoder = getincrementaldecoder("utf-8")("replace")
 
     def copy(self) -> None:
         if self._file is None and self.path.exists():
             self._file = self.path.open("rb")
         if self._file and (new := self._file.read()):
-            self.stream.buffer.write(new)
+            self.stream.write(self._decoder.decode(new))
             self.stream.flush()
 
     def close(self) -> None:

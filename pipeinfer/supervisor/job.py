@@ -6,6 +6,7 @@ import ctypes
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -34,9 +35,9 @@ class KeptInput:
         self._changes = threading.Condition()
         threading.Thread(target=self._keep, daemon=True).start()
 
-    def feed(self, pipe: IO[bytes]) -> None:
-        """Write all of it to the standard input of a new attempt."""
-        threading.Thread(target=self._feed, args=(pipe,), daemon=True).start()
+    def feed(self, link: socket.socket) -> None:
+        """Write all of it to a new attempt."""
+        threading.Thread(target=self._feed, args=(link,), daemon=True).start()
 
     def _keep(self) -> None:
         while not self._has_ended and not self.error:
@@ -58,16 +59,15 @@ class KeptInput:
                     self._n_kept, data = self._n_kept + n, data[n:]
                 self._changes.notify_all()
 
-    def _feed(self, pipe: IO[bytes]) -> None:
+    def _feed(self, link: socket.socket) -> None:
         n_fed = 0
-        with contextlib.suppress(OSError), pipe:  # the attempt has ended
+        with contextlib.suppress(OSError), link:  # the attempt has ended
             while True:
                 with self._changes:
                     self._changes.wait_for(lambda: self._n_kept > n_fed or self._has_ended)  # noqa: B023 (called here)
                 if not (data := os.pread(self._fd, READ_BYTES, n_fed)):
-                    return
-                pipe.write(data)
-                pipe.flush()
+                    return link.shutdown(socket.SHUT_WR)
+                link.sendall(data)
                 n_fed += len(data)
                 with self._changes:
                     self._n_fed = max(self._n_fed, n_fed)
@@ -160,9 +160,7 @@ class Job:
     """Runs from creation on. `loss`: set as soon as the watch reports one. `reported`: what the launcher reports, which
     may end the watch before that can report anything."""
 
-    def __init__(
-        self, attempt: Attempt, words: Sequence[str], environ: Mapping[str, str], stdin: KeptInput | None
-    ) -> None:
+    def __init__(self, attempt: Attempt, words: Sequence[str], environ: Mapping[str, str]) -> None:
         """Called by the main thread, since the launcher ends with the thread that starts it. Raises OSError."""
         self.attempt, self._is_over = attempt, False
         self._mark = mark_of(attempt.job)
@@ -171,12 +169,10 @@ class Job:
         prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else None
         die = prctl and (lambda: prctl(PARENT_DEATH_SIGNAL, signal.SIGTERM))
         more: dict[str, Any] = {"env": {**environ, SUPERVISOR: attempt.text()}, "preexec_fn": die}
-        source, pipe, errors = subprocess.PIPE if stdin else subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
+        none, pipe, errors = subprocess.DEVNULL, subprocess.PIPE, subprocess.STDOUT
         self._process: subprocess.Popen[bytes] = subprocess.Popen(
-            words, stdin=source, stdout=pipe, stderr=errors, start_new_session=True, **more
+            words, stdin=none, stdout=pipe, stderr=errors, start_new_session=True, **more
         )
-        if stdin and self._process.stdin:
-            stdin.feed(self._process.stdin)
         self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
         self._reader.start()
 

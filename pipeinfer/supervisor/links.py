@@ -1,4 +1,5 @@
-"""The links over which rank 0 of each attempt sends its output and notes to the supervisor, and serves clients."""
+"""The links over which rank 0 of each attempt gets its input, sends its output and notes to the supervisor, and serves
+clients."""
 
 import contextlib
 import json
@@ -18,6 +19,7 @@ from pipeinfer.job.process.supervised import (
     ERRORS,
     EXIT,
     FRONT,
+    INPUT,
     INTERRUPT,
     NOTES,
     OTHER_MODEL,
@@ -28,7 +30,7 @@ from pipeinfer.job.process.supervised import (
 )
 from pipeinfer.job.requests.journal import Journal
 from pipeinfer.server.front import HttpServer
-from pipeinfer.supervisor.job import READ_BYTES, KeptOutput
+from pipeinfer.supervisor.job import READ_BYTES, KeptInput, KeptOutput
 
 LOOK_S, ENDS_S = 0.1, 1.0
 CLIENTS_S = 5.0  # how long the HTTP process may take to tell its clients that no job follows
@@ -39,6 +41,7 @@ class Links:
 
     def __init__(self, is_alone: bool, output: KeptOutput, mark: str) -> None:
         """`is_alone`: all ranks run on this host; `mark`: of lines for the supervisor, which is not shown."""
+        self.input: KeptInput | None = None
         here = own_location()
         self.rendezvous, listening = open_listener([here, *([] if is_alone else [Location("", "")])])
         self._listener = Listener(listening, self.rendezvous.key, 1, Limits())
@@ -48,6 +51,7 @@ class Links:
         self._server: HttpServer | None = None
         self._number = 0
         self._links: list[tuple[Connection, threading.Thread]] = []
+        self._input_link: Connection | None = None
         self._notes: Connection | None = None
         self._model = ""  # of the first attempt
         self.fitted = ""  # what --fit chose for the newest attempt that got so far
@@ -64,6 +68,9 @@ class Links:
         however long its reader takes, unless `must_end`."""
         with self._lock:
             self._number, links, self._links, self._notes = 0, self._links, [], None
+            input_link, self._input_link = self._input_link, None
+        if input_link:
+            _shut(input_link)
         for link, reading in links:
             deadline = time.monotonic() + ENDS_S
             while reading.is_alive() and time.monotonic() < deadline and not must_end():
@@ -71,8 +78,7 @@ class Links:
                 if self.exit_code is not None and self._output.is_writing:
                     deadline = time.monotonic() + ENDS_S
             if not link.closed:
-                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(link.fileno())) as other_end:
-                    other_end.shutdown(socket.SHUT_RDWR)  # rank 0 may still run on a host that is cut off
+                _shut(link)
                 reading.join(timeout=ENDS_S)
                 link.close()
 
@@ -126,9 +132,11 @@ class Links:
 
     def _read(self, link: Connection) -> None:
         with contextlib.suppress(OSError, EOFError, ValueError):
-            while (kind := link.recv_bytes(MAX_HELLO_BYTES)) not in (FRONT, NOTES, OUTPUT, ERRORS, EXIT):
+            while (kind := link.recv_bytes(MAX_HELLO_BYTES)) not in (FRONT, NOTES, INPUT, OUTPUT, ERRORS, EXIT):
                 pass  # its process id, which the watch wants
-            if kind == FRONT:
+            if kind == INPUT:
+                self._feed(link)
+            elif kind == FRONT:
                 self._attach_server(link)
                 self.has_progress = True
             elif kind == OUTPUT:
@@ -140,6 +148,14 @@ class Links:
                 link.send_bytes(EXIT)
             else:
                 self._exchange_notes(link)
+
+    def _feed(self, link: Connection) -> None:
+        """A rank that only reads its input has not begun."""
+        with self._lock:
+            self._links = [each for each in self._links if each[0] is not link]
+            self._input_link = link
+        if self.input:
+            self.input.feed(socket.socket(fileno=os.dup(link.fileno())))
 
     def _attach_server(self, link: Connection) -> None:
         """A service: open its port, or give the link to the process that answers there. Raises ValueError for a
@@ -173,6 +189,12 @@ class Links:
         """Whether an attempt has the model and numerics of the first one."""
         self._model, self.fitted = self._model or model, fitted
         return model == self._model
+
+
+def _shut(link: Connection) -> None:
+    """Rank 0 may still run on a host that is cut off."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(link.fileno())) as other_end:
+        other_end.shutdown(socket.SHUT_RDWR)
 
 
 def _forward(link: Connection, write: Callable[[bytes], object]) -> None:

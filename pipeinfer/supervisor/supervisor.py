@@ -33,6 +33,7 @@ BACK_S = 5.0  # the same for a host that is left out
 SECOND_S = 5.0  # how long a job may take to end after a second signal
 LONGEST_DELAY_S = 30.0
 LOOK_S = 0.05
+OTHER_FOLDER = "set TMPDIR to a folder with more room"
 IN_ORDER = (0, 2)
 """Exit codes of a job that is not started again: it is complete, or its input is wrong and stays wrong."""
 
@@ -66,21 +67,24 @@ class Supervisor:
         """Returns the exit code."""
         on_signals(self._on_signal)
         with contextlib.ExitStack() as files:
-            stdin, number, hosts_file = None, 0, Path()
-            if self.launcher.hosts:  # this process may be killed, and leaves a folder then
-                hosts_file = Path(files.enter_context(tempfile.TemporaryDirectory(prefix="pipeinfer-"))) / "hosts"
-            if self.launcher.reads_input:
-                file = files.enter_context(tempfile.TemporaryFile())
+            number, hosts_file = 0, Path()
+            try:
+                if self.launcher.hosts:  # this process may be killed, and leaves a folder then
+                    hosts_file = Path(files.enter_context(tempfile.TemporaryDirectory(prefix="pipeinfer-"))) / "hosts"
+                file = files.enter_context(tempfile.TemporaryFile()) if self.launcher.reads_input else None
+            except OSError as error:
+                raise UserError(f"no temporary file can be made: {error.strerror}; {OTHER_FOLDER}") from None
+            if file:
                 self._terminal = self._take_terminal(files)
-                stdin = KeptInput(file, self._terminal.act) if self._terminal else KeptInput(file)
+                self._links.input = KeptInput(file, self._terminal.act) if self._terminal else KeptInput(file)
             while True:
                 number += 1
-                code, loss = self._attempt(number, hosts_file, stdin)
+                code, loss = self._attempt(number, hosts_file)
                 in_order = code in IN_ORDER or (self.launcher.is_chat and code == INTERRUPTED)
-                if self._stopped_by or self._output.error or (stdin and stdin.error) or (in_order and not loss):
+                if self._stopped_by or self._output.error or self._input_error or (in_order and not loss):
                     self._output.end()
                     self._links.close()
-                    return self._exit_code(code, loss, stdin)
+                    return self._exit_code(code, loss)
                 reported = self._job and self._job.reported
                 try:
                     self._prepare_restart(loss or reported or Loss(f"the job ended with exit code {code}"))
@@ -91,13 +95,17 @@ class Supervisor:
                         return 128 + self._stopped_by
                     return (code or 1) if self._has_begun else 2
 
-    def _exit_code(self, code: int, loss: Loss | None, stdin: KeptInput | None) -> int:
+    @property
+    def _input_error(self) -> str:
+        """Why standard input cannot be kept; empty if it can."""
+        return self._links.input.error if self._links.input else ""
+
+    def _exit_code(self, code: int, loss: Loss | None) -> int:
         """The supervisor's, for the last attempt's; prints what went wrong with its streams."""
         if self._output.error:
             return report_lost_output(self._output.error)
-        if stdin and stdin.error:
-            why = f"standard input cannot be kept in {tempfile.gettempdir()}: {stdin.error}"
-            complain(f"{why}; set TMPDIR to a folder with more room")
+        if self._input_error:
+            complain(f"standard input cannot be kept in {tempfile.gettempdir()}: {self._input_error}; {OTHER_FOLDER}")
             return 2
         failed = loss or code not in IN_ORDER or not self._is_begun  # a launcher that starts no rank may end with 0
         return 128 + self._stopped_by if self._stopped_by and failed else code
@@ -114,23 +122,26 @@ class Supervisor:
         except OSError:  # no process can be started: the launcher reports it too
             return None
 
-    def _attempt(self, number: int, hosts_file: Path, stdin: KeptInput | None) -> tuple[int, Loss | None]:
+    def _attempt(self, number: int, hosts_file: Path) -> tuple[int, Loss | None]:
         """(exit code, why the job was lost). What is lost after rank 0's last act does not matter."""
         self._links.begin(number)
-        words = self.launcher.without(self.excluded, hosts_file, again=number > 1)
-        words[1:1] = self._pass_variable
-        sends_keys = self._terminal is not None
-        choices = self._links.numerics, self._links.fitted, self._now_s
-        attempt = Attempt(self._name, number, self._links.rendezvous, os.isatty(0), sends_keys, *choices)
         try:
-            self._job = Job(attempt, words, self.environ, stdin)
+            words = self.launcher.without(self.excluded, hosts_file, again=number > 1)
+        except OSError as error:
+            raise UserError(f"{hosts_file} cannot be written: {error.strerror}; {OTHER_FOLDER}") from None
+        words[1:1] = self._pass_variable
+        keys = self._links.input is not None, os.isatty(0), self._terminal is not None
+        choices = self._links.numerics, self._links.fitted, self._now_s
+        attempt = Attempt(self._name, number, self._links.rendezvous, *keys, *choices)
+        try:
+            self._job = Job(attempt, words, self.environ)
         except OSError as error:
             raise UserError(f"{words[0]}: {error.strerror}; check PATH, or give its path") from None
 
         def must_end() -> bool:
             # there is nothing to keep before rank 0 has connected, and a launcher that only starts may lose a signal
             is_stopped = self._stopped_by and not self._links.is_connected
-            return bool(self._output.error or (stdin and stdin.error) or is_stopped or time.monotonic() > self._kill_s)
+            return bool(self._output.error or self._input_error or is_stopped or time.monotonic() > self._kill_s)
 
         code = self._job.wait(must_end)
         self._is_begun = self._links.is_connected
@@ -189,10 +200,14 @@ class Supervisor:
             self._leave_out(host, "nothing can be started there")
 
     def _failing(self, hosts: Collection[str], limit_s: float) -> set[str]:
-        """Those on which the launcher starts nothing within the limit."""
+        """Those on which the launcher starts nothing within the limit; none where no file can be made for it."""
         failing = set[str]()
         processes: dict[str, subprocess.Popen[bytes]] = {}
-        with tempfile.TemporaryDirectory(prefix="pipeinfer-") as folder, contextlib.ExitStack() as running:
+        with (
+            contextlib.suppress(OSError),
+            tempfile.TemporaryDirectory(prefix="pipeinfer-") as folder,
+            contextlib.ExitStack() as running,
+        ):
             for number, host in enumerate(hosts):
                 words = self.launcher.trial(host, Path(folder) / str(number))
                 none, environ = subprocess.DEVNULL, dict(self.environ)

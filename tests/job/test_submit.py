@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -17,7 +19,7 @@ from pipeinfer.cluster.slurm import Group, JobState, parse_group
 from pipeinfer.errors import UserError
 from pipeinfer.job.submit import follow, split_lines
 from pipeinfer.observe.table import RESULTS
-from tests.support.jobs import COMMAND, ROOT, finish, launcher, until
+from tests.support.jobs import COMMAND, ROOT, environment, finish, launcher, until
 from tests.support.slurm import Slurm, slurm
 
 __all__ = ["slurm"]
@@ -229,6 +231,27 @@ def test_a_job_that_waits_and_is_killed_is_followed(tmp_path: Path, capfd: pytes
         "a plan",
         "pipeinfer: job 7 ended: timeout (TimeLimit)",
     ]
+
+
+@pytest.mark.parametrize(("place", "why"), [("/dev/full", "No space left on device"), ("", "")])
+def test_a_job_whose_text_cannot_be_written_is_followed_no_further(tmp_path: Path, place: str, why: str) -> None:
+    """By a full disk, or a reader that has left."""
+    (tmp_path / "text").write_text("text " * 20000)
+    code = f"""
+import sys
+from pathlib import Path
+from pipeinfer.cluster.slurm import JobState
+from pipeinfer.job.process.streams import final_code, take_streams
+from pipeinfer.job.submit import follow
+take_streams()
+folder = Path({str(tmp_path)!r})
+sys.exit(final_code(follow("7", folder / "text", folder / "log", lambda job: JobState("RUNNING"))))
+"""
+    line = f"{sys.executable} -c {shlex.quote(code)} {f'> {place}' if place else '| head -c 5'}"
+    words = ["bash", "-c", f"set -o pipefail; {line}"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, env=environment())
+    assert done.returncode == (2 if place else 141) and "job 7 goes on, and writes" in done.stderr, done.stderr
+    assert why in done.stderr and "Traceback" not in done.stderr
 
 
 def test_a_job_is_followed_through_a_restart_of_the_controller(

@@ -112,7 +112,7 @@ WATCH = SHOWN.replace("\n", f"{MARK}\n")
 def test_what_a_launcher_reports_of_a_death_is_left_out(
     says: str, copied: str, loss: Loss | None, why: str | None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    job = Job(Attempt("job", 1, Rendezvous("", (), 0, "")), ["printf", "%s", f"a line\n{says}"], os.environ, None)
+    job = Job(Attempt("job", 1, Rendezvous("", (), 0, "")), ["printf", "%s", f"a line\n{says}"], os.environ)
     job.wait(lambda: False)
     assert capfd.readouterr().err == f"a line\n{copied}"
     assert job.loss == loss

@@ -122,6 +122,14 @@ def test_standard_input_is_read_however_it_is_named(tmp_path: Path, words: list[
     assert (code, out) == (0, expected), errors
 
 
+def test_more_standard_input_comes_than_a_launcher_takes_before_it_is_read(tmp_path: Path) -> None:
+    """MPICH's ends a job whose ranks have yet to start then."""
+    (tmp_path / "in").write_text("x = 1\n" * 50_000)
+    with (tmp_path / "in").open() as file:
+        code, out, errors = Supervised(2, ["run", "-n", "8", "-t", "1", "-f", "-"], stdin=file).finish()
+    assert (code, out) == (2, "") and "the prompt has" in errors and "starts again" not in errors, errors
+
+
 def test_a_result_object_is_printed_once() -> None:
     job = Supervised(2, [*TEXT, "--json", "-v"])
     job.wait_for(b" loaded in ")

@@ -20,6 +20,7 @@ HOSTS = ("-hosts", "-host", "--host", "-H")
 # a lost node's step keeps the cores of the others for minutes; 60: seconds to wait for what is not there
 AGAIN = ("--overlap", "--immediate=60")
 STDIN_NAMES = ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
+NODE_RANGES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
 SLOTS = re.compile(r"[:\s](?:slots\s*=\s*)?(\d+)")
 
 
@@ -59,7 +60,9 @@ def _host_entry(text: str) -> HostEntry:
 
 
 def expand_nodes(nodes: str) -> list[str]:
-    """The names of Slurm's list of nodes, `a[1-3,7],b`."""
+    """The names of Slurm's list of nodes, `a[1-3,7],b`. Raises UserError."""
+    if any(not NODE_RANGES.fullmatch(each) for each in re.findall(r"\[([^\]]*)", nodes)):
+        raise UserError(f"Slurm's list of nodes is {nodes}, which should be such as a[1-3,7]; unset its variable")
     names = []
     for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
         before, _, ranges = part.partition("[")

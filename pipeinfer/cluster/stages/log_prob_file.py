@@ -21,6 +21,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.outputs import write_error
 
 OPTION, AGAIN = "--kl-divergence-base", "write it again"
+TOTALS = 0.9, 1.1  # of a row's probabilities, which are rounded
 MAGIC, HEAD = b"_logits_", np.dtype([("magic", "S8"), ("n_ctx", "<i4"), ("n_vocab", "<i4"), ("n_chunks", "<i4")])
 LEAST_CHUNK = 4  # tokens: with fewer none is scored
 N_STEPS, DEPTH = 65535, np.float32(16)  # logits further below the greatest are written as that far below
@@ -84,8 +85,10 @@ class LogProbFile:
         data = os.pread(self._file.fileno(), self._row_bytes, self._offset(chunk, position))
         row, greatest = np.frombuffer(data.ljust(self._row_bytes, b"\0"), np.uint16), logits.max()
         step, least = row[:4].view(np.float32)
-        base = step * row[4 : 4 + self.n_vocab].astype(np.float32) + least
-        if len(data) < self._row_bytes or not np.isfinite(base).all():
+        with np.errstate(over="ignore", invalid="ignore"):
+            base = step * row[4 : 4 + self.n_vocab].astype(np.float32) + least
+            total = np.exp(base).sum(dtype=np.float64)
+        if len(data) < self._row_bytes or not (np.isfinite(base).all() and TOTALS[0] < total < TOTALS[1]):
             raise UserError(f"{OPTION} {self._file.name} is damaged: chunk {chunk + 1} has no numbers; {AGAIN}")
         counts = base > -DEPTH
         logprobs = logits[counts] - np.float32(greatest + math.log(total_weight(logits, greatest)))

@@ -60,14 +60,19 @@ class NoAnswer(Exception):
 @contextmanager
 def one_connection(launcher: str) -> Iterator[Mapping[str, str]]:
     """The environment in which sessions and the launcher share a connection to each host: keys are agreed upon once,
-    which takes both ends 0.15 s of a core. Unchanged where the launcher does not use ssh, or the user chose its ssh."""
+    which takes both ends 0.15 s of a core. Unchanged where the launcher does not use ssh, the user chose its ssh, or no
+    file can be made."""
     name, ssh = AGENT_VARIABLES.get(launcher, ""), shutil.which("ssh")
-    with tempfile.TemporaryDirectory(prefix="pi-", ignore_cleanup_errors=True) as folder:
-        script = Path(folder, "ssh")
-        script.write_text(f'#!/bin/sh\nexec {ssh} -oControlMaster=auto -oControlPath={folder}/%C "$@"\n')
-        script.chmod(0o700)
-        is_own = not name or name in os.environ or not ssh
-        yield os.environ if is_own or not os.access(script, os.X_OK) else os.environ | {name: str(script)}
+    with contextlib.ExitStack() as files:
+        environ: Mapping[str, str] = os.environ
+        with contextlib.suppress(OSError):
+            if name and name not in os.environ and ssh:
+                folder = files.enter_context(tempfile.TemporaryDirectory(prefix="pi-", ignore_cleanup_errors=True))
+                script = Path(folder, "ssh")
+                script.write_text(f'#!/bin/sh\nexec {ssh} -oControlMaster=auto -oControlPath={folder}/%C "$@"\n')
+                script.chmod(0o700)
+                environ = os.environ | {name: str(script)} if os.access(script, os.X_OK) else environ
+        yield environ
 
 
 def remote_words(launcher: str, host: str, is_here: bool, environ: Mapping[str, str] = os.environ) -> list[str]:

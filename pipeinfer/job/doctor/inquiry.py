@@ -65,7 +65,8 @@ def _open(report: HostReport, launcher: str, disk: Path, launcher_environ: Mappi
     start_s = time.monotonic()
     # hydra and srun hand the whole environment on
     environ = dict(os.environ) if launcher == "mpich" and not report.is_here else {}
-    place: dict[str, Any] = {"python": sys.executable, "folder": str(working_folder()), "disk": str(disk.expanduser())}
+    home_disk = os.path.expanduser(disk)
+    place: dict[str, Any] = {"python": sys.executable, "folder": str(working_folder()), "disk": home_disk}
     try:
         report.session = HostSession(remote_words(launcher, report.name, report.is_here, launcher_environ))
         sent_s = time.time()

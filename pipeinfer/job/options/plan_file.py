@@ -85,13 +85,20 @@ def read_plan(path: Path) -> PlanFile:
             decisions = json.loads(read_limited(file, f"--plan {path}"))["plan"]
         plan = PlanFile(path, decisions)
         plan.decided()
-        if not all(type(count) is int for count in plan.layer_split):
+        ranks, capacity = decisions["ranks"], decisions["capacity"]
+        counts = [*plan.layer_split, *(rank["threads"] or 0 for rank in ranks), *capacity.values()]
+        is_whole = all(type(count) is int and count >= 0 for count in counts)
+        if not (is_whole and capacity["n_ctx"] and capacity["n_batch"] and decisions["model"]):
             raise ValueError
         return plan
     except OSError as error:
         raise UserError(f"--plan {path} cannot be read: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
-        raise UserError(f"--plan {path} is no plan; write one with: pipeinfer plan … --json > plan.json") from None
+        raise no_plan(path) from None
+
+
+def no_plan(path: Path) -> UserError:
+    return UserError(f"--plan {path} is no plan; write one with: pipeinfer plan … --json > plan.json")
 
 
 def _short(values: Sequence[T]) -> tuple[T, ...]:

@@ -53,6 +53,8 @@ def not_on_disk(info: ModelInfo, exact: bool) -> str:
             f"layers of {name} have a sliding window, and {'others keep states' if exact else 'numerics are not exact'}"
         )
     # libllama's state of a block lacks cells outside of the window of the block's last one
+    if layers.architecture.windows and layers.architecture.windows.chunks:
+        return f"layers of {name} see chunks of the text"
     return f"layers of {name} have a sliding window of {layers.window}" if layers.window <= LARGEST else ""
 
 

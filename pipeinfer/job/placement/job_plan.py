@@ -17,7 +17,7 @@ from pipeinfer.core.blocks import LARGEST
 from pipeinfer.core.stored_blocks import Room, StoredBytes
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.options import Speculation
-from pipeinfer.job.options.plan_file import PlanFile
+from pipeinfer.job.options.plan_file import PlanFile, no_plan
 from pipeinfer.job.placement.devices import DevicePlan
 from pipeinfer.job.placement.numerics import NumericsPlan
 from pipeinfer.models.drafts.translation import Translation, translation_note
@@ -78,8 +78,11 @@ def capacity_of(speculation: Speculation, n_requests: int, batch_size: int, n_ct
 
 
 def planned_capacity(plan: PlanFile, needed: Capacity) -> Capacity:
-    """The capacity in a plan. Raises UserError where the job needs more."""
-    planned = Capacity(**plan.decisions["capacity"])
+    """The capacity in a plan. Raises UserError where the job needs more, or the plan has no such capacity."""
+    try:
+        planned = Capacity(**plan.decisions["capacity"])
+    except TypeError:
+        raise no_plan(plan.path) from None
     for (name, n), meaning in zip(asdict(needed).items(), MEANINGS.split(","), strict=True):
         if n > (room := getattr(planned, name)):
             lack = f"has room for {room} {meaning}, and this job needs {n}"

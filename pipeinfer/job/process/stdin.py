@@ -1,5 +1,5 @@
-"""Standard input of rank 0 under Open MPI, whose launcher (5.0.11) passes on what it reads, and not its end. Knows the
-launcher's /proc; decodes nothing."""
+"""Standard input of rank 0: a supervisor's, or under Open MPI, whose launcher (5.0.11) passes on what it reads, and not
+its end. Knows the launcher's /proc; decodes nothing."""
 
 import contextlib
 import ctypes
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from pipeinfer.cluster.hosts.launch import is_by_open_mpi
 from pipeinfer.job.process.streams import complain
+from pipeinfer.job.process.supervised import INPUT, connect_supervisor, own_attempt
 from pipeinfer.launchers import forwarding_launcher, process_stat
 
 READ_BYTES = 1 << 16
@@ -23,15 +24,40 @@ SPLICE_F_NONBLOCK = 2
 CPU_TICKS = slice(11, 13)  # fields of `process_stat`
 
 
+def take_input() -> None:
+    """From now on standard input is the supervisor's, if there is one that keeps it. Raises UserError."""
+    attempt = own_attempt()
+    if attempt and attempt.has_input and (link := connect_supervisor(INPUT)):
+        threading.Thread(target=_copy, args=(os.dup(link.fileno()), _new_input()), daemon=True).start()
+        link.close()
+
+
 def end_input(is_whole: bool) -> None:
     """From now on standard input ends where the launcher's does. `is_whole`: it is read to its end, so a line says what
     to do where that cannot be known."""
-    if is_by_open_mpi() and stat.S_ISFIFO(os.fstat(0).st_mode):
+    if is_by_open_mpi() and not own_attempt() and stat.S_ISFIFO(os.fstat(0).st_mode):
         source = os.dup(0)
-        ends, feeds = os.pipe()
-        os.dup2(ends, 0)
-        os.close(ends)
-        threading.Thread(target=_feed, args=(source, feeds, is_whole), daemon=True).start()
+        threading.Thread(target=_feed, args=(source, _new_input(), is_whole), daemon=True).start()
+
+
+def _new_input() -> int:
+    """A pipe to standard input, which programs may open by its name, as they cannot open sockets."""
+    ends, feeds = os.pipe()
+    os.dup2(ends, 0)
+    os.close(ends)
+    return feeds
+
+
+def _copy(source: int, feeds: int) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it any more
+        while data := os.read(source, READ_BYTES):
+            _write(feeds, data)
+    os.close(feeds)
+
+
+def _write(feeds: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(feeds, data) :]
 
 
 def _feed(source: int, feeds: int, is_whole: bool) -> None:
@@ -42,8 +68,7 @@ def _feed(source: int, feeds: int, is_whole: bool) -> None:
             if select.select([source], [], [], LOOK_S)[0]:
                 if not (data := os.read(source, READ_BYTES)):
                     break
-                while data:
-                    data = data[os.write(feeds, data) :]
+                _write(feeds, data)
                 launcher.is_at_work()
             elif launcher.has_no_more():
                 break

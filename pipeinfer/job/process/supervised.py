@@ -18,8 +18,9 @@ from pipeinfer.cluster.watch.rendezvous import Rendezvous, connect
 from pipeinfer.errors import UserError
 
 LOOK_EVERY_S, ENDS_S = 0.01, 5.0
-NOTES, OUTPUT, ERRORS, FRONT, EXIT = b"notes", b"output", b"errors", b"front", b"exit"
-"""Kinds of links, rank 0's first message: the journal's notes; standard output, to which launchers write too; standard
+NOTES, INPUT, OUTPUT, ERRORS, FRONT, EXIT = b"notes", b"input", b"output", b"errors", b"front", b"exit"
+"""Kinds of links, rank 0's first message: the journal's notes; standard input, since MPICH's launcher ends a job that
+reads it later than it comes, and Open MPI's passes on no end; standard output, to which launchers write too; standard
 error, of which Open MPI forwards whole lines only; the messages of a service; the job's exit code."""
 
 INTERRUPT = b"interrupt"  # on a link for notes: a chat's user has pressed Ctrl-C; launchers end a job with the second
@@ -35,13 +36,15 @@ N_PROOF = 32
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """`job`: the same for all attempts of a supervisor. `number`: from 1; as a rank to the supervisor. `is_typed`: a
-    user types the standard input; `sends_keys`: key by key. `numerics`: those of the first attempt, or empty;
-    `fitted`: what --fit chose for the last one; `now_s`: the time that chat templates see, since 1970."""
+    """`job`: the same for all attempts of a supervisor. `number`: from 1; as a rank to the supervisor. `has_input`: the
+    supervisor keeps the standard input; `is_typed`: a user types it; `sends_keys`: key by key. `numerics`: those of the
+    first attempt, or empty; `fitted`: what --fit chose for the last one; `now_s`: the time that chat templates see,
+    since 1970."""
 
     job: str
     number: int
     rendezvous: Rendezvous
+    has_input: bool = False
     is_typed: bool = False
     sends_keys: bool = False
     numerics: str = ""

@@ -17,12 +17,13 @@ class Windows:
 
     Without `always` a model has them if its window is more than 0, and a slice need not have one; with it libllama ends
     the process for a slice without. With `leads` the first layer of a slice must have no window: libllama takes the
-    size of heads from it."""
+    size of heads from it. With `chunks` the window is a chunk of the text: it begins at a multiple of its size."""
 
     period: int = 0
     full_first: bool = False
     always: bool = True
     leads: bool = False
+    chunks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "step35": Architecture(own_output=True, heads=FREE, windows=Windows(), end_node="h_nextn"),
     "muse-glimmer": Architecture(own_output=True, heads=PART, windows=Windows(4), input_node="embd_norm"),
     "laguna": Architecture(heads=PART, windows=Windows(4, full_first=True, always=False, leads=True)),
-    "llama4": Architecture(windows=Windows(4), step=4, refusals=(LLAMA4,)),
+    "llama4": Architecture(windows=Windows(4, chunks=True), step=4, refusals=(LLAMA4,)),
     "afmoe": Architecture(heads=PART, windows=Windows(4, always=False), step=4, input_node="inp_embd_scaled"),
     "smallthinker": Architecture(windows=Windows(4, full_first=True), step=4, least=8),
     # input and numbers of layers --------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,28 @@ def test_what_is_no_plan_is_refused(text: str, tmp_path: Path) -> None:
         by_plan(path, HERE)
     with pytest.raises(UserError, match="cannot be read: No such file"):
         by_plan(tmp_path / "none.json", HERE)
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "no model": lambda plan: plan.pop("model"),
+    "capacity more": lambda plan: plan["capacity"].update(foo=3),
+    "capacity less": lambda plan: plan["capacity"].pop("n_cells"),
+    "capacity text": lambda plan: plan["capacity"].update(n_cells="many"),
+    "capacity below 1": lambda plan: plan["capacity"].update(n_batch=-5),
+    "threads text": lambda plan: plan["ranks"][0].update(threads="x"),
+    "threads below 1": lambda plan: plan["ranks"][0].update(threads=-3),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_plan_that_was_changed_by_hand_is_refused(change: Callable[[dict[str, Any]], object], tmp_path: Path) -> None:
+    path = written(deploy(PLAIN, HERE, INFO, 512, 100), tmp_path)
+    plan = json.loads(path.read_text())
+    by_plan(path, HERE)
+    change(plan["plan"])
+    path.write_text(json.dumps(plan))
+    with pytest.raises(UserError, match="is no plan; write one with"):
+        by_plan(path, HERE)
 
 
 @pytest.mark.ranks

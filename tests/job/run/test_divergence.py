@@ -6,6 +6,7 @@ import json
 import math
 import os
 import resource
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import llama_cpp
@@ -132,14 +133,18 @@ def test_a_damaged_base_is_refused(base: Path, tmp_path: Path, at: int, data: li
         _ = LogProbFile(tmp_path / "damaged").tokens
 
 
-@pytest.mark.parametrize("is_cut", [False, True])
-def test_rows_without_numbers_are_named(base: Path, tmp_path: Path, is_cut: bool) -> None:
+HEADS = [b"\xff" * 9, np.array([3e38, 0], "<f4").tobytes(), np.array([-0.0, 0], "<f4").tobytes(), None]
+
+
+@pytest.mark.parametrize("head", HEADS, ids=["nan", "huge", "no probabilities", "cut"])
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_rows_without_numbers_are_named(base: Path, tmp_path: Path, head: bytes | None) -> None:
     (path := tmp_path / "damaged").write_bytes(base.read_bytes())
     file, at = LogProbFile(path), 20 + 4 * N_CHUNKS * SIZE
     logits = np.zeros(N_VOCAB, np.float32)
     assert math.isfinite(file.compare(0, SIZE // 2 + 1, logits, 5).divergence)
     with path.open("r+b") as rows:
-        rows.truncate(at + 99) if is_cut else os.pwrite(rows.fileno(), b"\xff" * 9, at)
+        rows.truncate(at + 99) if head is None else os.pwrite(rows.fileno(), head, at)
     with pytest.raises(UserError, match="chunk 1 has no numbers"):
         file.compare(0, SIZE // 2 + 1, logits, 5)
 
@@ -163,6 +168,19 @@ def test_the_file_that_a_link_names_is_written(tmp_path: Path) -> None:
     (link := tmp_path / "link").symlink_to(tmp_path / "made")
     done = finish(1, ["perplexity", "-m", str(DRAFT), "-f", __file__, "-c", "64", "--chunks", "1", BASE, str(link)])
     assert done.returncode == 0 and link.is_symlink() and LogProbFile(tmp_path / "made").n_chunks == 1, done.stderr
+
+
+def test_two_jobs_in_one_folder_write_their_own_files(tmp_path: Path) -> None:
+    paths = [tmp_path / f"{'a' * 50}{each}.base" for each in (1, 2)]  # names that begin alike
+    texts = [Path(__file__), Path(__file__).with_name("test_perplexity.py")]
+
+    def write(path: Path, text: Path) -> tuple[int, list[list[int]]]:
+        words = ["-m", str(DRAFT), "-f", str(text), "-c", "64", "--chunks", "8", "-t", "1", BASE, str(path)]
+        return finish(1, ["perplexity", *words]).returncode, LogProbFile(path).tokens
+
+    with ThreadPoolExecutor() as pool:
+        (first, one), (second, other) = pool.map(write, paths, texts)
+    assert first == second == 0 and one != other and sorted(tmp_path.iterdir()) == paths
 
 
 def test_a_file_without_room_is_removed(tmp_path: Path) -> None:

@@ -192,11 +192,17 @@ def test_windows_and_states_are_read_back_with_the_same_bits(name: str, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("window", "more", "line"),
-    [(200, ["--numerics", "fast"], "and numerics are not exact"), (127, [], "have a sliding window of 127")],
+    ("name", "window", "more", "line"),
+    [
+        ("gemma3", 200, ["--numerics", "fast"], "and numerics are not exact"),
+        ("gemma3", 127, [], "have a sliding window of 127"),
+        ("llama4", 8192, [], "see chunks of the text"),
+    ],
 )
-def test_cells_that_may_be_lost_are_not_kept(window: int, more: list[str], line: str, tmp_path: Path) -> None:
-    words = random_words("gemma3", tmp_path, {"attention.sliding_window": window})
+def test_cells_that_may_be_lost_are_not_kept(
+    name: str, window: int, more: list[str], line: str, tmp_path: Path
+) -> None:
+    words = random_words(name, tmp_path, {"attention.sliding_window": window})
     assert line in finish(1, ["run", *words, *more, "-n", "1", "-p", "a", *disk(tmp_path / "kv")]).stderr
 
 
