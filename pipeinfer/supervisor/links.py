@@ -71,6 +71,7 @@ class Links:
             input_link, self._input_link = self._input_link, None
         if input_link:
             _shut(input_link)
+            input_link.close()
         for link, reading in links:
             deadline = time.monotonic() + ENDS_S
             while reading.is_alive() and time.monotonic() < deadline and not must_end():
