@@ -169,8 +169,9 @@ def test_who_comes_while_others_are_open_waits_and_that_counts(pair: list[str], 
     assert done.returncode == 0, done.stderr
     (row,) = rows_of(results)
     assert row["open_max"] == 1 and row["policy"] == "iterative"
-    last_s = row["ttft_percentiles_s"][100]
-    assert last_s == pytest.approx(row["wall_s"] * 5 / 6, rel=0.4) and last_s > 2 * row["ttft_percentiles_s"][20]
+    least_s, waited_s = 23 * row["tpot_percentiles_s"][0], row["ttft_percentiles_s"][::20]
+    assert list(waited_s) == sorted(waited_s)
+    assert 4 * least_s < waited_s[-1] < row["wall_s"], "the last waits for five others"
     plain = tmp_path / "results.csv"
     RESULTS.append(plain, make_row())
     for file, load in ((plain, True), (results, False)):
