@@ -162,7 +162,7 @@ class PerplexityRun:
     tokenizer: Tokenizer
     json: bool
     verbose: bool
-    new_base: tuple[Path, Path] | None = None  # the file of log-probabilities to write, and what replaces when whole
+    new_base: tuple[Path, Path] | None = None  # the file that rows are written to, and what it replaces when whole
     chunks: Sequence[Sequence[int]] = ()  # as they are in the text
     losses: list[float] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)

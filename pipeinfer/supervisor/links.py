@@ -68,10 +68,6 @@ class Links:
         however long its reader takes, unless `must_end`."""
         with self._lock:
             self._number, links, self._links, self._notes = 0, self._links, [], None
-            input_link, self._input_link = self._input_link, None
-        if input_link:
-            _shut(input_link)
-            input_link.close()
         for link, reading in links:
             deadline = time.monotonic() + ENDS_S
             while reading.is_alive() and time.monotonic() < deadline and not must_end():
@@ -79,7 +75,8 @@ class Links:
                 if self.exit_code is not None and self._output.is_writing:
                     deadline = time.monotonic() + ENDS_S
             if not link.closed:
-                _shut(link)
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(link.fileno())) as other_end:
+                    other_end.shutdown(socket.SHUT_RDWR)  # rank 0 may still run on a host that is cut off
                 reading.join(timeout=ENDS_S)
                 link.close()
 
@@ -100,8 +97,8 @@ class Links:
 
     @property
     def is_connected(self) -> bool:
-        """Whether rank 0 of the attempt has connected."""
-        return bool(self._links)
+        """Whether rank 0 of the attempt has connected, for more than its input: it has not begun before."""
+        return any(link is not self._input_link for link, _ in self._links)
 
     def interrupt(self) -> bool:
         """Tell rank 0 to act as on Ctrl-C. False if it cannot be told."""
@@ -136,7 +133,9 @@ class Links:
             while (kind := link.recv_bytes(MAX_HELLO_BYTES)) not in (FRONT, NOTES, INPUT, OUTPUT, ERRORS, EXIT):
                 pass  # its process id, which the watch wants
             if kind == INPUT:
-                self._feed(link)
+                assert self.input, "attempts are told whether there is input"
+                self._input_link = link
+                self.input.feed(socket.socket(fileno=os.dup(link.fileno())))
             elif kind == FRONT:
                 self._attach_server(link)
                 self.has_progress = True
@@ -149,14 +148,6 @@ class Links:
                 link.send_bytes(EXIT)
             else:
                 self._exchange_notes(link)
-
-    def _feed(self, link: Connection) -> None:
-        """A rank that only reads its input has not begun."""
-        with self._lock:
-            self._links = [each for each in self._links if each[0] is not link]
-            self._input_link = link
-        if self.input:
-            self.input.feed(socket.socket(fileno=os.dup(link.fileno())))
 
     def _attach_server(self, link: Connection) -> None:
         """A service: open its port, or give the link to the process that answers there. Raises ValueError for a
@@ -190,12 +181,6 @@ class Links:
         """Whether an attempt has the model and numerics of the first one."""
         self._model, self.fitted = self._model or model, fitted
         return model == self._model
-
-
-def _shut(link: Connection) -> None:
-    """Rank 0 may still run on a host that is cut off."""
-    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(link.fileno())) as other_end:
-        other_end.shutdown(socket.SHUT_RDWR)
 
 
 def _forward(link: Connection, write: Callable[[bytes], object]) -> None:

@@ -20,7 +20,7 @@ from types import FrameType
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.signals import SIGNALS
 from pipeinfer.job.process.stdin import end_input
-from pipeinfer.job.process.streams import MAX_LENGTH, RawTerminal
+from pipeinfer.job.process.streams import MAX_LENGTH, RawTerminal, write_all
 from pipeinfer.job.process.supervised import ERRORS, own_attempt, redirect
 from pipeinfer.launchers import is_terminal, launcher_at_terminal
 
@@ -297,8 +297,7 @@ class KeyLines(TerminalLines):
 
 def _write(descriptor: int, data: bytes) -> None:
     with contextlib.suppress(OSError):
-        while data:
-            data = data[os.write(descriptor, data) :]
+        write_all(descriptor, data)
 
 
 def open_lines(leaves: Callable[[], bool], n_taken: int = 0) -> Lines:

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 from pipeinfer.cluster.hosts.launch import is_by_open_mpi
-from pipeinfer.job.process.streams import complain
+from pipeinfer.job.process.streams import complain, write_all
 from pipeinfer.job.process.supervised import INPUT, connect_supervisor, own_attempt
 from pipeinfer.launchers import forwarding_launcher, process_stat
 
@@ -51,13 +51,8 @@ def _new_input() -> int:
 def _copy(source: int, feeds: int) -> None:
     with contextlib.suppress(OSError):  # nobody reads it any more
         while data := os.read(source, READ_BYTES):
-            _write(feeds, data)
+            write_all(feeds, data)
     os.close(feeds)
-
-
-def _write(feeds: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(feeds, data) :]
 
 
 def _feed(source: int, feeds: int, is_whole: bool) -> None:
@@ -68,7 +63,7 @@ def _feed(source: int, feeds: int, is_whole: bool) -> None:
             if select.select([source], [], [], LOOK_S)[0]:
                 if not (data := os.read(source, READ_BYTES)):
                     break
-                _write(feeds, data)
+                write_all(feeds, data)
                 launcher.is_at_work()
             elif launcher.has_no_more():
                 break

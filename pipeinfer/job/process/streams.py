@@ -39,6 +39,12 @@ def read_limited(file: IO[AnyStr], name: str, limit: int = MAX_LENGTH) -> AnyStr
     return data
 
 
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write to a descriptor that may take less at a time. Raises OSError."""
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
 class Stream(io.TextIOWrapper):
     """A text stream that never raises because it cannot be written: `error` then says why, and the rest is dropped."""
 

@@ -138,15 +138,9 @@ def types_in_groups(
     on the other rows, so that models with experts, or other matrices of three dimensions, have none."""
     sizes, layers = matrix_bytes(info), info.layers.architecture
     has_planes = any(sum(length > 1 for length in tensor.shape) > 2 for tensor in info.tensors)
+    has_states = layers.states is not None
     part = largest_part(info, LlamaParams(0, repacked=in_parts))
-    if (
-        has_planes
-        or _is_narrow(info)
-        or not layers.flash
-        or layers.states is not None
-        or n_requests < MANY
-        or part >= GROUP
-    ):
+    if has_planes or has_states or _is_narrow(info) or not layers.flash or n_requests < MANY or part >= GROUP:
         return ()
     tiled = sum(n_bytes for type, n_bytes in sizes.items() if type in TILED_TYPES and type not in repacked)
     is_tiled = n_requests >= MANY_TILED and tiled >= TILED_SHARE * sum(sizes.values())
