@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import select
 import selectors
 import shutil
 import signal
@@ -31,7 +32,15 @@ from pipeinfer.cluster.watch.protocol import (
     Limits,
     authenticate_sentinel,
 )
-from pipeinfer.cluster.watch.rendezvous import Listener, Rendezvous, _own_addresses, connect, own_location
+from pipeinfer.cluster.watch.rendezvous import (
+    CONNECT_TIMEOUT_S,
+    Listener,
+    Rendezvous,
+    _own_addresses,
+    connect,
+    own_location,
+)
+from pipeinfer.cluster.watch.sentinel import NOTICE_S
 from pipeinfer.cluster.watch.watch import Watch
 from tests.support.jobs import until
 
@@ -62,6 +71,12 @@ def on_stop(reason):
     os.write(2, f"asked to stop: {reason}\\n".encode())
     (place / "stopping").touch()
 
+def wait_for(name):
+    while not all((place / f"{name}{other}").exists() for other in range(size)):
+        time.sleep(0.01)
+
+(place / f"started{rank}").touch()
+wait_for("started")  # a rank that takes long to start would be said to be late
 with Watch(rank, size, os._exit, limits).open(on_stop) as watch:
     if what == "absent" and rank == 2:
         os._exit(2)
@@ -74,9 +89,10 @@ with Watch(rank, size, os._exit, limits).open(on_stop) as watch:
         watch.describe(abouts[rank])
     elif rank == 0:
         watch.describe(abouts[0], abouts)
+    while rank and "stage 0" not in watch._head_title:
+        time.sleep(0.01)  # the sentinel tells who has joined, once rank 0 has said what it does
     (place / f"ready{rank}").touch()
-    while not all((place / f"ready{other}").exists() for other in range(size)):
-        time.sleep(0.01)  # a rank that joins later would add lines of its own
+    wait_for("ready")  # a rank that joins later would add lines of its own
     if what == "fault" and rank == 1:
         watch.fault("the slice does\\nnot fit")
     if what == "raise" and rank == 1:
@@ -88,6 +104,10 @@ with Watch(rank, size, os._exit, limits).open(on_stop) as watch:
     if rank == 0:
         time.sleep(0.3)
 """
+
+
+ENDS_S = 45.0
+"""By then a job has ended: before heartbeats would be missed, whatever else this host does."""
 
 
 class Job:
@@ -106,14 +126,18 @@ class Job:
 
     def wait_ready(self) -> None:
         until(lambda: all((self.place / f"ready{rank}").exists() for rank in range(len(self.ranks))))
-        time.sleep(0.1)  # for the descriptions to arrive
 
-    def errors(self, within_s: float) -> list[str]:
+    def errors(self) -> list[str]:
         """All lines on stderr, once every rank and the sentinel (the pipe's last holder) have ended."""
         started = time.monotonic()
-        lines = [line for rank in self.ranks for line in rank.communicate(timeout=20)[1].splitlines()]
-        assert time.monotonic() - started < within_s
-        return [line for line in lines if line]
+        lines = [line for rank in self.ranks for line in self.said_by(rank)]
+        assert time.monotonic() - started < ENDS_S
+        return lines
+
+    def said_by(self, rank: subprocess.Popen[str]) -> list[str]:
+        """But for whom it waits for, which it says on a busy host."""
+        lines = rank.communicate(timeout=ENDS_S)[1].splitlines()
+        return [line for line in lines if line and not line.startswith("pipeinfer: waiting for ")]
 
 
 @pytest.fixture
@@ -121,7 +145,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
     def start_one(what: str, *further: str) -> Job:
-        jobs.append(Job(tmp_path, what, *further))
+        (place := tmp_path / str(len(jobs))).mkdir()
+        jobs.append(Job(place, what, *further))
         return jobs[-1]
 
     yield start_one
@@ -139,7 +164,7 @@ def test_a_killed_rank_is_named_and_the_others_end(start: Callable[[str], Job], 
     job.wait_ready()
     job.ranks[victim].kill()
     about = f"host {HOST}, stage {victim}, layers {8 * victim}-{8 * victim + 7}"
-    assert job.errors(within_s=5) == [f"pipeinfer: rank {victim} ({about}) died of SIGKILL; ending the job"]
+    assert job.errors() == [f"pipeinfer: rank {victim} ({about}) died of SIGKILL; ending the job"]
     assert all(rank.returncode for rank in job.ranks)
 
 
@@ -149,33 +174,33 @@ def test_a_stopped_head_is_ended_by_the_sentinel(start: Callable[[str], Job]) ->
     job.wait_ready()
     job.ranks[0].send_signal(signal.SIGSTOP)
     job.ranks[2].kill()
-    assert [line.split(" (")[0] for line in job.errors(within_s=6)] == ["pipeinfer: rank 2"]
+    assert [line.split(" (")[0] for line in job.errors()] == ["pipeinfer: rank 2"]
     assert job.ranks[0].returncode == -signal.SIGKILL
 
 
 def test_a_head_that_stands_still_is_named_after_its_time(start: Callable[..., Job]) -> None:
-    job = start("wait", "2")
+    job = start("wait", "5")
     job.wait_ready()
     stopped_s = time.monotonic()
     job.ranks[0].send_signal(signal.SIGSTOP)
-    assert all(rank.wait(timeout=20) for rank in job.ranks)
-    assert 1 < time.monotonic() - stopped_s < 7, "2 s, with what was said last and what the ends take"
-    (line,) = job.errors(within_s=5)
-    assert line.startswith(f"pipeinfer: rank 0 (host {HOST}, stage 0, layers 0-7) has said nothing for 2 s (--rank-")
+    assert all(rank.wait(timeout=ENDS_S) for rank in job.ranks)
+    assert time.monotonic() - stopped_s > 2, "5 s, less the time since it said something"
+    (line,) = job.errors()
+    assert line.startswith(f"pipeinfer: rank 0 (host {HOST}, stage 0, layers 0-7) has said nothing for 5 s (--rank-")
 
 
 def test_a_job_that_is_suspended_as_a_whole_goes_on(start: Callable[..., Job]) -> None:
-    job = start("wait", "2")
+    job = start("wait", "6")
     job.wait_ready()
     for rank in job.ranks:
         rank.send_signal(signal.SIGSTOP)
-    time.sleep(3.2)
+    time.sleep(7)
     for rank in reversed(job.ranks):
         rank.send_signal(signal.SIGCONT)
         time.sleep(0.2)
     time.sleep(1)
     (job.place / "stopping").touch()
-    assert job.errors(within_s=10) == []
+    assert job.errors() == []
     assert [rank.returncode for rank in job.ranks] == [0, 0, 0]
 
 
@@ -236,7 +261,7 @@ def test_a_fault_is_reported_once_on_one_line(start: Callable[[str], Job]) -> No
     line = f"pipeinfer: rank 1 (host {HOST}, stage 1, layers 8-15): the slice does not fit"
     job = start("fault")
     job.wait_ready()
-    assert job.errors(within_s=6) == [line]
+    assert job.errors() == [line]
 
 
 def test_a_rank_that_has_not_said_what_it_does_is_named_with_its_layers(start: Callable[[str], Job]) -> None:
@@ -244,52 +269,50 @@ def test_a_rank_that_has_not_said_what_it_does_is_named_with_its_layers(start: C
     job.wait_ready()
     job.ranks[2].kill()
     line = f"pipeinfer: rank 2 (host {HOST}, stage 2, layers 16-23) died of SIGKILL; ending the job"
-    assert line in job.errors(within_s=6)
+    assert line in job.errors()
 
 
 def test_an_exception_that_leaves_the_block_is_a_fault(start: Callable[[str], Job]) -> None:
     job = start("raise")
     job.wait_ready()
-    assert job.errors(within_s=6)[0].endswith("layers 8-15): RuntimeError: no such tensor")
+    assert job.errors()[0].endswith("layers 8-15): RuntimeError: no such tensor")
 
 
 def test_a_request_to_stop_reaches_rank_0_and_goodbyes_are_no_deaths(start: Callable[[str], Job]) -> None:
     job = start("stop")
     job.wait_ready()
-    assert job.errors(within_s=10) == ["asked to stop: SIGTERM"]
+    assert job.errors() == ["asked to stop: SIGTERM"]
     assert [rank.returncode for rank in job.ranks] == [0, 0, 0]
 
 
-def test_the_sentinel_ignores_signals_and_leaves_with_rank_0(tmp_path: Path) -> None:
-    watch = Watch(0, 1, os._exit).open(print)
-    watch.join([own_location()], lambda rendezvous: rendezvous or pytest.fail("no rendezvous"))
+def test_the_sentinel_ignores_signals_and_leaves_with_rank_0() -> None:
+    watch, rendezvous = head_alone(1)
     sentinel = watch._sentinel
     assert sentinel is not None
-    time.sleep(0.5)
+    until(lambda: is_closed(rendezvous.port))  # all have joined: it has begun
     sentinel.send_signal(signal.SIGTERM)
     sentinel.send_signal(signal.SIGINT)
     time.sleep(0.1)
     assert sentinel.poll() is None
     watch.close()
-    assert sentinel.poll() == 0
+    assert sentinel.wait(timeout=60) == 0
 
 
 def test_a_stopped_sentinel_does_not_outlive_the_job() -> None:
     """The launcher waits for it, as it holds its pipe."""
-    watch = Watch(0, 1, os._exit).open(print)
-    watch.join([own_location()], lambda rendezvous: rendezvous or pytest.fail("no rendezvous"))
+    watch, _ = head_alone(1)
     sentinel = watch._sentinel
     assert sentinel is not None
     sentinel.send_signal(signal.SIGSTOP)
     watch.close()
-    assert sentinel.wait(timeout=10) == 0
+    assert sentinel.wait(timeout=60) == 0
 
 
 def test_a_killed_sentinel_is_not_taken_for_a_rank(start: Callable[[str], Job]) -> None:
     job = start("wait")
     job.wait_ready()
     os.kill(sentinels_of(job.ranks[0].pid)[0], signal.SIGKILL)
-    first, *others = job.errors(within_s=10)
+    first, *others = job.errors()
     assert first == "pipeinfer: the watch, the process that notices dead ranks, was killed by SIGKILL; ending the job"
     assert not any("died" in line for line in others)
     assert all(rank.returncode for rank in job.ranks)
@@ -306,6 +329,7 @@ def test_a_rank_killed_by_the_launcher_is_not_named_for_the_one_that_died(number
     processes = {rank: Process(child.pid) for rank, child in enumerate(children)}
     children[2].kill()
     children[1].send_signal(number)
+    assert all(processes[rank].wait() for rank in (1, 2))
     named = first_to_die(processes, 2, processes[2].how_it_ended())
     children[0].kill()
     for child in children:
@@ -314,23 +338,28 @@ def test_a_rank_killed_by_the_launcher_is_not_named_for_the_one_that_died(number
 
 
 def test_a_rank_that_never_comes_is_named(start: Callable[[str], Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PIPEINFER_JOIN_TIMEOUT", "2")
-    job = start("absent")
-    assert job.errors(within_s=30) == [f"pipeinfer: rank 2 (host {HOST}) did not join within 2 s; ending the job"]
+    for limit_s in (2, 20):  # more only if rank 1 took too long
+        monkeypatch.setenv("PIPEINFER_JOIN_TIMEOUT", str(limit_s))
+        job = start("absent")
+        errors = job.errors()
+        if (job.place / "ready1").exists():
+            break
+    assert errors == [f"pipeinfer: rank 2 (host {HOST}) did not join within {limit_s} s; ending the job"]
     assert job.ranks[0].returncode and job.ranks[1].returncode
 
 
 def test_a_rank_that_is_late_is_named_after_three_seconds(
     start: Callable[[str], Job], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PIPEINFER_JOIN_TIMEOUT", "9")
-    job, begun_s = start("absent"), time.monotonic()
+    monkeypatch.setenv("PIPEINFER_JOIN_TIMEOUT", "12")
+    begun_s, job = time.monotonic(), start("absent")
     assert job.ranks[0].stderr
     late = f"rank 2 (host {HOST})"
-    notice = f"pipeinfer: waiting for {late}, 9 s at most (PIPEINFER_JOIN_TIMEOUT)"
-    assert job.ranks[0].stderr.readline() == f"{notice}\n"
-    assert 2.5 < time.monotonic() - begun_s < 8.9
-    assert job.errors(within_s=30) == [f"pipeinfer: {late} did not join within 9 s; ending the job"]
+    notice = job.ranks[0].stderr.readline()
+    assert notice.startswith("pipeinfer: waiting for ")
+    assert notice.endswith(f"{late}, 12 s at most (PIPEINFER_JOIN_TIMEOUT)\n"), "rank 1 may take as long"
+    assert time.monotonic() - begun_s >= NOTICE_S
+    assert job.errors()[0].endswith(f"{late} did not join within 12 s; ending the job")
 
 
 def test_what_an_inquiry_prints_is_said_and_kept(capfd: pytest.CaptureFixture[str]) -> None:
@@ -338,7 +367,7 @@ def test_what_an_inquiry_prints_is_said_and_kept(capfd: pytest.CaptureFixture[st
         inquiry = Inquiry(["sh", "-c", 'printf "%s\\n" "$@"; exec sleep 60', "sh"], selector)
         inquiry.start(20, "a", [f"b{number}" for number in range(20)])
         while len(inquiry.lines) < MAX_HOSTS + 2:
-            ((key, _),) = selector.select(10)
+            ((key, _),) = selector.select(60)
             assert key.data is inquiry
             key.data.hear()
         inquiry.end()
@@ -352,7 +381,7 @@ def test_an_inquiry_that_ends_or_does_not_start_is_left_alone() -> None:
         for command in ([], ["/no/such/program"], ["true"]):
             inquiry = Inquiry(command, selector)
             inquiry.start(2, "a", ["b"])
-            for key, _ in selector.select(10 if command == ["true"] else 0):
+            for key, _ in selector.select(60 if command == ["true"] else 0):
                 key.data.hear()
             assert not selector.get_map() and not inquiry.lines, command
 
@@ -366,11 +395,9 @@ def test_a_death_before_all_have_joined_names_who_is_missing(
     until(lambda: bool(sentinels_of(job.ranks[0].pid)) and (what != "absent" or (job.place / "ready1").exists()))
     time.sleep(0.5)
     job.ranks[0].kill()
-    errors = job.ranks[0].communicate(timeout=20)[1]
     about = f"host {HOST}" + (", stage 0, layers 0-7" if what == "absent" else "")
-    assert errors == (
-        f"pipeinfer: rank 0 ({about}), or {missing}, which had not joined yet, died of SIGKILL; ending the job\n"
-    )
+    line = f"pipeinfer: rank 0 ({about}), or {missing}, which had not joined yet, died of SIGKILL; ending the job"
+    assert job.said_by(job.ranks[0]) == [line]
 
 
 def head_alone(n_ranks: int) -> tuple[Watch, Rendezvous]:
@@ -385,6 +412,13 @@ def head_alone(n_ranks: int) -> tuple[Watch, Rendezvous]:
     watch = Watch(0, n_ranks, os._exit).open(print)
     watch.join([own_location()] * n_ranks, broadcast)
     return watch, invitations[0]
+
+
+def is_closed(port: int) -> bool:
+    with contextlib.suppress(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port)).close()
+        return False
+    return True
 
 
 def is_turned_away(stranger: socket.socket) -> bool:
@@ -405,13 +439,13 @@ def test_strangers_are_turned_away_and_stop_nothing() -> None:
         words += [struct.pack("!i", 16) + bytes(16)]
         words += [rng.randbytes(rng.randrange(1, 600)) + b"\n" for _ in range(200)]
         for number in (0, 3, 10**8, -1):
-            with socket.create_connection(address, timeout=10) as stranger:
+            with socket.create_connection(address, timeout=60) as stranger:
                 authenticate_sentinel(connection_of(stranger), rendezvous.key, number)
                 assert is_turned_away(stranger)
-        with socket.create_connection(address, timeout=10) as stranger, pytest.raises(AuthenticationError):
+        with socket.create_connection(address, timeout=60) as stranger, pytest.raises(AuthenticationError):
             authenticate_sentinel(connection_of(stranger), "another key", 1)
         for said in words:
-            with socket.create_connection(address, timeout=10) as stranger:
+            with socket.create_connection(address, timeout=60) as stranger:
                 with contextlib.suppress(OSError):  # it may have been turned away already
                     stranger.sendall(said)
                     stranger.shutdown(socket.SHUT_WR)
@@ -429,7 +463,9 @@ def connection_of(stranger: socket.socket) -> Connection:
 def test_a_connection_that_says_nothing_is_closed_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     listening = socket.create_server(("127.0.0.1", 0))
     listener = Listener(listening, "key", 2, LIMITS)
-    with socket.create_connection(listening.getsockname(), timeout=10) as stranger:
+    monkeypatch.setattr("pipeinfer.cluster.watch.rendezvous.PENDING_S", 60.0)
+    with socket.create_connection(listening.getsockname(), timeout=60) as stranger:
+        select.select([listening], [], [], 60)
         listener.accept()
         stranger.sendall(b"\0")  # the first byte of a length
         listener.reject_late()
@@ -438,6 +474,7 @@ def test_a_connection_that_says_nothing_is_closed_after_its_time(monkeypatch: py
             is_turned_away(stranger)
         monkeypatch.setattr("pipeinfer.cluster.watch.rendezvous.PENDING_S", 0.0)
         listener.reject_late()
+        stranger.settimeout(60)
         assert is_turned_away(stranger)
     assert listener.admitted.empty()
     listener.close()
@@ -458,8 +495,7 @@ def test_silent_strangers_are_few_and_keep_nobody_out() -> None:
         assert all(links)
         # now that all ranks are here, nobody else is: those that waited are turned away, no other can come
         assert all(map(is_turned_away, strangers))
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", rendezvous.port))
+        until(lambda: is_closed(rendezvous.port))
         assert watch._sentinel is not None and watch._sentinel.poll() is None
 
 
@@ -472,7 +508,8 @@ def test_a_job_on_one_host_listens_on_that_host_alone() -> None:
                 socket.create_connection((address, rendezvous.port), timeout=10)
 
 
-def test_a_rank_trusts_nobody_who_passes_its_challenge_on_to_another_rank() -> None:
+def test_a_rank_trusts_nobody_who_passes_its_challenge_on_to_another_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeinfer.cluster.watch.rendezvous.HELLO_TIMEOUT_S", 60.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         rendezvous = Rendezvous("elsewhere", ("127.0.0.1",), listener.getsockname()[1], "the key")
         with ThreadPoolExecutor(2) as pool:
@@ -493,11 +530,12 @@ def test_a_rank_trusts_nobody_who_passes_its_challenge_on_to_another_rank() -> N
 
 
 def test_a_rank_that_comes_after_the_sentinel_ended_does_not_wait_for_it() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    started = time.monotonic()
-    assert connect(Rendezvous("elsewhere", ("127.0.0.1",), port, "key"), 1, LIMITS) is None
-    assert time.monotonic() - started < 5
+    with socket.socket() as ended:
+        ended.bind(("127.0.0.1", 0))  # nobody else takes the port meanwhile
+        started = time.monotonic()
+        rendezvous = Rendezvous("elsewhere", ("127.0.0.1",), ended.getsockname()[1], "key")
+        assert connect(rendezvous, 1, LIMITS) is None
+    assert time.monotonic() - started < CONNECT_TIMEOUT_S
 
 
 # Under mpirun ---------------------------------------------------------------------------------------------------------
@@ -516,19 +554,21 @@ comm, place, kind = MPI.COMM_WORLD, Path(sys.argv[1]), sys.argv[2]
 watch = Watch(comm.rank, comm.size, partial(end_job, abort=abort)).open(print)
 watch.join([own_location()] * comm.size, comm.bcast)
 watch.describe(f"stage {comm.rank}")
+while comm.rank and "stage 0" not in watch._head_title:
+    time.sleep(0.01)  # until the sentinel knows who has joined, and rank 0 what it does
 comm.Barrier()
 (place / f"pid{comm.rank}").write_text(str(os.getpid()))
 comm.Barrier()  # a fault ends who has not written yet
 if kind == "fault" and comm.rank == 1:
     watch.fault("out of memory")
-end = time.monotonic() + 30
+end = time.monotonic() + 120  # longer than anybody waits for the job's end
 while time.monotonic() < end:
     if kind == "python":
         sum(range(1_000_000))
     elif kind == "holding the GIL":
-        ctypes.PyDLL(None).usleep(5_000_000)
+        ctypes.PyDLL(None).sleep(120)
     else:
-        ctypes.CDLL(None).usleep(5_000_000)
+        ctypes.CDLL(None).sleep(120)
 """
 
 
@@ -560,9 +600,7 @@ def test_under_mpirun_a_killed_rank_is_named(tmp_path: Path, kind: str, victim: 
     job, pids = start_mpi(tmp_path, kind), pids_of(tmp_path)
     time.sleep(0.3)
     os.kill(int(pids[victim].read_text()), signal.SIGKILL)
-    killed = time.monotonic()
-    errors = job.communicate(timeout=20)[1]
-    assert time.monotonic() - killed < 3
+    errors = job.communicate(timeout=ENDS_S)[1]
     assert (
         errors.count(f"pipeinfer: rank {victim} (host {HOST}, stage {victim}) died of SIGKILL; ending the job\n") == 1
     )
@@ -573,7 +611,7 @@ def test_under_mpirun_a_killed_rank_is_named(tmp_path: Path, kind: str, victim: 
 def test_under_mpirun_a_fault_is_reported(tmp_path: Path) -> None:
     job = start_mpi(tmp_path, "fault")
     pids_of(tmp_path)  # until then it only starts, which takes long where much else is at work
-    errors = job.communicate(timeout=20)[1]
+    errors = job.communicate(timeout=ENDS_S)[1]
     assert errors.count(f"pipeinfer: rank 1 (host {HOST}, stage 1): out of memory\n") == 1
     assert errors.count("pipeinfer:") == 1
-    assert job.returncode == 1
+    assert job.returncode in (1, 9, 137), "9, 137: rank 0 took more than a second to end it, and was killed"
