@@ -68,7 +68,7 @@ class LateModel:
     n_begun: int = 0
     is_done: Callable[[int], bool] = field(default_factory=a_while)
     sent: list[tuple[int, Tag, np.ndarray]] = field(default_factory=list)
-    ends_s: float = field(default_factory=lambda: time.monotonic() + 10)
+    ends_s: float = field(default_factory=lambda: time.monotonic() + 60)
 
     def apply(self, ops: Sequence[KvOp]) -> None: ...
 

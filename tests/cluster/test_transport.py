@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
+import pytest
 
+from pipeinfer.cluster import idle, transport
 from pipeinfer.cluster.head_pipeline import HeadPipeline
 from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.cluster.idle import LARGE_BYTES, NO_PROGRESS, Idle, Progress
@@ -18,6 +20,7 @@ from pipeinfer.cluster.verdicts import decode_verdict, encode_verdict, verdict_b
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp, Row, Run, Verdict
 from pipeinfer.core.types import FloatArray
+from tests.support.jobs import until
 
 
 class Coming:
@@ -53,11 +56,13 @@ def slow_comm(n_pieces: int, content: bytes) -> Comm:
     return cast(Comm, SlowComm(n_pieces, content))
 
 
-def test_who_has_rested_takes_in_many_pieces_of_a_message() -> None:
+def test_who_has_rested_takes_in_many_pieces_of_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 1.0
+    monkeypatch.setattr(transport, "time", SimpleNamespace(perf_counter=lambda: now_s))
     inbox = Inbox(slow_comm(N_LOOKS + 2, b"text"), 1, Tag.VERDICT, 8)
     assert inbox.poll() is None, "16 pieces have come"
     assert inbox.poll() is None, "and at once after that one more"
-    time.sleep(2 * REST_S)
+    now_s += 2 * REST_S
     message = inbox.poll()
     assert message is not None and bytes(message[:4]) == b"text"
     inbox.close(Idle())
@@ -96,16 +101,18 @@ def test_a_head_that_computes_a_stage_hears_verdicts_meanwhile() -> None:
 
 
 def test_messages_move_beside_large_runs_alone() -> None:
-    looked = threading.Event()
-    progress = Progress(looked.set)
+    looks: list[None] = []
+    progress = Progress(lambda: looks.append(None))
     with progress.beside(LARGE_BYTES - 1):
-        assert not looked.wait(0.05)
+        time.sleep(0.05)
+        assert not looks
     for _ in range(2):
+        looks.clear()
         with progress.beside(LARGE_BYTES):
-            assert looked.wait(10)
-        time.sleep(0.05)  # a round of looks that was under way is over
-        looked.clear()
-        assert not looked.wait(0.05)
+            until(lambda: len(looks) > idle.N_LOOKS)
+        looks.clear()
+        time.sleep(0.05)
+        assert len(looks) <= idle.N_LOOKS, "of the round that was under way"
 
 
 def test_ranks_of_one_host_need_no_thread_for_progress() -> None:
