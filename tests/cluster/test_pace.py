@@ -25,7 +25,7 @@ from pipeinfer.job.options.values import Pace
 from pipeinfer.job.planning.deploy import pace_profile
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.text.tokenizer import Tokenizer
-from pipeinfer.observe.figures import missed_pace, timings
+from pipeinfer.observe.figures import LATE, missed_pace, timings
 from pipeinfer.policies import make_policy
 from pipeinfer.virtual.costs import LinkCost, ModelCost, Work
 from pipeinfer.virtual.simulation import simulate
@@ -215,7 +215,11 @@ def test_simulate_foretells_a_paced_job(tmp_path: Path, policy: str) -> None:
     profile = pace_profile(Pace.parse(str(pace)), 3, 1)
     simulated = simulate(profile, choices, make_policy(policy).begin(), n_predict)
     assert simulated.request.tokens[len(choices.prompt) :] == paced["tokens"]
-    ratio = timings(simulated.metrics)["predicted_per_second"] / paced["timings"]["predicted_per_second"]
+    # without the longest times between tokens, in which something may have stood still
+    paced_s, simulated_s = (
+        sum(found["itl_percentiles_s"][:90]) for found in (paced["timings"], timings(simulated.metrics))
+    )
+    ratio = paced_s / simulated_s
     assert 0.8 < ratio < 4, f"simulated / paced {ratio:.2f}"
 
 
@@ -225,41 +229,48 @@ def test_a_wrong_pace_is_one_line(tmp_path: Path) -> None:
 
 
 def test_a_dilated_job_has_the_profiles_times_and_says_so(tmp_path: Path) -> None:
-    """Every real second is a fifth: waiting ranks, links and policies see the profile's."""
+    """Every real second is a tenth: waiting ranks, links and policies see the profile's."""
     pace = tmp_path / "pace.toml"
     pace.write_text(PACE)
-    words = ["-p", "def main(", "-n", "24", "--temp", "0", "--ignore-eos", "-t", "1", "--policy", "iterative"]
+    words = ["-p", "def main(", "-n", "16", "--temp", "0", "--ignore-eos", "-t", "1", "--policy", "iterative"]
     real = run_json(3, [*words, "--pace", str(pace)])
     table = tmp_path / "results.csv"
-    done = finish(3, ["run", "--json", *words, "--pace", f"{pace}*5", "--results", str(table)])
-    assert done.returncode == 0 and "5 real seconds are one" in done.stderr, done.stderr
+    done = finish(3, ["run", "--json", *words, "--pace", f"{pace}*10", "--results", str(table)])
+    assert done.returncode == 0 and "10 real seconds are one" in done.stderr, done.stderr
     (row,), dilated = csv.DictReader(table.open()), json.loads(done.stdout)
-    assert row["pace"] == f"{pace}*5" and not row["joules_per_token"], "energy is that of real seconds"
+    assert row["pace"] == f"{pace}*10" and not row["joules_per_token"], "energy is that of real seconds"
     assert real["tokens"] == dilated["tokens"]
-    ratio = dilated["timings"]["predicted_per_second"] / real["timings"]["predicted_per_second"]
-    assert 0.9 < ratio < 3, f"a dilated job's speed is {ratio:.2f} of the real one's: factor 5 is not divided out"
-    ms = 1000 / dilated["timings"]["predicted_per_second"]
+    ms, real_ms = (1000 * found["timings"]["itl_p50_s"] for found in (dilated, real))
     assert 34 <= ms < 45, f"a token takes 8 layers of 4 ms, an output of 1 ms and two messages, and not {ms:.1f} ms"
+    assert real_ms >= 34
+
+
+def late_ranks(result: str) -> list[float]:
+    """By what part of the time with something to do each rank was late."""
+    ranks = json.loads(result)["ranks"]
+    busy_s = ranks[0]["wall_s"] - min(rank["idle_s"] for rank in ranks)
+    return [rank["late_s"] / busy_s for rank in ranks]
 
 
 def test_a_batch_of_ranks_that_miss_their_times_says_so(tmp_path: Path) -> None:
     (pace := tmp_path / "pace.toml").write_text(UNREACHABLE)
-    (asked := tmp_path / "in.jsonl").write_text('{"prompt": "def main(", "max_tokens": 24, "ignore_eos": true}\n' * 2)
-    words = ["batch", str(asked), "-t", "1", "-md", "none", "--policy", "iterative"]
-    late = finish(3, [*words, "-o", str(tmp_path / "late.jsonl"), "--json", "--pace", str(pace)])
-    assert json.loads(late.stdout)["ranks"][2]["late_s"] > 0
+    (asked := tmp_path / "in.jsonl").write_text('{"prompt": "def main(", "ignore_eos": true}\n' * 2)
+    words = ["batch", str(asked), "-t", "1", "-md", "none", "--policy", "iterative", "--json"]
+    late = finish(3, [*words, "-o", str(tmp_path / "late.jsonl"), "-n", "200", "--pace", str(pace)])
+    assert late_ranks(late.stdout)[2] > 0
     assert late.returncode == 0 and re.search(r"slower than --pace says: .*rank 2 for \d+% of", late.stderr), (
         late.stderr
     )
     pace.write_text(PACE)
-    done = finish(3, [*words, "-o", str(tmp_path / "out.jsonl"), "--pace", f"{pace}*5"])
-    assert done.returncode == 0 and "slower than" not in done.stderr, done.stderr
+    done = finish(3, [*words, "-o", str(tmp_path / "out.jsonl"), "-n", "24", "--pace", f"{pace}*5"])
+    assert done.returncode == 0
+    assert ("slower than" in done.stderr) == (max(late_ranks(done.stdout)) > LATE), "on a busy host some are"
 
 
 def test_so_does_a_server_at_its_end(tmp_path: Path) -> None:
     (pace := tmp_path / "pace.toml").write_text(UNREACHABLE)
     with Served(3, ["-md", "none", "--policy", "iterative", "--pace", str(pace)]) as served:
-        answer = served.http.post("/completion", json={"prompt": "def main(", "n_predict": 24, "ignore_eos": True})
+        answer = served.http.post("/completion", json={"prompt": "def main(", "n_predict": 400, "ignore_eos": True})
         assert answer.status_code == 200
     assert re.search(r"slower than --pace says: .*rank 2 for \d+% of", served.errors), served.errors
 
