@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import select
 import shutil
 import signal
@@ -16,6 +17,7 @@ import pytest
 
 from pipeinfer.observe.table import RESULTS
 from tests.support.jobs import BY_MPICH, COMMAND, ROOT, finish
+from tests.support.paces import slow_target
 from tests.support.slurm import PROGRAMS, Slurm, missing_programs, private_slurm
 
 pytestmark = [
@@ -37,9 +39,10 @@ def slurm() -> Iterator[Slurm]:
 
 
 def start_long(slurm: Slurm) -> subprocess.Popen[str]:
-    """A job of three ranks that has begun to write its text."""
-    job = slurm.popen(*SRUN, *COMMAND, *LONG, environ=PACKAGE)
-    assert job.stdout and select.select([job.stdout], [], [], 60)[0], "no text"
+    """A job of three ranks that has begun to write its text, which takes minutes."""
+    (pace := slurm.folder / "pace.toml").write_text(slow_target(20.0))
+    job = slurm.popen(*SRUN, *COMMAND, *LONG, "--pace", str(pace), environ=PACKAGE)
+    assert job.stdout and select.select([job.stdout], [], [], 120)[0], "no text"
     return job
 
 
@@ -53,7 +56,7 @@ def submit(slurm: Slurm, log: Path, arguments: list[str], environ: dict[str, str
     command = ["sbatch", "--parsable", "-o", f"{log}.out", "-e", str(log), *arguments]
     job = slurm.finish(*command, environ=PACKAGE | (environ or {}), cwd=ROOT)
     assert job.returncode == 0, job.stderr
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while True:  # sbatch --wait looks every few seconds only
         about = slurm.output("scontrol", "show", "job", job.stdout.strip())
         state = about.partition("JobState=")[2].split()[0]
@@ -64,7 +67,7 @@ def submit(slurm: Slurm, log: Path, arguments: list[str], environ: dict[str, str
 
 
 def wait_until_empty(slurm: Slurm) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while slurm.output("squeue", "--noheader") or slurm.processes("SLURM_STEP_NUM_TASKS=3"):
         assert time.monotonic() < deadline, "the job has ended, and something of it is left"
         time.sleep(0.1)
@@ -87,7 +90,7 @@ def test_srun_and_sbatch_give_the_text_that_mpirun_gives(slurm: Slurm, tmp_path:
 def test_a_killed_rank_is_named_and_the_job_ends(slurm: Slurm, rank: int) -> None:
     job = start_long(slurm)
     os.kill(pid_of(slurm, rank), signal.SIGKILL)
-    errors = job.communicate(timeout=20)[1]
+    errors = job.communicate(timeout=60)[1]
     assert job.returncode != 0
     lines = [line for line in errors.splitlines() if line.startswith("pipeinfer: ") and "ending the job" in line]
     assert len(lines) == 1 and lines[0].startswith(f"pipeinfer: rank {rank} (host ") and "layers" in lines[0], errors
@@ -96,15 +99,17 @@ def test_a_killed_rank_is_named_and_the_job_ends(slurm: Slurm, rank: int) -> Non
 
 
 def test_a_rank_that_dies_before_the_others_have_come_ends_the_job(slurm: Slurm) -> None:
-    late = 'test "$SLURM_PROCID" = 0 || sleep 30; exec "$@"'
+    late = 'test "$SLURM_PROCID" = 0 || sleep 100; exec "$@"'
     job = slurm.popen(*SRUN, "sh", "-c", late, "sh", *COMMAND, *SHORT, environ=PACKAGE)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while len(slurm.processes("SLURM_PROCID=0", "SLURM_STEP_NUM_TASKS=3")) < 2:
         assert job.poll() is None and time.monotonic() < deadline, "rank 0 has started no watch"
         time.sleep(0.02)
     os.kill(pid_of(slurm, 0), signal.SIGABRT)
-    errors = job.communicate(timeout=20)[1]
-    assert job.returncode != 0 and "rank 1, rank 2, which had not joined yet, died" in errors, errors
+    errors = job.communicate(timeout=60)[1]
+    # the sentinel may have seen on this host that the others live
+    line = r"^pipeinfer: rank 0 \(host \S+\)(, or rank 1, rank 2, which had not joined yet,)? died"
+    assert job.returncode != 0 and re.search(line, errors, re.MULTILINE), errors
     wait_until_empty(slurm)
 
 
@@ -115,7 +120,7 @@ def test_a_stopped_job_keeps_its_text(slurm: Slurm, how: str) -> None:
         slurm.finish("scancel", *slurm.output("squeue", "--noheader", "--format=%i").split())
     else:
         job.send_signal(signal.SIGINT)
-    errors = job.communicate(timeout=20)[1]
+    errors = job.communicate(timeout=60)[1]
     assert job.returncode != 0
     assert "terminated; the text" in errors if how == "scancel" else "interrupted; the text" in errors, errors
     assert "tokens/s" in errors and "Traceback" not in errors, "the statistics of what was generated"
@@ -180,7 +185,7 @@ def test_daemons_end_with_the_tests_that_started_them() -> None:
     assert len(other.processes()) >= len([name for name in PROGRAMS if name.endswith("d")])
     tests.kill()
     tests.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while other.processes():
         assert time.monotonic() < deadline
         time.sleep(0.05)
