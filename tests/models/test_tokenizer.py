@@ -76,11 +76,14 @@ def test_long_texts_with_many_markers_take_time_by_their_length_alone(
     assert len(parts) > 100 and "".join(parts) == text
     assert tokenizer.encode(text, add_special=False, parse_special=True) == whole
     monkeypatch.undo()
-    times_s = []
-    for n in (10_000, 80_000):
-        start_s = time.process_time()
-        tokenizer.encode("<s>a</s>" * n, add_special=False, parse_special=True)
-        times_s.append(time.process_time() - start_s)
+    for _ in range(3):  # what a host takes away may count as this process's
+        times_s = []
+        for n in (10_000, 80_000):
+            start_s = time.process_time()
+            tokenizer.encode("<s>a</s>" * n, add_special=False, parse_special=True)
+            times_s.append(time.process_time() - start_s)
+        if times_s[1] < 24 * times_s[0]:
+            break
     assert times_s[1] < 24 * times_s[0], times_s  # 64 times as long if each looks for all others
 
 

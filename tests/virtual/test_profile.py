@@ -480,7 +480,8 @@ def test_measure_says_which_rank_cannot_load() -> None:
         timeout=60,
     )
     assert done.returncode == 2 and "target.gguf differs" in done.stderr, done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("pipeinfer: ")]
+    said = [line for line in done.stderr.splitlines() if line.startswith("pipeinfer: ")]
+    (line,) = [line for line in said if not line.startswith("pipeinfer: waiting for ")]
     assert line.startswith("pipeinfer: rank 1 (") and not Path("m.toml").exists()
 
 
@@ -489,12 +490,12 @@ def test_measure_writes_a_profile_that_simulate_takes(tmp_path: Path) -> None:
     refused = finish(2, ["measure", "-o", str(path), "-t", "1", "--tolerance", "0"])
     assert refused.returncode and "foretells" in refused.stderr and not path.exists(), refused.stderr
     # what was measured is not lost where there is no room for it
-    done = finish(2, ["measure", "-o", "/dev/full", "-t", "1", "--tolerance", "9"])
+    done = finish(2, ["measure", "-o", "/dev/full", "-t", "1", "--tolerance", "100"])
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     last = done.stderr.splitlines()[-1]
     assert "No space left on device" in last and last.endswith("the profile is on standard output"), last
     path.write_text(done.stdout)
-    told = r"foretells [\d.]+ tokens/s without guesses, a job .* made [\d.]+: \d+\.\d% off, 900% is accepted$"
+    told = r"foretells [\d.]+ tokens/s without guesses, a job .* made [\d.]+: \d+\.\d% off, 10000% is accepted$"
     assert re.search(told, done.stderr, re.MULTILINE), done.stderr
     found = load_profile(str(path)).lay_out()
     assert "timing the models" in done.stderr, "it takes minutes where they are large"
