@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 
-def slow_target(layer_ms: float, draft_ms: float = 2.0, layers: int = 4, draft_layers: int = 2) -> str:
-    """Two stages that take long beside a draft, and links that take no time. `layers`: of each stage."""
+def slow_target(
+    layer_ms: float, draft_ms: float = 2.0, layers: int = 4, draft_layers: int = 2, stages: int = 2
+) -> str:
+    """Stages that take long beside a draft, and links that take no time. `layers`: of each stage."""
     stage = f"[[stages]]\nlayers = {layers}\nrows = [1, 24]\nlayer_ms = [{layer_ms}, {layer_ms}]\n"
     draft = f"[draft]\nlayers = {draft_layers}\nrows = [1]\nlayer_ms = [{draft_ms}]\n"
-    return f"embd = 288\n[link]\nlatency_us = 10\ngbit_per_s = 10\n{stage}{stage}{draft}"
+    return f"embd = 288\n[link]\nlatency_us = 10\ngbit_per_s = 10\n{stage * stages}{draft}"
 
 
 def with_refiner(profile: str, layer_ms: float, layers: int) -> str:

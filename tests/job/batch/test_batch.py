@@ -34,6 +34,7 @@ from tests.test_outputs import room_for
 SHAPE = Shape(n_layer=3, n_embd=128, n_head=2, n_head_kv=1, n_ff=256, n_vocab=384, n_strong=1, weak=0.3)
 N_REQUESTS = 66
 COMMON = ["-t", "1", "-n", "12"]
+SLOW = ["--pace", "ethernet:qwen-1.5b-0.5b"]  # so that a batch takes longer than whoever interrupts it
 
 
 @pytest.fixture(scope="module")
@@ -288,7 +289,8 @@ def wait_for_lines(path: Path, n: int, job: subprocess.Popen[str]) -> None:
 def test_a_batch_interrupted_before_its_first_result_says_so(pair: list[str], tmp_path: Path) -> None:
     asked, output, notes = tmp_path / "in.jsonl", tmp_path / "out.jsonl", tmp_path / "notes"
     asked.write_text('{"prompt": "the", "max_tokens": 8000}\n')
-    job = start(1, ["batch", str(asked), "-o", str(output), "--resume", str(notes), "--ignore-eos", *COMMON, *pair])
+    words = ["batch", str(asked), "-o", str(output), "--resume", str(notes), "--ignore-eos", *COMMON]
+    job = start(1, [*words, *pair[:2], *SLOW])
     wait_for_lines(notes, 2, job)
     job.send_signal(signal.SIGINT)
     _, errors = job.communicate(timeout=30)
@@ -301,14 +303,14 @@ def test_an_interrupted_batch_goes_on_and_nothing_is_lost_or_repeated(
 ) -> None:
     output = tmp_path / "out.jsonl"
     words = ["batch", str(asked), "-o", str(output), *COMMON, *pair, "--parallel", "4"]
-    job = start(1, words)
+    job = start(1, [*words, "--policy", "iterative", *SLOW])
     wait_for_lines(output, 5, job)
     job.send_signal(signal.SIGINT)
     _, errors = job.communicate(timeout=30)
     assert job.returncode == 130 and "interrupted" in errors and "goes on from there" in errors, errors
     n_first = len(results_of(output))
     assert 5 <= n_first < N_REQUESTS
-    job = start(2, words, start_new_session=True)
+    job = start(2, [*words, *SLOW], start_new_session=True)
     wait_for_lines(output, n_first + 5, job)
     os.killpg(job.pid, signal.SIGKILL)
     job.communicate(timeout=30)
