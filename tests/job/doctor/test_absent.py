@@ -88,10 +88,10 @@ def test_a_rank_that_hangs_is_told_from_one_that_is_not_there(two: SshHosts, tmp
     slow.write_text(SLOW % ("exec sleep 1000", " ".join(COMMAND)))
     slow.chmod(0o755)
     # a host without a fault is reported after 10 s, and a moment that what else is at work here makes longer
-    job = start(two, program=[str(slow)], limit={"PIPEINFER_JOIN_TIMEOUT": "40"})
+    job = start(two, program=[str(slow)], limit={"PIPEINFER_JOIN_TIMEOUT": "30"})
     lines = errors(two, job, 120)
     assert lines[1] == "node2: no fault was found; rank 1 runs there"
-    assert lines[2].startswith("rank 1 (host node2) did not join within 40 s") and lines[1] in lines[2]
+    assert lines[2].startswith("rank 1 (host node2) did not join within 30 s") and lines[1] in lines[2]
     assert len(lines) == 3
 
 

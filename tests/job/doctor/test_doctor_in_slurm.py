@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -42,14 +41,16 @@ def test_the_nodes_of_an_allocation(slurm: Slurm) -> None:
 
 def test_a_rank_that_hangs_is_named_with_its_node(slurm: Slurm, tmp_path: Path) -> None:
     slow = tmp_path / "slow"
-    slow.write_text(f'#!/bin/sh\n[ "$SLURM_PROCID" = 0 ] || exec sleep 60\nexec {" ".join(COMMAND)} "$@"\n')
+    slow.write_text(f'#!/bin/sh\n[ "$SLURM_PROCID" = 0 ] || exec sleep 600\nexec {" ".join(COMMAND)} "$@"\n')
     slow.chmod(0o755)
     words = ["salloc", "-N", "2", "-n", "2", "srun", "--mpi=pmi2", str(slow), "run", "-p", "x", "-n", "4", "-t", "1"]
-    done = slurm.finish(*words, environ={"PYTHONPATH": str(ROOT), "PIPEINFER_JOIN_TIMEOUT": "15"})
+    # a host without a fault is reported after 10 s, and a moment that what else is at work here makes longer
+    environ = {"PYTHONPATH": str(ROOT), "PIPEINFER_JOIN_TIMEOUT": "30"}
+    done = slurm.finish(*words, environ=environ, timeout_s=120)
     waits, found, ends = [line for line in done.stderr.splitlines() if line.startswith("pipeinfer: ")]
-    assert waits == "pipeinfer: waiting for rank 1 (host node1), 15 s at most (PIPEINFER_JOIN_TIMEOUT)"
+    assert waits == "pipeinfer: waiting for rank 1 (host node1), 30 s at most (PIPEINFER_JOIN_TIMEOUT)"
     assert found == "pipeinfer: node1: no fault was found; ranks 0, 1 run there"  # both nodes are this machine
-    assert ends.startswith("pipeinfer: rank 1 (host node1) did not join within 15 s") and done.returncode
+    assert ends.startswith("pipeinfer: rank 1 (host node1) did not join within 30 s") and done.returncode
 
 
 def doctor(apart: Slurm, n_nodes: int) -> dict[str, Any]:
@@ -79,12 +80,10 @@ def test_a_node_without_the_program(apart: Slurm, tmp_path: Path) -> None:
     ((host, check, text),) = problems(doctor(apart, 3))
     assert (host, check) == ("node3", "python") and text.endswith("is not there")
     words = ["salloc", "-N", "2", "-n", "2", "-w", "node[1,3]", "srun", "--mpi=pmi2", *COMMAND, "run", "-p", "x"]
-    start_s = time.monotonic()
-    done = apart.finish(*words, environ=ON_HOSTS)
-    passed_s = time.monotonic() - start_s
+    done = apart.finish(*words, environ=ON_HOSTS | {"PIPEINFER_JOIN_TIMEOUT": "600"}, timeout_s=120)
     line = [line for line in done.stderr.splitlines() if line.startswith("pipeinfer: ")][-1]
     assert line.startswith(f"pipeinfer: rank 1 (host node3) cannot start: python: {text} -> ")
-    assert done.returncode and passed_s < 30, done.stderr
+    assert done.returncode, done.stderr
 
 
 @pytest.mark.skipif(NFT is None, reason="there is no nft (nftables)")
