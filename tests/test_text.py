@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import termios
+from typing import BinaryIO
 
 import pytest
 
@@ -67,6 +68,15 @@ def test_parts_begin_with_the_names_that_tell_rows_apart_not_with_figures() -> N
         assert [tuple(row[:2]) for row in shown] == cases
 
 
+def everything(shown: BinaryIO) -> str:
+    """What comes until nobody has the terminal any more."""
+    text = b""
+    with contextlib.suppress(OSError):
+        while piece := shown.read(65536):
+            text += piece
+    return text.decode()
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize("columns", [0, 80])
 def test_under_a_launcher_tables_fit_the_terminal_of_the_launcher(columns: int) -> None:
@@ -77,12 +87,9 @@ def test_under_a_launcher_tables_fit_the_terminal_of_the_launcher(columns: int) 
     with os.fdopen(head, "rb", 0) as shown:
         process = subprocess.Popen(words, stdout=terminal, stdin=subprocess.DEVNULL)
         os.close(terminal)
-        text = b""
-        with contextlib.suppress(OSError):  # the end, where nobody has the terminal any more
-            while piece := shown.read(65536):
-                text += piece
+        text = everything(shown)
         assert process.wait() == 0
-    widths = [len(line.rstrip("\r")) for line in text.decode().split("\n") if line.startswith("|")]
+    widths = [len(line.rstrip("\r")) for line in text.split("\n") if line.startswith("|")]
     assert max(widths) > 80 if not columns else 0 < max(widths) <= columns
 
 
@@ -91,9 +98,10 @@ def test_plan_fits_the_terminal_and_a_pipe_gets_whole_tables() -> None:
     whole = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     head, terminal = pty.openpty()
     with os.fdopen(head, "rb", 0) as shown:
-        subprocess.run(command, check=True, stdout=terminal, env=os.environ | {"COLUMNS": "80"})
+        process = subprocess.Popen(command, stdout=terminal, env=os.environ | {"COLUMNS": "80"})
         os.close(terminal)
-        narrow = shown.read(65536).decode()
+        narrow = everything(shown)
+        assert process.wait() == 0
     tables = [[line for line in text.splitlines() if line.startswith("|")] for text in (whole, narrow)]
     assert len(tables[0][0]) > 80 >= max(map(len, tables[1]))
     names = [{cell for line in table for cell in cells(line) if cell.isalpha()} for table in tables]

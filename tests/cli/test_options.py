@@ -149,7 +149,8 @@ def check_legal(value: object, kind: click.ParamType) -> None:
 
 
 def extremes(name: str, which: str, *policies: str) -> list[str]:
-    """Every numeric option of a command at its least or most, but those that size the work and other policies'."""
+    """Every numeric option of a command at its least or most, but those that size the work and other policies', and
+    the least time in which a busy host's ranks must give a sign."""
     words: list[str] = []
     own = {setting for policy in policies for setting, _, _ in settings_of(POLICIES[policy])}
     foreign = {setting for kind in POLICIES.values() for setting, _, _ in settings_of(kind)} - own
@@ -172,6 +173,8 @@ def extremes(name: str, which: str, *policies: str) -> list[str]:
             "max_delay_s",
             "draft_rank",
         ):
+            continue
+        if which == "min" and param.name == "rank_timeout_s":
             continue
         limit = param.type.min if which == "min" else param.type.max
         if which == "min" and isinstance(param.type, Number) and param.type.min_open:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 
-def slow_target(
-    layer_ms: float, draft_ms: float = 2.0, layers: int = 4, draft_layers: int = 2, stages: int = 2
-) -> str:
+def slow_target(layer_ms: float, draft_ms: float = 2.0, layers: int = 4, draft_layers: int = 2, stages: int = 2) -> str:
     """Stages that take long beside a draft, and links that take no time. `layers`: of each stage."""
     stage = f"[[stages]]\nlayers = {layers}\nrows = [1, 24]\nlayer_ms = [{layer_ms}, {layer_ms}]\n"
     draft = f"[draft]\nlayers = {draft_layers}\nrows = [1]\nlayer_ms = [{draft_ms}]\n"

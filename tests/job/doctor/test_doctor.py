@@ -381,7 +381,10 @@ def test_two_agents_reach_each_other_and_are_timed() -> None:
             "run", 60, lines.append, words=["sh", "-c", "echo a; echo b >&2; exit 3"], silent_s=60, limit_s=60
         )
         assert lines == ["a"] and answer["code"] == 3 and answer["errors"] == "b\n"
-        for words, limits in ((["sleep", "999"], (0.2, 999)), (["sh", "-c", "while echo; do sleep 0.1; done"], (60, 0.5))):
+        for words, limits in (
+            (["sleep", "99"], (0.2, 99)),
+            (["sh", "-c", "while echo; do sleep 0.1; done"], (60, 0.5)),
+        ):
             silent_s, limit_s = limits
             answer = sessions["localhost"].ask("run", 60, words=words, silent_s=silent_s, limit_s=limit_s)
             assert answer["late"]

@@ -63,7 +63,7 @@ def test_an_mpi_that_cannot_be_loaded_is_told(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(roster, "PROBE", "raise ImportError('libmpi.so: cannot open shared object file')")
     found = roster.describe_mpi()
     assert found["library"] is None and "libmpi.so: cannot open shared object file" in found["error"]
-    monkeypatch.setattr(roster, "PROBE", "import time; time.sleep(9)")
+    monkeypatch.setattr(roster, "PROBE", "import time; time.sleep(99)")
     monkeypatch.setattr(roster, "PROBE_TIMEOUT_S", 0.3)
     assert "does not answer" in roster.describe_mpi()["error"]
 

@@ -56,8 +56,8 @@ def faults(errors: str) -> list[str]:
 def wait_until_loaded(job: subprocess.Popen[str], n_ranks: int) -> None:
     assert job.stderr
     for _ in range(n_ranks):
-        while " loaded in " not in job.stderr.readline():
-            assert job.poll() is None
+        while " loaded in " not in (line := job.stderr.readline()):
+            assert line
 
 
 def start_and_change(n_ranks: int, arguments: list[str], change: Callable[[], None]) -> subprocess.Popen[str]:
