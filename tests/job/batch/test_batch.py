@@ -234,9 +234,11 @@ def test_figures_that_are_taken_while_requests_are_open_add_up(
 
 
 def check_time_used(summary: dict[str, Any]) -> None:
+    head_s = summary["ranks"][0]["busy_s"]
     for rank in summary["ranks"]:
         used_s = sum(rank[f"{use}_s"] for use in ("busy", "cancelled", "waiting", "idle"))
-        assert 0.8 * summary["wall_s"] < used_s < 1.1 * summary["wall_s"]
+        # while the head is held up, a stage may wait for no run, but to be asked what it did
+        assert 0.8 * summary["wall_s"] < used_s + head_s and used_s < 1.1 * summary["wall_s"]
         assert rank["busy_s"] > 0 and rank["wall_s"] == pytest.approx(summary["wall_s"])
 
 

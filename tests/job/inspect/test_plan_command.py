@@ -378,7 +378,7 @@ def test_the_largest_number_that_holds() -> None:
 
 def test_a_host_tells_its_speed() -> None:
     speed = measure_speed(1)
-    assert 1e8 < speed.bytes_per_s < 1e13 and 1e8 < speed.flop_per_s < 1e14
+    assert 1e6 < speed.bytes_per_s < 1e13 and 1e6 < speed.flop_per_s < 1e14
 
 
 def test_planning_needs_no_mpi(tmp_path: Path) -> None:
