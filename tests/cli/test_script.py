@@ -26,7 +26,7 @@ def program(path: Path, text: str) -> Path:
 
 def call(script: Path, path: Path) -> subprocess.CompletedProcess[str]:
     environ = os.environ | {"PATH": f"{path}:{os.environ['PATH']}"}
-    return subprocess.run([script, "info"], capture_output=True, text=True, env=environ, timeout=20)
+    return subprocess.run([script, "info"], capture_output=True, text=True, env=environ, timeout=60)
 
 
 def test_a_python_that_is_missing_is_named_and_no_other_is_taken(tmp_path: Path) -> None:

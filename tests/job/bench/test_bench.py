@@ -334,7 +334,7 @@ def test_models_of_one_name_are_told_apart(pair: list[str], tmp_path: Path) -> N
 
 
 def test_cases_do_not_touch_each_other(pair: list[str], tmp_path: Path) -> None:
-    """What is measured after other generations is what a fresh job measures: the same runs, rows and guesses."""
+    """What is measured after other generations is what a fresh job measures: the same rows and guesses."""
     tale, results = str(folder_of(pair) / "tale.txt"), tmp_path / "results.csv"
     common = ["-n", "32", "--temp", "0", "--seed", "0", "--policy", "speculative"]
     prompts = ["-p", "40", "-p", tale]
@@ -343,8 +343,10 @@ def test_cases_do_not_touch_each_other(pair: list[str], tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     fresh = run_json(2, [*pair, "-f", tale, *common, "--ignore-eos"])["speculation"]
-    found = [(row["runs"], row["draft_n"]) for row in RESULTS.read(results) if row["prompt"] == "tale"]
-    assert found == [(fresh["runs"], fresh["draft_n"])] * 3
+    # not `runs`: chunks of the prompt are as long as is fast at that moment
+    counts = ("rows", "draft_n", "draft_n_sent")
+    found = [tuple(row[name] for name in counts) for row in RESULTS.read(results) if row["prompt"] == "tale"]
+    assert found == [tuple(fresh[name] for name in counts)] * 3
 
 
 def test_no_case_begins_with_what_another_one_learned() -> None:
@@ -468,7 +470,7 @@ def interrupted(n_ranks: int, words: list[str]) -> tuple[int, str, str]:
     while "[2]" not in job.stderr.readline():
         assert job.poll() is None
     job.send_signal(signal.SIGINT)
-    out, errors = job.communicate(timeout=20)
+    out, errors = job.communicate(timeout=60)
     return job.returncode, out, errors
 
 
@@ -598,7 +600,7 @@ def test_csv_and_json_say_the_same(pair: list[str]) -> None:
 def test_experiments_begin_only_where_they_are_understood(tmp_path: Path) -> None:
     def asked(word: str) -> subprocess.CompletedProcess[str]:
         script = [str(ROOT / "experiments.sh"), word]
-        return subprocess.run(script, capture_output=True, text=True, cwd=tmp_path, timeout=20)
+        return subprocess.run(script, capture_output=True, text=True, cwd=tmp_path, timeout=60)
 
     helped, wrong = asked("--help"), asked("-n")
     assert helped.returncode == 0 and not helped.stderr and helped.stdout.startswith("The experiments of")
@@ -619,7 +621,7 @@ def test_experiments_begin_only_where_they_are_understood(tmp_path: Path) -> Non
 def test_experiments_take_no_setting_for_another(setting: str, value: str, words: str) -> None:
     settings = environment() | {"FIGURES": "", setting: value}
     script = [str(ROOT / "experiments.sh")]
-    done = subprocess.run(script, env=settings, capture_output=True, text=True, timeout=20)
+    done = subprocess.run(script, env=settings, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and words in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
 
 

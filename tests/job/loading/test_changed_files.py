@@ -8,7 +8,6 @@ import os
 import shutil
 import struct
 import subprocess
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -123,7 +122,7 @@ def test_what_is_reported_is_the_model_that_was_computed_from(
     assert (row["model_hash"], row["model_bytes"]) == (expected["model"]["hash"], str(TARGET.stat().st_size))
 
 
-def test_nonsense_is_blamed_on_a_write_that_is_not_through(tmp_path: Path) -> None:
+def test_nonsense_is_blamed_on_a_write_that_is_not_through(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_bytes(bytes(1000))
     source = SourceFile(path, lambda fd: sample_digest(fd, [(900, 100)]))
@@ -131,11 +130,16 @@ def test_nonsense_is_blamed_on_a_write_that_is_not_through(tmp_path: Path) -> No
     with path.open("r+b", buffering=0) as file:
         file.write(b"x" * 100)
         source.check()  # nothing of what is sampled was written yet
-        writer = threading.Timer(0.05, lambda: os.pwrite(file.fileno(), b"x", 950))
-        writer.start()
+        slept_s: list[float] = []
+
+        def sleep(seconds: float) -> None:
+            slept_s.append(seconds)
+            if sum(slept_s) >= 0.3:  # the write goes on, and gets there
+                os.pwrite(file.fileno(), b"x", 950)
+
+        monkeypatch.setattr("pipeinfer.models.gguf.contents.time.sleep", sleep)
         with pytest.raises(ModelFault, match="file was truncated or overwritten"):
             source.blame()
-        writer.join()
     source.close()
 
 
