@@ -73,11 +73,11 @@ class Hosts:
     def address(self, name: str) -> str:
         return f"{NETWORK}.{self.names.index(name) + 1}"
 
-    def limit(self, mbit: float, names: Sequence[str] = ()) -> None:
+    def limit(self, mbit: float, names: Sequence[str] = (), device: str = "eth0") -> None:
         """What each of them can send, from now on; `names`: these alone."""
         for name in names or self.names:
             rate = ["rate", f"{mbit:g}mbit", "burst", f"{max(1600, 125 * mbit):.0f}b", "latency", "200ms"]
-            where = ["-n", self.prefix + name, "qdisc", "replace", "dev", "eth0", "root", "tbf"]
+            where = ["-n", self.prefix + name, "qdisc", "replace", "dev", device, "root", "tbf"]
             subprocess.run([_tool("tc") or "tc", *where, *rate], check=True, capture_output=True, text=True)
 
     def cut(self, name: str) -> None:

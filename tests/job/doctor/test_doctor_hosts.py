@@ -41,7 +41,7 @@ table inet doctor {{
 }}
 """
 LATE_CLOCK = """#!/bin/sh
-[ "$1" = -S ] && exec {python} -S -u -c "import time; real = time.time; time.time = lambda: real() - 30; $4"
+[ "$1" = -S ] && exec {python} -S -u -c "import time; real = time.time; time.time = lambda: real() - 3000; $4"
 exec {python} "$@"
 """
 ALL = "node1,node2,node3,node4"
@@ -319,7 +319,7 @@ def test_more_faults_of_the_machine(hosts: SshHosts, model: Path, tmp_path: Path
     finally:
         hosts.made.limit(1000)
     assert done.returncode == 1, f"{done.stdout}\n{done.stderr}"
-    assert re.search(r"its clock is [23]\d\.\d s behind", problem(done, "node2", "clock"))
+    assert re.search(r"its clock is 29\d\d\.\d s behind", problem(done, "node2", "clock"))
     assert "on the disk for slices" in problem(done, "node3", "disk")
     assert re.search(r"links: 0\.0\d+ Gbit/s to ", problem(done, "node4", "links"))
     hosts.start("node2", f"mount --bind {processor} /proc/cpuinfo")
@@ -330,7 +330,7 @@ def test_more_faults_of_the_machine(hosts: SshHosts, model: Path, tmp_path: Path
 
 def test_a_network_that_is_not_taken_and_faster(hosts: SshHosts, model: Path) -> None:
     with hosts.made.joined("node1", "node2", "10.88.0"):
-        hosts.made.limit(100)  # eth1 has as much as the cores can move, which is little beside other work
+        hosts.made.limit(20)  # eth1 has as much as the cores can move, which is little beside other work
         try:
             done = doctor(hosts, model, names="node1,node2,node3")
         finally:
@@ -339,11 +339,8 @@ def test_a_network_that_is_not_taken_and_faster(hosts: SshHosts, model: Path) ->
         assert re.search(r"connections to node2 take eth0 \([\d.]+ Gbit/s\), and eth1 gives [\d.]+ Gbit/s -> ", line)
         assert "that of node2 is 10.88.0.2" in line and "mpirun -iface eth1" in line and done.returncode == 1
         assert "10.88.0.1" in problem(done, "node2", "network") and is_fine(done, "node3")
-        hosts.made.limit(30_000, ["node1", "node2"])
-        try:
-            done = doctor(hosts, model, names="node1,node2")
-        finally:
-            hosts.made.limit(1000)
+        hosts.made.limit(100, ["node1", "node2"], "eth1")
+        done = doctor(hosts, model, names="node1,node2")
     assert re.search(r"^ok +node1 +network: eth0 .*, eth1 would give [\d.]+ Gbit/s$", done.stdout, re.M), done.stdout
 
 
