@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -142,6 +143,13 @@ def until(done: Callable[[], bool], timeout_s: float = 60) -> None:
     while not done():
         assert time.monotonic() < deadline, "it takes too long"
         time.sleep(0.02)
+
+
+def but_waiting(errors: str) -> list[str]:
+    """The lines of standard error, but those of ranks that wait for others at a slow start."""
+    return [
+        line for line in errors.splitlines() if not re.match(r"pipeinfer: (waiting for|rank \d.* has waited) ", line)
+    ]
 
 
 def repacks(job: Mapping[str, Any]) -> bool:

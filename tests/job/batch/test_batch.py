@@ -27,7 +27,7 @@ from pipeinfer.models.text.chat_template import ChatMessage, ChatTemplate
 from pipeinfer.models.text.json_schema import schema_grammar
 from pipeinfer.models.text.tokenizer import Tokenizer
 from tests.support.gguf_factory import CHAT_TEMPLATE, Shape, write_model
-from tests.support.jobs import environment, finish, launcher, run_json, start
+from tests.support.jobs import but_waiting, environment, finish, launcher, run_json, start
 from tests.support.planned import deploy, options_of
 from tests.test_outputs import room_for
 
@@ -463,7 +463,7 @@ def test_a_wrong_line_is_named_before_anything_loads(pair: list[str], tmp_path: 
     source.write_text('{"prompt": "a"}\n\n{"prompt": 5}\n')
     done = finish(2, ["batch", str(source), "-o", str(output), *pair[:2]])
     assert done.returncode == 2 and f"{source} line 3: prompt is 5" in done.stderr, done.stderr
-    assert len(done.stderr.splitlines()) == 1 and not output.exists()
+    assert len(but_waiting(done.stderr)) == 1 and not output.exists()
     source.write_text('{"prompt": "a", "custom_id": "x"}\n{"prompt": "a", "custom_id": "x"}\n')
     done = finish(1, ["batch", str(source), "-o", str(output), *pair])
     assert done.returncode == 2 and "line 2: custom_id 'x' is that of line 1 too" in done.stderr, done.stderr

@@ -47,7 +47,7 @@ from pipeinfer.policies import POLICIES, Iterative, PipeInfer, Speculative, abla
 from pipeinfer.text import markdown_table
 from tests.support.adapters import write_adapter
 from tests.support.gguf_factory import Shape, write_model
-from tests.support.jobs import ROOT, environment, finish, run_json, start
+from tests.support.jobs import ROOT, but_waiting, environment, finish, run_json, start
 from tests.support.paces import slow_target
 from tests.support.planned import options_of
 from tests.support.rows import make_row
@@ -514,7 +514,7 @@ def test_bad_input_is_one_line(pair: list[str], tmp_path: Path, arguments: list[
     models = [] if "-m" in arguments else pair
     done = finish(n_ranks, ["bench", *models, "-r", "1", *(part.format(folder=tmp_path) for part in arguments)])
     assert done.returncode == 2 and done.stdout == ""
-    complaints = [line for line in done.stderr.splitlines() if line.startswith("pipeinfer: ")]
+    complaints = [line for line in but_waiting(done.stderr) if line.startswith("pipeinfer: ")]
     assert len(complaints) == 1 and words in complaints[0] and "Traceback" not in done.stderr, done.stderr
 
 

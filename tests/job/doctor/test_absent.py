@@ -191,8 +191,9 @@ def test_ranks_within_scripts_may_start_late(tmp_path: Path) -> None:
 def test_a_rank_of_this_host_that_has_ended_is_not_waited_for(
     two: SshHosts, tmp_path: Path, end: str, line: str
 ) -> None:
-    script = tmp_path / "script"
-    script.write_text(SLOW % (end.format(told=tmp_path / "told"), " ".join(COMMAND)))
+    script, told, begun = (tmp_path / name for name in ("script", "told", "begun"))
+    begins = SLOW.replace("\nexec", f"\n{WAIT.format(told=begun)}; exec")  # rank 0 looks for a rank that has been there
+    script.write_text(begins % (f"{{ touch {begun}; {end.format(told=told)}; }}", " ".join(COMMAND)))
     script.chmod(0o755)
     command = " ".join([str(MPIRUN), "-np", "2", str(script), *RUN])
     none, pipe = subprocess.DEVNULL, subprocess.PIPE
@@ -200,6 +201,6 @@ def test_a_rank_of_this_host_that_has_ended_is_not_waited_for(
     job = subprocess.Popen(words, stdin=none, stdout=pipe, stderr=pipe, text=True, env=environment() | LIMIT)
     if "{told}" in end:
         said(job, "waiting for ")
-    (tmp_path / "told").touch()
+    told.touch()
     *_, last = errors(two, job)
     assert last == line and job.returncode

@@ -12,7 +12,7 @@ from pipeinfer.job.planning.prepare import check_headers
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.policies import Iterative, PipeInfer
 from tests.support.gguf_factory import Shape, write_model
-from tests.support.jobs import finish
+from tests.support.jobs import but_waiting, finish
 from tests.support.planned import options_of
 
 
@@ -42,5 +42,5 @@ def test_models_that_cannot_be_used(tmp_path: Path) -> None:
 def test_it_is_said_in_a_job() -> None:
     done = finish(12, ["run", "-p", "x", "-t", "1"])
     assert done.returncode == 2 and done.stdout == ""
-    (line,) = (line for line in done.stderr.splitlines() if not line.startswith("pipeinfer: waiting for "))
+    (line,) = but_waiting(done.stderr)
     assert line == "pipeinfer: 11 stages for 9 layers; start at most 10 ranks for this model"
