@@ -81,9 +81,16 @@ def test_what_clients_send_is_served(served: Served, shape: client_shapes.Shape)
 
 def test_a_length_beyond_the_context_is_cut_to_what_fits(served: Served) -> None:
     body = {"prompt": "the", "max_tokens": 32_000, "ignore_eos": True, "seed": 1}
-    with served.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as stream:
-        assert stream.status_code == 200
-        (slot,) = served.http.get("/slots").json()
-        assert slot["n_predict"] + slot["n_prompt_tokens"] == slot["n_ctx"] == 8192
+    found = list[dict[str, int]]()
+
+    def is_seen() -> bool:
+        """It may have come to its end before."""
+        with served.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as stream:
+            assert stream.status_code == 200
+            found.extend(served.http.get("/slots").json())
+        return bool(found)
+
+    served.until(is_seen)
+    assert found[0]["n_predict"] + found[0]["n_prompt_tokens"] == found[0]["n_ctx"] == 8192
     prompt = served.http.post("/v1/completions", json={"prompt": "the " * 8192, "max_tokens": 4})
     assert prompt.status_code == 400 and "8192" in prompt.json()["error"]["message"]

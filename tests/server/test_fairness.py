@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 
+from tests.support.paces import slow_runs
+from tests.support.server_fuzz import request
 from tests.support.server_hostile import ADDRESS
 from tests.support.serving import Served
 
 N_CONNECTIONS = 12
+WORDS = ["--parallel", "2", "--queue", "62", "--max-connections", str(N_CONNECTIONS), "-md", "none"]
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    words = ["--parallel", "2", "--queue", "62", "--max-connections", str(N_CONNECTIONS), "-md", "none"]
-    with Served(1, words) as server:
+    with Served(1, WORDS) as server:
         yield server
 
 
@@ -30,32 +32,29 @@ def connect(served: Served) -> socket.socket:
     return socket.create_connection(("127.0.0.1", served.port), timeout=60, source_address=(ADDRESS, 0))
 
 
-def ask_as_another(served: Served, **body: object) -> bytes:
-    data = json.dumps(body).encode()
-    with connect(served) as link:
-        head = (
-            f"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: {len(data)}\r\n"
-        )
-        link.sendall(head.encode() + b"\r\n" + data)
-        return b"".join(iter(lambda: link.recv(1 << 16), b""))
+def asked_by_another(link: socket.socket, **body: object) -> None:
+    link.sendall(request("POST", "/v1/completions", json.dumps(body).encode()))
 
 
-def test_texts_of_other_addresses_begin_in_turns(served: Served) -> None:
+def test_texts_of_other_addresses_begin_in_turns(tmp_path: Path) -> None:
     """Of 40 texts that one client asks at once, most wait longer than one that another client asks then."""
-    response = list[bytes]()
-    flood = threading.Thread(
-        target=lambda: response.append(ask_as_another(served, prompt="x", n=40, max_tokens=60, ignore_eos=True))
-    )
-    flood.start()
-    served.until(lambda: len(served.http.get("/slots").json()) == 40)
-    served.complete(prompt="y", max_tokens=4)
-    assert len(served.http.get("/slots").json()) > 20 and not response
-    flood.join(60)
-    assert response[0].startswith(b"HTTP/1.1 200")
+
+    def n_open() -> int:
+        return len(served.http.get("/slots").json())
+
+    (pace := tmp_path / "pace.toml").write_text(slow_runs(25))  # so that two of the 40 take more than a second
+    with Served(1, [*WORDS, "--pace", str(pace)]) as served, connect(served) as link:
+        asked_by_another(link, prompt="x", n=40, max_tokens=60, ignore_eos=True, stream=True)
+        served.until(lambda: n_open() > 30)
+        served.complete(prompt="y", max_tokens=4)
+        assert n_open() > 20
+        assert link.recv(1 << 16).startswith(b"HTTP/1.1 200")
 
 
 def test_one_address_may_not_fill_the_queue(served: Served) -> None:
-    response = ask_as_another(served, prompt="x", n=50, max_tokens=4)
+    with connect(served) as link:
+        asked_by_another(link, prompt="x", n=50, max_tokens=4)
+        response = b"".join(iter(lambda: link.recv(1 << 16), b""))
     assert response.startswith(b"HTTP/1.1 429") and b"of this address" in response
 
 

@@ -65,13 +65,19 @@ def test_a_stream_without_output_says_what_it_waits_for(monkeypatch: pytest.Monk
     async def send(message: Any) -> None:
         sent.append(message.get("body", b""))
 
+    def comments() -> list[bytes]:
+        return [data for data in sent if data.startswith(b": ")]
+
     async def recover_and_read() -> None:
         (choice,) = answer.choices
         head.recover("rank 1 is lost\non host a")
-        await asyncio.sleep(0.2)
+        while len(comments()) < 2:
+            await asyncio.sleep(0.03)
         head.state = HeadState.READY
         choice.has_turn = True
-        for choice.n_read in range(1, 9):
+        n_before = len(comments())
+        while len(comments()) < n_before + 2:
+            choice.n_read = min(choice.n_read + 1, 8)
             choice.changed.set()
             await asyncio.sleep(0.03)
         choice.finish = "stop"
@@ -79,11 +85,11 @@ def test_a_stream_without_output_says_what_it_waits_for(monkeypatch: pytest.Monk
 
     async def run() -> None:
         response = AnswerResponse(head, answer, form, {}, lambda: None, lambda line: None)
-        await asyncio.gather(recover_and_read(), response({"http_version": "1.0", "method": "POST"}, receive, send))
+        responding = response({"http_version": "1.0", "method": "POST"}, receive, send)
+        await asyncio.wait_for(asyncio.gather(recover_and_read(), responding), 60)
 
     asyncio.run(run())
-    comments = [data for data in sent if data.startswith(b": ")]
-    n_before = comments.count(b": the job is started again: rank 1 is lost on host a\n\n")
-    assert n_before >= 2 and len(comments) >= n_before + 2
-    assert all(b"of 9 prompt tokens are evaluated" in each for each in comments[n_before:])
+    n_before = comments().count(b": the job is started again: rank 1 is lost on host a\n\n")
+    assert n_before >= 2 and len(comments()) >= n_before + 2
+    assert all(b"of 9 prompt tokens are evaluated" in each for each in comments()[n_before:])
     assert sent[-1] == b"end"

@@ -13,3 +13,17 @@ def slow_target(layer_ms: float, draft_ms: float = 2.0, layers: int = 4, draft_l
 def with_refiner(profile: str, layer_ms: float, layers: int) -> str:
     """With a further draft, which refines the guesses of the first."""
     return f"{profile}[[refiners]]\nlayers = {layers}\nrows = [1, 24]\nlayer_ms = [{layer_ms}, {layer_ms}]\n"
+
+
+def slow_runs(run_ms: float, draft_ms: float = 1.0) -> str:
+    """Of one to eight ranks: a run of the target takes so long whatever its rows, so a text takes as long as a test
+    wants."""
+    models = ((8, "target", run_ms), (2, "draft", draft_ms))
+    parts = [
+        f"[models.{name}]\nlayers = {layers}\nembd = 288\nlayer_mb = {ms / layers}\nlayer_mparam = 1e-6\n"
+        "output_mb = 1e-6\noutput_mparam = 1e-6\n"
+        for layers, name, ms in models
+    ]
+    parts.append('[pairs.pair]\ntarget = "target"\ndraft = "draft"\nacceptance = [0.5]\n')
+    parts.append('[nodes.node]\ngb_per_s = 1\ngflop_per_s = 1e6\n[[cluster]]\nnode = "node"\ncount = 8\n')
+    return "".join(parts) + "[link]\nlatency_us = 10\ngbit_per_s = 10\n"
