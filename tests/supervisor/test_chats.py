@@ -3,12 +3,14 @@
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
 from pipeinfer.job.process.stop import ONE_PRESS_S
 from tests.support.cases import in_long
 from tests.support.jobs import COMMAND, environment, until
+from tests.support.paces import slow_runs
 from tests.support.supervised import Supervised
 
 WORDS = ["chat", "-n", "80", "-c", "2048", "-t", "1", "--temp", "0.8", "-s", "3", "--ignore-eos"]
@@ -67,15 +69,16 @@ def test_what_was_cleared_is_not_written_again(text: str) -> None:
     assert (code, begun + rest) == (0, text) and "the job starts again" in errors, errors
 
 
-def test_an_answer_that_was_stopped_stays_so() -> None:
-    job = Supervised(2, [*WORDS, "-n", "1500"], stdin=subprocess.PIPE)
+def test_an_answer_that_was_stopped_stays_so(tmp_path: Path) -> None:
+    (pace := tmp_path / "pace.toml").write_text(slow_runs(50))
+    job = Supervised(2, [*WORDS, "-n", "1500", "--pace", str(pace)], stdin=subprocess.PIPE)
     say(job, "def f(x):\n")
     begun = job.read(20)
     job.process.send_signal(signal.SIGINT)
     job.wait_for(b"prompt tokens read")
     before = job.ranks()
     job.strike(1)
-    until(lambda: ranks_are_new(job, before), 30)
+    until(lambda: ranks_are_new(job, before))
     say(job, "/quit\n")
     code, rest, errors = job.finish()
     assert code == 0 and "the job starts again" in errors, errors
@@ -90,7 +93,7 @@ def test_it_is_left_with_an_interrupt() -> None:
     job.wait_for(b"prompt tokens read")
     time.sleep(1.2 * ONE_PRESS_S)  # sooner it would be the same one
     job.process.send_signal(signal.SIGINT)
-    job.process.wait(30)  # before standard input is closed, which ends a chat too
+    job.process.wait(60)  # before standard input is closed, which ends a chat too
     code, _, errors = job.finish()
     assert code == 130 and "starts again" not in errors, errors
 

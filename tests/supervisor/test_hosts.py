@@ -13,6 +13,7 @@ from pipeinfer.cluster.hosts.launcher import read_launcher
 from pipeinfer.supervisor.supervisor import Supervisor
 from tests.support.jobs import COMMAND, finish
 from tests.support.namespaces import Hosts, hosts, missing
+from tests.support.supervised import held, let_go
 
 SETTINGS = "-n 300 -c 400 --ignore-eos -t 1 --temp 0.8 --seed 3"
 TEXT = ["run", "-p", "def read_lines(path):\n", *SETTINGS.split()]
@@ -26,15 +27,19 @@ def three(tmp_path: Path) -> Iterator[Hosts]:
         yield made
 
 
-def test_a_host_that_is_cut_off_is_left_out(three: Hosts) -> None:
-    job = three.start([*TEXT, "--rank-timeout", "3"], supervised=True)
-    assert job.stdout
-    begun = os.read(job.stdout.fileno(), 1).decode()
-    three.cut("node3")
-    late = threading.Timer(150, job.kill)
+def test_a_host_that_is_cut_off_is_left_out(three: Hosts, tmp_path: Path) -> None:
+    job = three.start([*TEXT, "--rank-timeout", "3", *held(tmp_path)], supervised=True)
+    late = threading.Timer(300, job.kill)
     late.start()
-    out, errors = job.communicate()
+    assert job.stdout and job.stderr
+    begun, errors = os.read(job.stdout.fileno(), 1).decode(), ""
+    three.cut("node3")
+    while "without node3" not in errors and (line := job.stderr.readline()):
+        errors += line
+    let_go(tmp_path)
+    out, more = job.communicate()
     late.cancel()
+    errors += more
     assert job.returncode == 0 and "the job starts again, without node3" in errors, errors
     assert begun + out == finish(1, [*TEXT, "--policy", "iterative"]).stdout
 

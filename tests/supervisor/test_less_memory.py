@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from pipeinfer.models.llama.repacking import repacked_types
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.memory_group import MemoryGroup, memory_group, missing
-from tests.support.supervised import Supervised
+from tests.support.supervised import Supervised, held, let_go
 
 WHY = missing() or ("" if any(each.type == 2 for each in repacked_types()) else "libggml repacks no Q4_0 here")
 pytestmark = pytest.mark.skipif(bool(WHY), reason=WHY)
@@ -59,13 +61,16 @@ def strike(group: MemoryGroup, words: list[str], enough: int, short: int) -> tup
     """A job that begins with enough memory and goes on with less. (exit code, text, errors)."""
     group.limit(enough)
     enter = group.folder / "cgroup.procs"
-    job = Supervised(2, words, preexec_fn=lambda: enter.write_text(str(os.getpid())))
-    begun = job.read(N_READ)
-    pid = job.ranks()[1]
-    group.limit(short)
-    os.kill(pid, 9)
-    code, text, errors = job.finish()
-    return code, begun + text, errors
+    with TemporaryDirectory() as folder:
+        job = Supervised(2, [*words, *held(Path(folder))], preexec_fn=lambda: enter.write_text(str(os.getpid())))
+        begun = job.read(N_READ)
+        pid = job.ranks()[1]
+        group.limit(short)
+        os.kill(pid, 9)
+        before = job.wait_for(b"the job starts again").decode()
+        let_go(Path(folder))
+        code, text, errors = job.finish()
+    return code, begun + text, before + errors
 
 
 def test_a_restart_on_less_memory_ends_with_the_numbers_or_goes_on_when_that_is_allowed(

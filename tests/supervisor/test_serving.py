@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from pipeinfer.models.demo import DRAFT, TARGET
 from tests.long.asking import Stream, ask, random_request
 from tests.support.cases import in_long
 from tests.support.jobs import until
+from tests.support.paces import slow_runs
 from tests.support.supervised import Supervised
 
 WORDS = ["serve", "--port", "0", "-t", "1", "-c", "4096", "--rank-timeout", "5"]
@@ -75,7 +77,7 @@ def streams(served: Service, numbers: range) -> tuple[list[Stream], list[threadi
 
 
 def test_streams_go_on_whichever_rank_dies() -> None:
-    numbers = range(12)
+    numbers, begin_s = range(12), time.monotonic()
     with service() as served:
         texts = [ask(served.http, *random_request(number)) for number in numbers]
         for at, rank in ((0, 1), (4, 0), (8, 2)):
@@ -85,19 +87,27 @@ def test_streams_go_on_whichever_rank_dies() -> None:
             for thread in threads:
                 thread.join(timeout=90)
             assert [stream.text for stream in reading] == texts[at : at + 4], served.errors
-        assert served.counted("pipeinfer:recoveries_total") == 3
-        assert 0 < served.counted("pipeinfer:recovery_seconds_total") < 90
+        until(lambda: served.counted("pipeinfer:recoveries_total") >= 3)  # a text may be complete before
+        assert served.counted("pipeinfer:recoveries_total") == served.errors.count("the job starts again")
+        assert 0 < served.counted("pipeinfer:recovery_seconds_total") < time.monotonic() - begin_s
 
 
-def test_it_says_that_it_recovers() -> None:
-    with service() as served:
+def test_it_says_that_it_recovers(tmp_path: Path) -> None:
+    """The launcher starts nothing while there is a file."""
+    (gate := tmp_path / "gate").write_text(f'#!/bin/sh\nwhile test -e {tmp_path}/shut; do sleep 0.1; done\nexec "$@"\n')
+    gate.chmod(0o755)
+    with service(options=[str(gate)]) as served, ThreadPoolExecutor(1) as pool:
+        (tmp_path / "shut").touch()
         served.job.strike(2)
-        until(lambda: served.http.get("/health").status_code == 503, 20)
+        until(lambda: served.http.get("/health").status_code == 503)
+        until(lambda: served.http.get("/health").json()["reason"] != "the job was lost")
         found = served.http.get("/health").json()
-        if found["status"] == "recovering" and found["reason"] != "the job was lost":
-            assert "rank 2" in found["reason"] and "died of SIGKILL" in found["reason"], found
-        text = ask(served.http, *random_request(1))  # it waits for the next job
-        assert served.http.get("/health").json() == {"status": "ok"} and text
+        assert found["status"] == "recovering", found
+        assert "rank 2" in found["reason"] and "died of SIGKILL" in found["reason"], found
+        text = pool.submit(ask, served.http, *random_request(1))
+        until(lambda: bool(served.http.get("/slots").json()))
+        (tmp_path / "shut").unlink()
+        assert text.result() and served.http.get("/health").json() == {"status": "ok"}
         assert "from another machine: ssh -L " in served.errors
 
 
@@ -106,10 +116,10 @@ def test_health_is_known_while_nobody_asks() -> None:
     with service(2, [*WORDS[:-2], "--rank-timeout", "100"]) as served:
         rank = served.job.ranks()[1]
         os.kill(rank, signal.SIGSTOP)
-        until(lambda: served.http.get("/health").json().get("status") == "stalled", 60)
+        until(lambda: served.http.get("/health").json().get("status") == "stalled", 120)
         assert "no token has come for" in served.http.get("/health").json()["reason"]
         os.kill(rank, signal.SIGCONT)
-        until(lambda: served.http.get("/health").json() == {"status": "ok"}, 20)
+        until(lambda: served.http.get("/health").json() == {"status": "ok"})
 
 
 @pytest.mark.parametrize("number", [in_long(signal.SIGKILL), signal.SIGSTOP])
@@ -141,22 +151,23 @@ def test_another_model_in_its_place_ends_it(tmp_path: Path) -> None:
     served.job.strike(1)
     try:
         assert served.job.process.wait(timeout=60) == 2, served.errors
-        until(lambda: "not those with which this job began" in served.errors, 5)
+        until(lambda: "not those with which this job began" in served.errors)
     finally:
         served.job.end()
 
 
-def test_clients_are_told_when_the_supervisor_dies() -> None:
+def test_clients_are_told_when_the_supervisor_dies(tmp_path: Path) -> None:
     """Nothing of the job is left then."""
-    served, found = Service(2), list[httpx.Response]()
+    (pace := tmp_path / "pace.toml").write_text(slow_runs(100))
+    served, found = Service(2, [*WORDS, "--pace", str(pace)]), list[httpx.Response]()
     path, asked = random_request(0)
     body = asked | {"max_tokens": 900, "ignore_eos": True}
     asking = threading.Thread(target=lambda: found.append(served.http.post(path, json=body)))
     asking.start()
-    until(lambda: bool(served.http.get("/slots").json()), 20)
+    until(lambda: bool(served.http.get("/slots").json()))
     served.job.process.kill()
-    asking.join(timeout=30)
-    until(lambda: not served.job.processes(), 20)
+    asking.join(timeout=60)
+    until(lambda: not served.job.processes())
     # the launcher ends with the supervisor, and rank 0 may say so first
     said = ("the job behind this server has ended", "the server has stopped before this was complete")
     assert found[0].status_code == 503 and any(text in found[0].text for text in said)

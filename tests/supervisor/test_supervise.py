@@ -20,7 +20,8 @@ from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.supervisor.job import KeptOutput
 from pipeinfer.supervisor.links import Links
 from tests.support.jobs import COMMAND, environment, finish, launcher, until
-from tests.support.supervised import COMMAND_FILE, Supervised
+from tests.support.paces import slow_runs
+from tests.support.supervised import COMMAND_FILE, Supervised, held, let_go
 
 SETTINGS = "-n 300 -c 400 --ignore-eos -t 1 --temp 0.8 --seed 3"
 TEXT = ["run", "-p", "def read_lines(path):\n", *SETTINGS.split()]
@@ -31,13 +32,23 @@ def text() -> str:
     return finish(1, [*TEXT, "--policy", "iterative"]).stdout
 
 
-def test_a_text_goes_on_whichever_rank_dies(text: str) -> None:
-    job = Supervised(3, TEXT)
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """A text that is not complete before something has happened to it."""
+    (pace := tmp_path_factory.mktemp("pace") / "pace.toml").write_text(slow_runs(150))
+    return [*TEXT, "--pace", str(pace)]
+
+
+def test_a_text_goes_on_whichever_rank_dies(text: str, tmp_path: Path) -> None:
+    job = Supervised(3, [*TEXT, *held(tmp_path)])
     begun = ""
     for rank in (1, 0, 2):
         begun += job.read(100)
         job.strike(rank)
-    code, rest, errors = job.finish()
+    errors = job.wait_for(b"(restart 3 of").decode()
+    let_go(tmp_path)
+    code, rest, more = job.finish()
+    errors += more
     assert (code, begun + rest) == (0, text), errors
     assert errors.count("the job starts again") == 3 and "TERMINATION" not in errors
     assert not re.search(r"\[[0-9a-f]{16}\]", errors), "the mark for the supervisor is not shown"
@@ -52,14 +63,12 @@ def test_so_does_one_that_has_not_begun(text: str) -> None:
 
 def test_so_does_one_that_is_complete_and_not_yet_reported(tmp_path: Path) -> None:
     """Without a seed: the next job must not write another text behind it."""
-    os.mkfifo(tmp_path / "trace")  # nobody reads it, so rank 0 waits
     words = ["run", "-p", "def read_lines(path):\n", "-n", "60", "--ignore-eos", "-t", "1", "--temp", "0.8"]
-    job = Supervised(2, [*words, "--trace", str(tmp_path / "trace")])
+    job = Supervised(2, [*words, *held(tmp_path)])
     seed = re.search(rb"seed (\d+)", job.wait_for(b"busy: rank 0"))
     job.strike(1)
     job.wait_for(b"busy: rank 0")
-    with (tmp_path / "trace").open("rb") as trace:
-        trace.read()
+    let_go(tmp_path)
     code, out, errors = job.finish()
     assert seed and (code, out) == (0, finish(1, [*words, "--seed", seed[1].decode()]).stdout), errors
 
@@ -71,7 +80,7 @@ def test_a_job_that_has_told_its_end_is_not_lost_any_more(monkeypatch: pytest.Mo
         assert links.exit_code is None
         monkeypatch.setenv(SUPERVISOR, Attempt("job", number, links.rendezvous).text())
         tell_exit(code)
-        until(lambda: links.is_connected, 10)
+        until(lambda: links.is_connected)
         links.end()
         assert links.exit_code == code
     tell_exit(5)  # of an attempt that has ended
@@ -92,12 +101,12 @@ def test_a_reader_who_takes_long_gets_all_of_it(monkeypatch: pytest.MonkeyPatch)
         with connect_supervisor(OUTPUT) as link:  # type: ignore[union-attr]
             os.write(link.fileno(), b"x" * n_bytes)
         tell_exit(0)
-        until(lambda: output.is_writing, 10)
+        until(lambda: output.is_writing)
         ending = threading.Thread(target=links.end)
         ending.start()
         ending.join(timeout=1)
         assert ending.is_alive() and len(os.read(reading, 4096)) == 4096
-        ending.join(timeout=10)
+        ending.join(timeout=60)
         assert not ending.is_alive() and len(os.read(reading, 4096)) == 1000
     finally:
         os.dup2(before, 1)
@@ -175,8 +184,8 @@ def test_bad_input_ends_at_once() -> None:
     assert (code, out) == (2, "") and "/nowhere.gguf does not exist" in errors and "starts again" not in errors
 
 
-def test_what_dies_again_and_again_is_given_up() -> None:
-    job = Supervised(2, TEXT, ["--restarts", "1"])
+def test_what_dies_again_and_again_is_given_up(slow: list[str]) -> None:
+    job = Supervised(2, slow, ["--restarts", "1"])
     for _ in range(2):
         job.read(20)
         job.strike(1)
@@ -185,30 +194,30 @@ def test_what_dies_again_and_again_is_given_up() -> None:
     assert code != 0 and "the job was started again 1 time within 600 s (--restarts), and is not any more" in errors
 
 
-def test_a_signal_is_handed_on_and_ends_it(text: str) -> None:
-    job = Supervised(2, TEXT)
-    begun = job.read(100)
+def test_a_signal_is_handed_on_and_ends_it(text: str, slow: list[str]) -> None:
+    job = Supervised(2, slow)
+    begun = job.read(20)
     job.process.send_signal(signal.SIGINT)
     code, rest, errors = job.finish()
     assert code == 130 and text.startswith(begun + rest.rstrip("\n")), errors
     assert "starts again" not in errors
 
 
-def test_one_that_comes_while_the_launcher_starts_ends_it_too() -> None:
+def test_one_that_comes_while_the_launcher_starts_ends_it_too(slow: list[str]) -> None:
     """Launchers may lose it then."""
     for delay_s in (0.0, 0.001, 0.002, 0.01, 0.1):
-        job = Supervised(2, TEXT)
+        job = Supervised(2, slow)
         children = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children")
         until(lambda children=children: bool(children.read_text()), 20)  # type: ignore[misc]
         time.sleep(delay_s)
         job.process.send_signal(signal.SIGINT)
-        code, _, errors = job.finish(timeout_s=20)
+        code, _, errors = job.finish(timeout_s=60)
         assert code == 130 and "starts again" not in errors, errors
 
 
-def test_one_ends_it_while_a_rank_stands_still() -> None:
-    job = Supervised(2, [*TEXT, "--rank-timeout", "3"])
-    job.read(50)
+def test_one_ends_it_while_a_rank_stands_still(slow: list[str]) -> None:
+    job = Supervised(2, [*slow, "--rank-timeout", "3"])
+    job.read(20)
     job.strike(0, signal.SIGSTOP)
     job.process.send_signal(signal.SIGINT)
     code, _, errors = job.finish()
@@ -231,25 +240,27 @@ def test_a_rank_that_stands_still_is_a_lost_one(text: str) -> None:
 
 
 @pytest.mark.parametrize("n_above", [1, 2])
-def test_a_launcher_that_stands_still_is_a_lost_job(text: str, n_above: int) -> None:
+def test_a_launcher_that_stands_still_is_a_lost_job(text: str, n_above: int, tmp_path: Path) -> None:
     """`n_above`: 1 is the launcher's process above the ranks, 2 the launcher itself."""
-    job = Supervised(2, TEXT)
+    job = Supervised(2, [*TEXT, *held(tmp_path)])
     begun = job.read(50)
     pid = job.ranks()[1]
-    os.kill(pid, signal.SIGSTOP)  # or the text would be complete before
     for _ in range(n_above):
         pid = int(process_stat(pid)[1])
     os.kill(pid, signal.SIGSTOP)
-    code, rest, errors = job.finish()
+    errors = job.wait_for(b"the job starts again").decode()
+    let_go(tmp_path)
+    code, rest, more = job.finish()
+    errors += more
     assert (code, begun + rest) == (0, text), errors
     assert f"process {pid} of the launcher stands still" in errors
 
 
-def test_another_model_in_its_place_ends_it(tmp_path: Path) -> None:
+def test_another_model_in_its_place_ends_it(tmp_path: Path, slow: list[str]) -> None:
     """The text would go on with the other one's."""
     model = tmp_path / "model.gguf"
     shutil.copy(TARGET, model)
-    job = Supervised(2, [*TEXT, "-m", str(model), "-md", "none"])
+    job = Supervised(2, [*slow, "-m", str(model), "-md", "none"])
     job.read(20)
     shutil.copy(DRAFT, tmp_path / "other")
     (tmp_path / "other").rename(model)
@@ -271,10 +282,10 @@ def test_a_full_disk_is_named() -> None:
     assert "complete" not in done.stderr.replace("is not complete", "")
 
 
-def test_a_launcher_that_stands_still_hears_signals() -> None:
-    job = Supervised(2, TEXT)
+def test_a_launcher_that_stands_still_hears_signals(slow: list[str]) -> None:
+    job = Supervised(2, slow)
     job.read(20)
     (launcher,) = Path(f"/proc/{job.process.pid}/task/{job.process.pid}/children").read_text().split()
     os.kill(int(launcher), signal.SIGSTOP)
     job.process.send_signal(signal.SIGTERM)
-    assert job.finish(timeout_s=20)[0] == 143
+    assert job.finish(timeout_s=60)[0] == 143
