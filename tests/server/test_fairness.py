@@ -40,13 +40,13 @@ def test_texts_of_other_addresses_begin_in_turns(tmp_path: Path) -> None:
     """Of 40 texts that one client asks at once, most wait longer than one that another client asks then."""
 
     def n_open() -> int:
-        return len(served.http.get("/slots").json())
+        return len(paced.http.get("/slots").json())
 
     (pace := tmp_path / "pace.toml").write_text(slow_runs(25))  # so that two of the 40 take more than a second
-    with Served(1, [*WORDS, "--pace", str(pace)]) as served, connect(served) as link:
+    with Served(1, [*WORDS, "--pace", str(pace)]) as paced, connect(paced) as link:
         asked_by_another(link, prompt="x", n=40, max_tokens=60, ignore_eos=True, stream=True)
-        served.until(lambda: n_open() > 30)
-        served.complete(prompt="y", max_tokens=4)
+        paced.until(lambda: n_open() > 30)
+        paced.complete(prompt="y", max_tokens=4)
         assert n_open() > 20
         assert link.recv(1 << 16).startswith(b"HTTP/1.1 200")
 

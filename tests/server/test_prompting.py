@@ -40,6 +40,8 @@ def test_what_many_prompts_have_in_common_is_read_once() -> None:
     schema = {"properties": {f"p{at}": dict[str, int]() for at in range(60_000)}}
     gc.freeze()  # what other tests left costs the collector time that is not measured here
     begin_s = time.process_time()
+    parse_request({"prompt": "0", "json_schema": schema}, COMPLETION, defaults, PassedOver())
+    lone_s, begin_s = time.process_time() - begin_s, time.process_time()
     result = parse_request(
         {"prompt": [str(at) for at in range(64)], "n": 2, "json_schema": schema}, COMPLETION, defaults, PassedOver()
     )
@@ -47,7 +49,7 @@ def test_what_many_prompts_have_in_common_is_read_once() -> None:
     with pytest.raises(UserError, match="200000 prompts with n 1 are 200000 texts; a request has up to 128"):
         parse_request({"prompt": ["a"] * 200_000}, COMPLETION, defaults, PassedOver())
     gc.unfreeze()
-    assert time.process_time() - begin_s < 0.5
+    assert time.process_time() - begin_s < 8 * lone_s
 
 
 def test_chats_whose_renderer_fails_are_told() -> None:

@@ -107,7 +107,7 @@ class Page:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def until(self, script: str, timeout_s: float = 15) -> None:
+    def until(self, script: str, timeout_s: float = 60) -> None:
         """Evaluate until it is true."""
         deadline = time.monotonic() + timeout_s
         while not self.evaluate(f"!!({script})"):

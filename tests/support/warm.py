@@ -23,6 +23,7 @@ CLEAR = 200  # above all numbers of files that a launcher uses
 
 def ask(path: str, words: list[str]) -> int:
     """Let a rank run; its exit code, negative for a signal."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until there is a rank to which they go
     files = [0, 1, 2, *sorted({int(os.environ[name]) for name in FILES if name in os.environ})]
     parts = [os.getcwd(), ",".join(map(str, files)), str(len(words)), *words]
     message = "\0".join([*parts, *map("=".join, os.environ.items())]).encode(errors="surrogateescape")
@@ -34,6 +35,7 @@ def ask(path: str, words: list[str]) -> int:
         pid = int.from_bytes(link.recv(4), "big")
         for number in FORWARDED:
             signal.signal(number, lambda number, frame: os.kill(pid, number))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         return int.from_bytes(link.recv(4), "big", signed=True)
 
 
