@@ -45,14 +45,27 @@ def plain() -> list[int]:
     return plain_tokens_after(TARGET, run_json(1, ["-p", PROMPT, "-n", "1"]), 32)
 
 
+@pytest.fixture
+def paced(tmp_path: Path) -> dict[str, list[str]]:
+    """By the policy: time for a guess, where that is made while a run is in flight or never. For 2 ranks, and 3."""
+    found = {}
+    for stages, policy in ((1, "pipeinfer"), (2, "pipedec")):
+        (path := tmp_path / f"{policy}.toml").write_text(slow_target(10.0, draft_layers=1, stages=stages))
+        found[policy] = ["--pace", str(path)]
+    return found
+
+
 @pytest.mark.parametrize(
     ("n_ranks", "policy"),
     [in_long(1, "auto"), (1, "speculative"), (2, "pipeinfer"), (3, "flowspec"), in_long(3, "pipedec")],
 )
-def test_the_text_is_that_of_the_target(n_ranks: int, policy: str, plain: list[int], head: Path) -> None:
+def test_the_text_is_that_of_the_target(
+    n_ranks: int, policy: str, plain: list[int], head: Path, paced: dict[str, list[str]]
+) -> None:
     # its guesses are not likely
     all_guesses = ["--accept-cutoff", "0"] if policy in ("pipeinfer", "speculative") else []
-    result = run_json(n_ranks, ["-m", str(TARGET), "-md", str(head), *GREEDY, *all_guesses, "--policy", policy])
+    words = ["-m", str(TARGET), "-md", str(head), *GREEDY, *all_guesses, "--policy", policy]
+    result = run_json(n_ranks, [*words, *paced.get(policy, [])])
     assert result["tokens"] == plain
     assert result["speculation"]["draft_n"] > 0 or policy == "auto"
 
@@ -62,11 +75,11 @@ def with_own_head(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_guessing(tmp_path_factory.mktemp("heads"), "glm4moe", with_vocab=True)
 
 
-def test_the_text_of_a_target_with_a_head_of_its_own(with_own_head: Path) -> None:
+def test_the_text_of_a_target_with_a_head_of_its_own(with_own_head: Path, paced: dict[str, list[str]]) -> None:
     words = ["-m", str(with_own_head), "-md", "mtp", *GREEDY]
     expected = run_json(1, [*words[:2], *GREEDY])
     for n_ranks, policy in ((1, "speculative"), (2, "pipeinfer"), (3, "flowspec")):
-        result = run_json(n_ranks, [*words, "--policy", policy])
+        result = run_json(n_ranks, [*words, "--policy", policy, *paced.get(policy, [])])
         assert result["tokens"] == expected["tokens"]
         assert result["speculation"]["draft_n"] > 0 and result["model_draft"]["name"] == "mtp"
     found, none = (run_json(2, [*words[:2], *GREEDY, "--policy", "auto", *more]) for more in ((), ("-md", "none")))
