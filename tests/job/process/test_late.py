@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,7 @@ from tests.support.jobs import environment, launcher, until
 from tests.support.late import LATE_S
 
 N_RANKS, N_TICKS = 3, os.sysconf("SC_CLK_TCK")
-SOON_S = 1.0
-ORDERLY_S = 1.2  # more, once there is a text to be kept
+SOON_S = LATE_S / 2  # well before who is late has come
 BUSY_SHARE = 0.3
 N_TRIES = 4
 STEPS = ["all_gather", "broadcast", "clock_offset_s", "finalize"]
@@ -47,23 +47,26 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / N_TICKS
 
 
+def shares_of_a_core(pids: Sequence[int]) -> list[float]:
+    """What each process uses, over a second."""
+    before_s, since_s = [cpu_s(pid) for pid in pids], time.monotonic()
+    time.sleep(1.0)
+    return [(cpu_s(pid) - used_s) / (time.monotonic() - since_s) for pid, used_s in zip(pids, before_s, strict=True)]
+
+
 @pytest.mark.skipif(not Path("/proc").exists(), reason="cores are counted through /proc")
 @pytest.mark.parametrize("step", STEPS)
 def test_ctrl_c_ends_a_job_whose_ranks_wait_for_one_that_is_late(step: str, tmp_path: Path) -> None:
     late = 0 if step == "broadcast" else 2
     job, pids = start(step, late, tmp_path)
     waiting = [pid for rank, pid in enumerate(pids) if rank != late]
-    before_s, since_s = [cpu_s(pid) for pid in waiting], time.monotonic()
-    time.sleep(1.0)
-    shares = [
-        (cpu_s(pid) - used_s) / (time.monotonic() - since_s) for pid, used_s in zip(waiting, before_s, strict=True)
-    ]
+    shares = min((shares_of_a_core(waiting) for _ in range(2)), key=max)  # some may end what they did before
     os.killpg(job.pid, signal.SIGINT)
     since_s = time.monotonic()
     _, errors = job.communicate(timeout=LATE_S)
     took_s = time.monotonic() - since_s
     assert max(shares) < BUSY_SHARE, f"who waits costs {max(shares):.2f} of a core"
-    assert took_s < SOON_S + (ORDERLY_S if step == "finalize" else 0.0), errors
+    assert took_s < SOON_S, errors
     assert job.returncode == 130 and "Traceback" not in errors
 
 
@@ -95,7 +98,7 @@ def line_of_death(step: str, number: signal.Signals, victim: int, folder: Path) 
     os.kill(pids[victim], number)
     since_s = time.monotonic()
     _, errors = job.communicate(timeout=LATE_S)
-    assert time.monotonic() - since_s < 3 and job.returncode
+    assert time.monotonic() - since_s < SOON_S and job.returncode
     (line,) = complaints(errors)
     assert f"died of {number.name}; ending the job" in line
     return line
