@@ -68,6 +68,13 @@ class Typist:
         shown, _, self.seen = self.seen.partition(words)
         return shown
 
+    def wait_for_more(self, n: int = 20, limit_s: float = 30.0) -> None:
+        """Until so many characters are shown behind what was waited for last: more than the end of a line takes."""
+        end_s = time.monotonic() + limit_s
+        while len(self.seen) < n:
+            assert time.monotonic() < end_s, self.seen
+            self.look()
+
     def look(self) -> None:
         if select.select([self.master], [], [], 0.1)[0]:
             self.seen += os.read(self.master, 1 << 16).decode("utf-8", "replace")

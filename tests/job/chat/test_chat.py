@@ -221,12 +221,14 @@ def test_lines_of_a_pipe_come_whole_whatever_their_pieces() -> None:
     assert PipedLines(-1, lambda: False).read("> ") is None
 
 
-def test_a_paste_that_a_launcher_hands_on_is_one_text() -> None:
+def test_a_paste_that_a_launcher_hands_on_is_one_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeinfer.job.chat.lines.PASTE_S", 60.0)
     reading, writing = os.pipe()
     lines = PipedLines(reading, lambda: False, joins=True)
     os.write(writing, b"one\r\n\ntw")
     threading.Timer(0.02, lambda: os.write(writing, b"o\n\xc3")).start()
     assert lines.read("> ") == "one\n\ntwo"
+    monkeypatch.undo()
     os.write(writing, b"\xa9\n")
     assert lines.read("> ") == "é"
     os.write(writing, b"/clear\nthree\n")
@@ -344,7 +346,7 @@ def test_a_line_that_is_no_text_ends_a_chat() -> None:
 
 def test_the_answer_is_stopped_and_the_chat_goes_on_under_mpirun() -> None:
     """From a pipe, where there is no Ctrl-C."""
-    chat = start(2, ["chat", "-md", "none", "-c", "1000", "-t", "1", "--ignore-eos"], stdin=subprocess.PIPE)
+    chat = start(2, ["chat", "-md", "none", "-c", "8000", "-t", "1", "--ignore-eos"], stdin=subprocess.PIPE)
     assert chat.stdin and chat.stdout
     chat.stdin.write("def\n")
     chat.stdin.flush()
@@ -357,7 +359,7 @@ def test_the_answer_is_stopped_and_the_chat_goes_on_under_mpirun() -> None:
     chat.stdin = None
     _, errors = chat.communicate(timeout=60)
     counts = [int(count) for count in re.findall(r"(\d+) tokens, (?:[\d.]+|-) tokens/s", errors)]
-    assert chat.returncode == 0 and len(counts) == 2 and max(counts) < 900, errors
+    assert chat.returncode == 0 and len(counts) == 2 and sum(counts) < 7000, errors
 
 
 @pytest.mark.parametrize("n_ranks", [1, 2])
@@ -376,5 +378,5 @@ def test_a_pipe_s_reader_is_interrupted_at_the_prompt() -> None:
     while not shown.endswith("\n> "):
         shown += chat.stderr.read(1)
     chat.send_signal(signal.SIGINT)
-    assert chat.wait(timeout=20) == 130
+    assert chat.wait(timeout=60) == 130
     chat.communicate()
