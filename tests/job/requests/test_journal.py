@@ -18,7 +18,8 @@ from pipeinfer.job.process.supervised import Attempt
 from pipeinfer.job.requests.journal import Journal, JournalFile, kept_settings
 from pipeinfer.job.requests.request import GenerationRequest
 from tests.support.cases import in_long
-from tests.support.jobs import command_of, descendants, finish, start
+from tests.support.jobs import command_of, descendants, finish, start, until
+from tests.support.paces import slow_target
 
 ASKED = GenerationRequest((1, 2), 9, 20, SamplingParams(seed=5), frozenset())
 TEXT = ["-p", "def read_lines(path):\n", "-n", "300", "-c", "400", "--ignore-eos", "-t", "1"]
@@ -167,12 +168,21 @@ def test_a_note_for_which_there_was_half_the_room_is_the_last_one(
     again.close()
 
 
+@pytest.fixture
+def slow(tmp_path: Path) -> list[str]:
+    """So a text is not at its end before a rank is killed."""
+    (path := tmp_path / "pace.toml").write_text(slow_target(10.0))
+    return ["--pace", str(path)]
+
+
 def kill_a_rank(job: subprocess.Popen[str], notes: Path, n_lines: int) -> str:
     """Once so much is noted; what the job says of it."""
-    deadline = time.monotonic() + 60
-    while not notes.exists() or notes.read_bytes().count(b"\n") < n_lines:
-        assert job.poll() is None and time.monotonic() < deadline
-        time.sleep(0.02)
+
+    def is_noted() -> bool:
+        assert job.poll() is None
+        return notes.exists() and notes.read_bytes().count(b"\n") >= n_lines
+
+    until(is_noted, 120)
     os.kill(max(pid for pid in descendants(job.pid) if b"--resume" in command_of(pid)), signal.SIGKILL)
     return job.communicate(timeout=60)[1]
 
@@ -184,10 +194,10 @@ def kill_a_rank(job: subprocess.Popen[str], notes: Path, n_lines: int) -> str:
         ["--temp", "0.8", "--seed", "3", "--grammar", "root ::= [a-z ()\\n]+ [z] [z] [z] [z]", "--stop", "zzzz"],
     ],
 )
-def test_a_killed_text_goes_on(tmp_path: Path, sampling: list[str]) -> None:
+def test_a_killed_text_goes_on(tmp_path: Path, sampling: list[str], slow: list[str]) -> None:
     words, notes = ["run", *TEXT, *sampling], tmp_path / "notes"
     words = [word for word in words if word != "--ignore-eos" or "--grammar" not in words]
-    errors = kill_a_rank(start(3, [*words, "--resume", str(notes)]), notes, 60)
+    errors = kill_a_rank(start(3, [*words, *slow, "--resume", str(notes)]), notes, 30)
     assert f"ending the job; the same command goes on from {notes}" in errors
     n_noted = sum(len(note[1]) for note in map(json.loads, notes.read_text().splitlines()) if isinstance(note[1], list))
     again, alone = finish(2, [*words, "-v", "--resume", str(notes)]), finish(1, [*words, "--policy", "iterative"])
@@ -195,11 +205,11 @@ def test_a_killed_text_goes_on(tmp_path: Path, sampling: list[str]) -> None:
     assert again.stdout == alone.stdout and again.returncode == 0 and not notes.exists()
 
 
-def test_a_killed_batch_goes_on_within_its_texts(tmp_path: Path) -> None:
+def test_a_killed_batch_goes_on_within_its_texts(tmp_path: Path, slow: list[str]) -> None:
     source, notes = tmp_path / "in.jsonl", tmp_path / "notes"
     source.write_text("".join(f'{{"prompt": "def f{n}(", "ignore_eos": true}}\n' for n in range(6)))
     words = ["batch", str(source), "-o", str(tmp_path / "out"), "-n", "150", "--parallel", "3", "-t", "1"]
-    kill_a_rank(start(3, [*words, "--seed", "4", "--resume", str(notes)]), notes, 120)
+    kill_a_rank(start(3, [*words, *slow, "--seed", "4", "--resume", str(notes)]), notes, 60)
     assert finish(3, [*words, "--seed", "4", "--resume", str(notes)]).returncode == 0 and not notes.exists()
     words[3] = str(tmp_path / "whole")
     assert finish(2, [*words, "--seed", "4"]).returncode == 0

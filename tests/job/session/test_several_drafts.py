@@ -7,7 +7,6 @@ import json
 import os
 import random
 import signal
-import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.observe.table import RESULTS
 from pipeinfer.policies import PipeInfer
 from plots.timeline import draw_timelines
-from tests.job.run.test_run import PROMPT, pid_of_rank, wait_for_text
+from tests.job.run.test_run import PROMPT, SOON_S, pid_of_rank, wait_for_text
 from tests.support.cases import in_long
 from tests.support.jobs import finish, plain_tokens_after, run_json, start
 from tests.support.paces import slow_target, with_refiner
@@ -106,10 +105,9 @@ def test_too_few_ranks_say_so() -> None:
 def test_a_killed_draft_is_named(n_ranks: int, extra: list[str], rank: int, role: str) -> None:
     job = start(n_ranks, ["run", *TEAM, *extra, "-p", PROMPT, "-n", "6000", "-c", "7000", "--ignore-eos", "-t", "1"])
     wait_for_text(job)
-    killed_s = time.monotonic()
     os.kill(pid_of_rank(job, rank), signal.SIGKILL)
-    _, errors = job.communicate(timeout=10)
-    assert job.returncode != 0 and time.monotonic() - killed_s < 10
+    _, errors = job.communicate(timeout=SOON_S)
+    assert job.returncode != 0
     (line,) = [line for line in errors.splitlines() if "died" in line]
     assert f"rank {rank} (" in line and role in line, errors
 
