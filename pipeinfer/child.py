@@ -76,11 +76,12 @@ START = "import os; os.nice(int(sys.argv[1])); from pipeinfer.child import answe
 
 @dataclass(frozen=True, slots=True)
 class ProcessLimits:
-    """Seconds of a core, seconds, and bytes of memory. `niceness`: added to this process's, so that work which takes
-    seconds leaves the cores to computation."""
+    """Seconds of a core, seconds, and bytes of memory. `wall_s` is for a process that waits for nothing: long, since
+    hosts at work may leave it little of a core. `niceness`: added to this process's, so that work which takes seconds
+    leaves the cores to computation."""
 
     cpu_s: int = 5
-    wall_s: float = 30.0
+    wall_s: float = 120.0
     n_bytes: int = 512 << 20
     niceness: int = 0
 

@@ -27,7 +27,7 @@ from pipeinfer.models.text.tokenizer import TextStream, Tokenizer
 from tests.support.gguf_factory import CHAT_TEMPLATE, MARKERS, Shape, write_model
 from tests.support.jobs import COMMAND, environment, finish, run_json
 
-LITTLE = LimitedProcess("pipeinfer.models.text.template_child", ProcessLimits(cpu_s=1, wall_s=120.0, n_bytes=256 << 20))
+LITTLE = LimitedProcess("pipeinfer.models.text.template_child", ProcessLimits(cpu_s=1, n_bytes=256 << 20))
 
 
 def little(source: str) -> ChatTemplate:

@@ -26,9 +26,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MAX_BYTES = 128 << 10  # the largest text of a grammar or schema
-PROCESS = LimitedProcess(
-    "pipeinfer.models.text.grammar_text", ProcessLimits(cpu_s=1, wall_s=12.0, n_bytes=2 << 30, niceness=10)
-)
+PROCESS = LimitedProcess("pipeinfer.models.text.grammar_text", ProcessLimits(cpu_s=1, n_bytes=2 << 30, niceness=10))
 
 TOO_MUCH = (
     "the grammar or JSON schema takes too much time or memory: it is too large, or can read the same text in too many "

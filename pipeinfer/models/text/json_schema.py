@@ -26,7 +26,7 @@ FORMATS = (*"date-time time date duration email hostname ipv4 ipv6 uuid uri".spl
 """Formats of texts that it has grammars for. Others are annotations, as in JSON Schema."""
 
 LOOKS_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")  # of a pattern: look-ahead, look-behind and references to groups
-PROCESS = LimitedProcess(__name__, ProcessLimits(cpu_s=1, wall_s=10.0, niceness=10))
+PROCESS = LimitedProcess(__name__, ProcessLimits(cpu_s=1, niceness=10))
 
 
 def read_schema(text: str) -> Any:
