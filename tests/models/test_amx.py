@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
+
+from pipeinfer.core.runs import KvOp, OpKind
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama import ggml
 from pipeinfer.models.llama.decoder import FIND, Decoder
 from pipeinfer.models.llama.ggml import amx_works, load_library, probe_amx
-from pipeinfer.models.llama.params import LlamaParams
+from pipeinfer.models.llama.params import NARROW, LlamaParams
+from pipeinfer.models.llama.stage import LlamaStage
+from tests.models.test_llama_stage import loaded, make_batch, random_tokens, run
 from tests.support.architecture_factory import write_random_model
 from tests.support.architecture_models import MODELS
+from tests.support.gguf_factory import Shape, write_model
+
+__all__ = ["loaded"]
+Loader = Callable[..., list[LlamaStage]]
 
 BUFFER_AT = 8
 """Of the pointer to its buffer in a ggml_tensor."""
@@ -30,13 +41,25 @@ def test_libraries_that_cannot_be_tried_are_not_trusted(tmp_path: Path) -> None:
 
 
 def test_matrices_that_multiply_permuted_rows_are_not_repacked(tmp_path: Path) -> None:
-    info = read_model_info(write_random_model(tmp_path / "model.gguf", MODELS["deepseek32"]))
+    wide = {"attention.q_lora_rank": 64, "attention.key_length_mla": 96, "expert_feed_forward_length": 64}
+    model = replace(MODELS["deepseek32"], metadata={**MODELS["deepseek32"].metadata, **wide})
+    info = read_model_info(write_random_model(tmp_path / "model.gguf", model))
     with ExitStack() as closing:
         slice_file = open_slice(info, 1, 3)
         closing.callback(slice_file.close)
-        model = Decoder(slice_file, LlamaParams(64, exact=False), closing).model
-        names = {name: _buffers_of(model, f"blk.1.{name}.weight") for name in ("attn_k_b", "attn_v_b", "attn_norm")}
+        opened = Decoder(slice_file, LlamaParams(64, exact=False), closing).model
+        names = {name: _buffers_of(opened, f"blk.1.{name}.weight") for name in ("attn_k_b", "attn_v_b", "attn_norm")}
     assert names == {"attn_k_b": b"CPU_Mapped", "attn_v_b": b"CPU_Mapped", "attn_norm": b"CPU"}
+
+
+def test_rows_of_a_matrix_of_one_block_are_right_in_large_batches(tmp_path: Path, loaded: Loader) -> None:
+    """Also with fast numerics, where libllama would repack it: AMX kernels then read beyond it from 32 rows on."""
+    path = write_model(tmp_path / "model.gguf", Shape(n_ff=NARROW))
+    (stage,) = loaded(path, (), LlamaParams(n_cells=256, n_batch=64, n_outputs_max=64, exact=False))
+    tokens = random_tokens(48)
+    alone = [run([stage], make_batch([token], at))[0] for at, token in enumerate(tokens)]
+    stage.apply([KvOp(OpKind.REMOVE, 0)])
+    assert np.allclose(run([stage], make_batch(tokens, 0)), alone, atol=1e-2)
 
 
 def _buffers_of(model: object, name: str) -> bytes:

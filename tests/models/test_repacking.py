@@ -118,7 +118,7 @@ def test_weights_are_repacked_where_that_is_faster(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("n_in", [2 * NARROW, 256, 2560])
 def test_what_one_shape_shows_holds_of_others(n_in: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all but NARROW ones, where AMX kernels have another order for 32 rows."""
+    """Of all but NARROW ones, beyond which AMX kernels read."""
     monkeypatch.setattr(repacking, "N_IN", n_in)
     kernels = Kernels()
     for each in repacked_types():

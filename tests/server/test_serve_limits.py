@@ -251,9 +251,8 @@ def test_half_a_request_is_not_waited_for(hasty: Served) -> None:
     start_s = time.monotonic()
     assert answer_to(hasty, b"") == answer_to(hasty, b"GET /hea") == b""
     assert time.monotonic() - start_s > 1.8 * TIMEOUT_S
-    hasty.until(
-        lambda: b" 408 " in answer_to(hasty, head)
-    )  # a client that stood still before it sent that gets nothing
+    # a client that stood still before it sent that gets nothing
+    hasty.until(lambda: b" 408 " in answer_to(hasty, head))
     assert httpx.get(f"{hasty.url}/health", verify=False).status_code == 200
 
 

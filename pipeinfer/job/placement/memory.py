@@ -29,6 +29,7 @@ from pipeinfer.models.llama.params import (
     feed_forward_length,
     graph_bytes,
     in_whole_groups,
+    is_narrow,
     rows_in_groups,
 )
 from pipeinfer.models.llama.prefill import N_SEQ
@@ -133,7 +134,7 @@ class MemoryNeeds:
         numerics, capacity, is_draft = self.numerics, self.capacity, number < len(self.drafts)
         info, exact = self.drafts[number] if is_draft else self.info, self.numerics.exact and not is_draft
         (device, lacks), n_rows = place, capacity.n_guess_rows if is_draft else capacity.n_rows
-        is_mapped = not numerics.repack or (exact and not numerics.repacked)
+        is_mapped = not numerics.repack or (exact and not numerics.repacked) or is_narrow(info)
         is_sent, at_once = str(info.path) in lacks and not self.in_cache, 0 if is_draft else numerics.at_once
         n_wanted = n_rows if is_draft else self._in_groups(capacity.n_nodes + 1)
         # with states blocks are evaluated in the same context, and those of a prompt that is scored want all logits
@@ -252,10 +253,9 @@ class Layers(NamedTuple):
         n_mapped = weights if self.is_mapped and in_file else 0
         # read weights are laid out anew, and a table that is also the output head is there in both forms
         has_head_again = not self.is_mapped and self.is_last and (info.tied or not self.is_whole)
-        on_host = slice(first, last - self.n_on_gpu)
         adapters = sum(self.adapter_bytes[first:last])
         has_twice = self.exact and self.device.n_gpu_layers == 0  # a context for rows, another for blocks
-        n_adapters = 2 * adapters if has_twice else sum(self.adapter_bytes[on_host])
+        n_adapters = 2 * adapters if has_twice else sum(self.adapter_bytes[first : last - self.n_on_gpu])
         return Memory(
             weights=weights - n_mapped + n_adapters + (last_table_bytes(info) if has_head_again else 0),
             mapped=n_mapped,

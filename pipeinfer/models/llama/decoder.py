@@ -25,7 +25,7 @@ from pipeinfer.models.gguf.writer import memory_file
 from pipeinfer.models.llama import ggml
 from pipeinfer.models.llama.eval_callback import EvalCallback, SliceNodes
 from pipeinfer.models.llama.ggml import device_list
-from pipeinfer.models.llama.params import GROUP_CELLS, TILED_ROWS, TILED_TYPES, LlamaParams
+from pipeinfer.models.llama.params import GROUP_CELLS, TILED_ROWS, TILED_TYPES, LlamaParams, is_narrow
 from pipeinfer.models.llama.rows import Flags, LlamaBatch
 from pipeinfer.models.llama.tensor_places import HOST, moved_tensors
 from pipeinfer.models.llama.threads import ThreadShare
@@ -200,7 +200,7 @@ class Decoder:
         devices = None if params.devices is None else device_list(params.devices)  # held while it loads
         options.devices = devices and ctypes.addressof(devices)
         # torch's oneDNN releases a thread's AMX tiles, which libggml configures once: its next product ends by SIGILL
-        may_repack = ggml.amx_works() and "torch" not in sys.modules
+        may_repack = ggml.amx_works() and "torch" not in sys.modules and not is_narrow(slice_file.info)
         options.use_extra_bufts = params.repack and (not params.exact or bool(params.repacked)) and may_repack
         n_on_cpu = min(n_layer, n_layer + 1 - options.n_gpu_layers)
         overrides = self._overrides(slice_file, n_on_cpu, bool(options.use_extra_bufts))

@@ -21,7 +21,7 @@ TILED_ROWS = 8
 
 OTHER_ALONE = frozenset([0, 1, 20, 30])  # the same from two rows on: F32, F16, IQ4_NL, BF16
 NUMA_STRATEGIES = ("distribute", "isolate", "numactl")  # in the order of libggml's numbers, which begin with 1
-NARROW = 32  # columns of a matrix of one block a row: AMX kernels add up otherwise there, from 32 rows on
+NARROW = 32  # columns of a matrix of one block a row: from 32 rows on AMX kernels read beyond it
 LEAST_PART = 3  # rows at once: with fewer guesses would cost as much as tokens
 GROUP = 4  # rows that libggml's kernels for repacked weights multiply at a time
 MANY = 8
@@ -140,7 +140,7 @@ def types_in_groups(
     has_planes = any(sum(length > 1 for length in tensor.shape) > 2 for tensor in info.tensors)
     has_states = layers.states is not None
     part = largest_part(info, LlamaParams(0, repacked=in_parts))
-    if has_planes or has_states or _is_narrow(info) or not layers.flash or n_requests < MANY or part >= GROUP:
+    if has_planes or has_states or is_narrow(info) or not layers.flash or n_requests < MANY or part >= GROUP:
         return ()
     tiled = sum(n_bytes for type, n_bytes in sizes.items() if type in TILED_TYPES and type not in repacked)
     is_tiled = n_requests >= MANY_TILED and tiled >= TILED_SHARE * sum(sizes.values())
@@ -155,7 +155,7 @@ def worth_repacking(info: ModelInfo, params: LlamaParams, possible: tuple[TypeRo
     all or none of them. Such kernels took 5 to 30% less time for as many rows with all models that were tried (x86 with
     AVX-512). Smaller parts cost more than that where little is repacked: 8 rows took 1.4 times as long with Q4_K_M
     files of small models, most of whose rows do not divide into its blocks. None either where a matrix is NARROW."""
-    if _is_narrow(info):
+    if is_narrow(info):
         return ()
     sizes = matrix_bytes(info)
     repacked = tuple(each for each in possible if each.type in sizes)
@@ -164,8 +164,8 @@ def worth_repacking(info: ModelInfo, params: LlamaParams, possible: tuple[TypeRo
     return repacked if n_rows >= min(before, LEAST_PART) and (most or n_rows >= before) else ()
 
 
-def _is_narrow(info: ModelInfo) -> bool:
-    """Whether repacked kernels may multiply a matrix in which they were not tried."""
+def is_narrow(info: ModelInfo) -> bool:
+    """Whether a matrix is NARROW: its model is never repacked."""
     return any(tensor.shape[0] == NARROW and tensor.type not in OTHER_ALONE for tensor in _matrices(info))
 
 
