@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -297,6 +298,22 @@ def test_a_killed_rank_ends_the_job_and_is_named(moment: str, rank: int) -> None
     assert job.returncode != 0
     assert sum(f"pipeinfer: rank {rank} (" in line and "died" in line for line in errors.splitlines()) == 1, errors
     assert "layers" in errors if rank else "draft" in errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_a_job_ends_within_seconds_of_a_death_and_of_ctrl_c(number: signal.Signals) -> None:
+    """The best of some, since other processes may have the cores for a while."""
+
+    def seconds() -> float:
+        job = start(3, ["run", *LONG])
+        wait_for_text(job)
+        struck = pid_of_rank(job, 1) if number == signal.SIGKILL else job.pid
+        struck_s = time.monotonic()
+        os.kill(struck, number)
+        job.communicate(timeout=SOON_S)
+        return time.monotonic() - struck_s
+
+    assert any(seconds() < 3 for _ in range(5))
 
 
 @pytest.fixture(scope="module")
