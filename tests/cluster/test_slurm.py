@@ -17,7 +17,7 @@ import pytest
 
 from pipeinfer.observe.table import RESULTS
 from tests.support.jobs import BY_MPICH, COMMAND, ROOT, finish
-from tests.support.paces import slow_target
+from tests.support.paces import pace_words, slow_target
 from tests.support.slurm import PROGRAMS, Slurm, missing_programs, private_slurm
 
 pytestmark = [
@@ -40,8 +40,8 @@ def slurm() -> Iterator[Slurm]:
 
 def start_long(slurm: Slurm) -> subprocess.Popen[str]:
     """A job of three ranks that has begun to write its text, which takes minutes."""
-    (pace := slurm.folder / "pace.toml").write_text(slow_target(20.0))
-    job = slurm.popen(*SRUN, *COMMAND, *LONG, "--pace", str(pace), environ=PACKAGE)
+    pace = pace_words(slurm.folder, slow_target(20.0))
+    job = slurm.popen(*SRUN, *COMMAND, *LONG, *pace, environ=PACKAGE)
     assert job.stdout and select.select([job.stdout], [], [], 120)[0], "no text"
     return job
 

@@ -20,7 +20,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.submit import follow, split_lines
 from pipeinfer.observe.table import RESULTS
 from tests.support.jobs import COMMAND, ROOT, environment, finish, launcher, until
-from tests.support.paces import slow_target
+from tests.support.paces import pace_words, slow_target
 from tests.support.slurm import Slurm, slurm
 
 __all__ = ["slurm"]
@@ -342,9 +342,9 @@ def ended(slurm: Slurm, number: str, timeout_s: float = 90) -> None:
 
 
 def test_a_job_that_is_requeued_goes_on(slurm: Slurm, tmp_path: Path) -> None:
-    (pace := tmp_path / "pace.toml").write_text(slow_target(25.0, stages=1))  # it runs until it is requeued
+    pace = pace_words(tmp_path, slow_target(25.0, stages=1))  # it runs until it is requeued
     words = ["run", "-p", "def read_lines(path):\n", "-n", "400", "--ignore-eos", "-t", "1", "--temp", "0", "-v"]
-    paced = [*words, "--pace", str(pace)]
+    paced = [*words, *pace]
     number, place = submitted(slurm, tmp_path, "-n", "2", "--requeue", *paced).stdout.split()
     folder = Path(place)
     until(lambda: (folder / "text").exists() and len((folder / "text").read_bytes()) > 200)

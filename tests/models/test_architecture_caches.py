@@ -20,7 +20,7 @@ from tests.models.test_llama_stage import TreeDriver, exact_params, loaded, make
 from tests.support.architecture_factory import write_random_model
 from tests.support.architecture_models import MODELS
 from tests.support.jobs import finish, plain_tokens_after, run_json
-from tests.support.paces import slow_target
+from tests.support.paces import pace_words, slow_target
 
 __all__ = ["loaded"]
 Loader = Callable[..., list[LlamaStage]]
@@ -176,7 +176,7 @@ def test_long_prompts_read_as_in_plain_llama(tmp_path: Path, name: str) -> None:
 
 def test_a_job_guesses_for_layers_with_windows_and_experts(tmp_path: Path) -> None:
     path = write_random_model(tmp_path / "target.gguf", replace(MODELS["gpt-oss"], with_vocab=True))
-    (pace := tmp_path / "pace.toml").write_text(slow_target(10.0, layers=3, draft_layers=6))  # guesses are in time
+    pace = pace_words(tmp_path, slow_target(10.0, layers=3, draft_layers=6))  # guesses are in time
     result = run_json(
         3,
         [
@@ -193,8 +193,7 @@ def test_a_job_guesses_for_layers_with_windows_and_experts(tmp_path: Path) -> No
             "--ignore-eos",
             "--policy",
             "pipeinfer",
-            "--pace",
-            str(pace),
+            *pace,
         ],
     )
     prompt, tokens = result["prompt_tokens"], result["tokens"]

@@ -37,7 +37,7 @@ from pipeinfer.models.text.tokenizer import Tokenizer, VocabularyFile
 from tests.cluster.test_samplers import OneBuffer
 from tests.support.gguf_factory import write_model
 from tests.support.jobs import finish, plain_tokens_after, run_json
-from tests.support.paces import slow_target
+from tests.support.paces import pace_words, slow_target
 
 ASSIGNMENT = 'root ::= [a-z]{1,8} " = " [0-9]{1,6} "\\n"'
 SCHEMA = """{"type": "object", "required": ["name", "n"], "properties": {"name": {"type": "string", "maxLength": 12},
@@ -389,8 +389,8 @@ def test_greedy_text_is_plain_llama_cpps_at_every_rank_count(tmp_path: Path) -> 
     assert one["tokens"] == plain_tokens_after(Path(TARGET), one, 64, OBJECT)
     assert one["finish"] == "end" and set(json.loads(one["text"])) == {"name", "n"} and len(one["grammar"]) == 16
     assert run_json(2, [*words, "--policy", "iterative"])["tokens"] == one["tokens"]
-    (pace := tmp_path / "pace.toml").write_text(slow_target(5.0))  # guesses are in time
-    three = run_json(3, [*words, "--policy", "pipeinfer", "--pace", str(pace)])
+    pace = pace_words(tmp_path, slow_target(5.0))  # guesses are in time
+    three = run_json(3, [*words, "--policy", "pipeinfer", *pace])
     assert three["tokens"] == one["tokens"]
     assert three["speculation"]["hit_rate"] > 0.5, "the draft knows the grammar too"
 

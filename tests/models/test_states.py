@@ -40,7 +40,7 @@ from tests.support.architecture_models import MODELS
 from tests.support.audit import audit_engine, emitted
 from tests.support.gguf_factory import write_model
 from tests.support.jobs import finish, run_json
-from tests.support.paces import slow_target
+from tests.support.paces import pace_words, slow_target
 from tests.support.toy import N_LAYERS, OracleDrafter, RandomPolicy, Reference, ToyPipeline
 
 __all__ = ["loaded"]
@@ -217,8 +217,8 @@ def test_right_and_wrong_guesses_change_no_text(folder: Path, name: str, strengt
     for path, model in ((target, MODELS[name]), (draft, MODELS["llama"])):
         write_random_model(path, replace(model, with_vocab=True, strength=strength))
     asked = ["-m", str(target), "-p", "the model", "-n", "60", "--temp", "0", "--ignore-eos"]
-    (pace := folder / "pace.toml").write_text(slow_target(5.0))  # guesses are in time
-    result = run_json(3, [*asked, "-md", str(draft), "--pace", str(pace)])
+    pace = pace_words(folder, slow_target(5.0))  # guesses are in time
+    result = run_json(3, [*asked, "-md", str(draft), *pace])
     assert result["tokens"] == run_json(1, asked)["tokens"]
     assert (result["speculation"]["acceptance_rate"] > 0.03) == (strength < 1), "of a tree one branch at most is right"
 

@@ -15,7 +15,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.observe.columns import COLUMNS, KEY, NAMES
 from pipeinfer.observe.table import LOADS, RESULTS
 from tests.support.jobs import finish
-from tests.support.paces import slow_target
+from tests.support.paces import pace_words, slow_target
 from tests.support.rows import make_row
 
 
@@ -54,8 +54,8 @@ def test_every_sampling_option_is_in_the_keys_of_both_tables() -> None:
 def test_every_column_is_filled(tmp_path: Path) -> None:
     """But those of what was not asked for, and of what a machine may not have."""
     path = tmp_path / "results.csv"
-    (pace := tmp_path / "pace.toml").write_text(slow_target(5.0))  # some guesses are in time
-    words = ["run", "-p", "def f", "-n", "8", "--policy", "pipeinfer", "-t", "1", "--pace", str(pace)]
+    pace = pace_words(tmp_path, slow_target(5.0))  # some guesses are in time
+    words = ["run", "-p", "def f", "-n", "8", "--policy", "pipeinfer", "-t", "1", *pace]
     done = finish(3, [*words, "--results", str(path)])
     assert done.returncode == 0, done.stderr
     (row,) = csv.DictReader(path.open())

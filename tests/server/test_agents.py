@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 
 from tests.server.test_serve_tools import TEMPLATE
-from tests.support.paces import slow_runs
+from tests.support.paces import pace_words, slow_runs
 from tests.support.serving import Served, lines_of
 
 CHATS = "/v1/chat/completions"
@@ -126,9 +126,9 @@ def test_a_grammar_begins_with_the_cache_of_turns_that_had_none(served: Served, 
 
 def test_others_go_on_while_a_prompt_is_read_and_who_leaves_frees_its_place(tmp_path: Path) -> None:
     fields = body(1, tool_choice="none", messages=[{"role": "user", "content": "other " + SYSTEM}])
-    (pace := tmp_path / "pace.toml").write_text(slow_runs(500))  # the prompt takes many runs
+    pace = pace_words(tmp_path, slow_runs(500))  # the prompt takes many runs
     with (
-        Served(2, [*words(tmp_path), "--pace", str(pace)]) as served,
+        Served(2, [*words(tmp_path), *pace]) as served,
         served.stream(prompt="def f", max_tokens=400, ignore_eos=True, seed=1) as other,
     ):
         tokens = lines_of(other)

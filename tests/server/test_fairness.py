@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 
-from tests.support.paces import slow_runs
+from tests.support.paces import pace_words, slow_runs
 from tests.support.server_fuzz import request
 from tests.support.server_hostile import ADDRESS
 from tests.support.serving import Served
@@ -42,8 +42,8 @@ def test_texts_of_other_addresses_begin_in_turns(tmp_path: Path) -> None:
     def n_open() -> int:
         return len(paced.http.get("/slots").json())
 
-    (pace := tmp_path / "pace.toml").write_text(slow_runs(25))  # so that two of the 40 take more than a second
-    with Served(1, [*WORDS, "--pace", str(pace)]) as paced, connect(paced) as link:
+    pace = pace_words(tmp_path, slow_runs(25))  # so that two of the 40 take more than a second
+    with Served(1, [*WORDS, *pace]) as paced, connect(paced) as link:
         asked_by_another(link, prompt="x", n=40, max_tokens=60, ignore_eos=True, stream=True)
         paced.until(lambda: n_open() > 30)
         paced.complete(prompt="y", max_tokens=4)

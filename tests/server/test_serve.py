@@ -26,7 +26,7 @@ from pipeinfer.models.text.grammar import TOO_MUCH
 from tests.models.test_grammar import LATE
 from tests.support.cases import in_long
 from tests.support.jobs import command_of, descendants, finish, run_json
-from tests.support.paces import slow_runs
+from tests.support.paces import pace_words, slow_runs
 from tests.support.server_fuzz import KINDS, faults_of, request, run_case
 from tests.support.server_hostile import abuse
 from tests.support.serving import LISTENS, Served, lines_of
@@ -446,8 +446,7 @@ def paced(tmp_path: Path) -> Callable[[float], list[str]]:
     """Options of one rank, with which a token takes so many milliseconds."""
 
     def options(run_ms: float) -> list[str]:
-        (pace := tmp_path / "pace.toml").write_text(slow_runs(run_ms))
-        return ["-md", "none", "--pace", str(pace)]
+        return ["-md", "none", *pace_words(tmp_path, slow_runs(run_ms))]
 
     return options
 

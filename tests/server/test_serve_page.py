@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 
 from tests.support import chromium
-from tests.support.paces import slow_runs
+from tests.support.paces import pace_words, slow_runs
 from tests.support.serving import Served
 
 BROWSER = chromium.find()
@@ -51,8 +51,8 @@ def click(page: chromium.Page, name: str, nth: int = 0) -> None:
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium")
 def test_the_page_talks_and_shows_the_pipeline(tmp_path: Path) -> None:
     assert BROWSER
-    (pace := tmp_path / "pace.toml").write_text(slow_runs(30))  # a long text is there while the page is looked at
-    words = ["--api-key", "secret", "--pace", str(pace)]
+    pace = pace_words(tmp_path, slow_runs(30))  # a long text is there while the page is looked at
+    words = ["--api-key", "secret", *pace]
     with Served(2, words) as served, chromium.Page(BROWSER, tmp_path / "browser") as page:
         page.open(served.url)
         page.until("document.getElementById('model').textContent.includes('API key is missing')")

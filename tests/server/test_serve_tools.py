@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 import openai
 
-from tests.support.paces import slow_runs
+from tests.support.paces import pace_words, slow_runs
 from tests.support.serving import Served
 
 TEMPLATE = (
@@ -210,8 +210,8 @@ def test_reasoning_ends_with_its_budget(served: Served) -> None:
 def test_a_request_without_guesses_has_the_same_text(tmp_path: Path) -> None:
     """Beside one with guesses, and by a policy that guesses whether it pays or not."""
     query = {"prompt": "def read_lines(path):\n", "max_tokens": 48, "temperature": 0, "ignore_eos": True}
-    (pace := tmp_path / "pace.toml").write_text(slow_runs(20))
-    with Served(2, ["-c", "4096", "--parallel", "4", "--policy", "pipeinfer", "--pace", str(pace)]) as served:
+    pace = pace_words(tmp_path, slow_runs(20))
+    with Served(2, ["-c", "4096", "--parallel", "4", "--policy", "pipeinfer", *pace]) as served:
 
         def completion(more: dict[str, Any]) -> tuple[str, int]:
             reply = served.http.post("/v1/completions", json={**query, **more}).json()

@@ -10,7 +10,7 @@ import pytest
 from pipeinfer.job.process.stop import ONE_PRESS_S
 from tests.support.cases import in_long
 from tests.support.jobs import COMMAND, environment, until
-from tests.support.paces import slow_runs
+from tests.support.paces import pace_words, slow_runs
 from tests.support.supervised import Supervised
 
 WORDS = ["chat", "-n", "80", "-c", "2048", "-t", "1", "--temp", "0.8", "-s", "3", "--ignore-eos"]
@@ -70,8 +70,8 @@ def test_what_was_cleared_is_not_written_again(text: str) -> None:
 
 
 def test_an_answer_that_was_stopped_stays_so(tmp_path: Path) -> None:
-    (pace := tmp_path / "pace.toml").write_text(slow_runs(50))
-    job = Supervised(2, [*WORDS, "-n", "1500", "--pace", str(pace)], stdin=subprocess.PIPE)
+    pace = pace_words(tmp_path, slow_runs(50))
+    job = Supervised(2, [*WORDS, "-n", "1500", *pace], stdin=subprocess.PIPE)
     say(job, "def f(x):\n")
     begun = job.read(20)
     job.process.send_signal(signal.SIGINT)

@@ -18,7 +18,7 @@ from pipeinfer.models.demo import DRAFT, TARGET
 from tests.long.asking import Stream, ask, random_request
 from tests.support.cases import in_long
 from tests.support.jobs import until
-from tests.support.paces import slow_runs
+from tests.support.paces import pace_words, slow_runs
 from tests.support.supervised import Supervised
 
 WORDS = ["serve", "--port", "0", "-t", "1", "-c", "4096", "--rank-timeout", "5"]
@@ -158,8 +158,8 @@ def test_another_model_in_its_place_ends_it(tmp_path: Path) -> None:
 
 def test_clients_are_told_when_the_supervisor_dies(tmp_path: Path) -> None:
     """Nothing of the job is left then."""
-    (pace := tmp_path / "pace.toml").write_text(slow_runs(100))
-    served, found = Service(2, [*WORDS, "--pace", str(pace)]), list[httpx.Response]()
+    pace = pace_words(tmp_path, slow_runs(100))
+    served, found = Service(2, [*WORDS, *pace]), list[httpx.Response]()
     path, asked = random_request(0)
     body = asked | {"max_tokens": 900, "ignore_eos": True}
     asking = threading.Thread(target=lambda: found.append(served.http.post(path, json=body)))

@@ -20,7 +20,7 @@ from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.supervisor.job import KeptOutput
 from pipeinfer.supervisor.links import Links
 from tests.support.jobs import COMMAND, environment, finish, launcher, until
-from tests.support.paces import slow_runs
+from tests.support.paces import pace_words, slow_runs
 from tests.support.supervised import COMMAND_FILE, Supervised, held, let_go
 
 SETTINGS = "-n 300 -c 400 --ignore-eos -t 1 --temp 0.8 --seed 3"
@@ -35,8 +35,7 @@ def text() -> str:
 @pytest.fixture(scope="module")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """A text that is not complete before something has happened to it."""
-    (pace := tmp_path_factory.mktemp("pace") / "pace.toml").write_text(slow_runs(150))
-    return [*TEXT, "--pace", str(pace)]
+    return [*TEXT, *pace_words(tmp_path_factory.mktemp("pace"), slow_runs(150))]
 
 
 def test_a_text_goes_on_whichever_rank_dies(text: str, tmp_path: Path) -> None:

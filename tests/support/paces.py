@@ -2,6 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+
+def pace_words(folder: Path, profile: str) -> list[str]:
+    """Options of a job that has this profile's times; its file is in the folder."""
+    (path := folder / "pace.toml").write_text(profile)
+    return ["--pace", str(path)]
+
 
 def slow_target(layer_ms: float, draft_ms: float = 2.0, layers: int = 4, draft_layers: int = 2, stages: int = 2) -> str:
     """Stages that take long beside a draft, and links that take no time. `layers`: of each stage."""

@@ -29,7 +29,7 @@ from pipeinfer.models.llama.params import (
     feed_forward_length,
     graph_bytes,
     in_whole_groups,
-    is_narrow,
+    may_lay_out,
     rows_in_groups,
 )
 from pipeinfer.models.llama.prefill import N_SEQ
@@ -134,7 +134,7 @@ class MemoryNeeds:
         numerics, capacity, is_draft = self.numerics, self.capacity, number < len(self.drafts)
         info, exact = self.drafts[number] if is_draft else self.info, self.numerics.exact and not is_draft
         (device, lacks), n_rows = place, capacity.n_guess_rows if is_draft else capacity.n_rows
-        is_mapped = not numerics.repack or (exact and not numerics.repacked) or is_narrow(info)
+        is_mapped = not may_lay_out(info, numerics.repack, exact, numerics.repacked)
         is_sent, at_once = str(info.path) in lacks and not self.in_cache, 0 if is_draft else numerics.at_once
         n_wanted = n_rows if is_draft else self._in_groups(capacity.n_nodes + 1)
         # with states blocks are evaluated in the same context, and those of a prompt that is scored want all logits

@@ -25,7 +25,7 @@ from pipeinfer.models.gguf.writer import memory_file
 from pipeinfer.models.llama import ggml
 from pipeinfer.models.llama.eval_callback import EvalCallback, SliceNodes
 from pipeinfer.models.llama.ggml import device_list
-from pipeinfer.models.llama.params import GROUP_CELLS, TILED_ROWS, TILED_TYPES, LlamaParams, is_narrow
+from pipeinfer.models.llama.params import GROUP_CELLS, TILED_ROWS, TILED_TYPES, LlamaParams, may_lay_out
 from pipeinfer.models.llama.rows import Flags, LlamaBatch
 from pipeinfer.models.llama.tensor_places import HOST, moved_tensors
 from pipeinfer.models.llama.threads import ThreadShare
@@ -200,10 +200,11 @@ class Decoder:
         devices = None if params.devices is None else device_list(params.devices)  # held while it loads
         options.devices = devices and ctypes.addressof(devices)
         # torch's oneDNN releases a thread's AMX tiles, which libggml configures once: its next product ends by SIGILL
-        may_repack = ggml.amx_works() and "torch" not in sys.modules and not is_narrow(slice_file.info)
-        options.use_extra_bufts = params.repack and (not params.exact or bool(params.repacked)) and may_repack
+        may_repack = ggml.amx_works() and "torch" not in sys.modules
+        repacks = may_repack and may_lay_out(slice_file.info, params.repack, params.exact, params.repacked)
+        options.use_extra_bufts = repacks
         n_on_cpu = min(n_layer, n_layer + 1 - options.n_gpu_layers)
-        overrides = self._overrides(slice_file, n_on_cpu, bool(options.use_extra_bufts))
+        overrides = self._overrides(slice_file, n_on_cpu, repacks)
         if len(overrides) > 1:
             options.tensor_buft_overrides = ctypes.addressof(overrides)  # held while it loads
         options.load_mtp = self._is_mtp
@@ -211,7 +212,7 @@ class Decoder:
             factors = self._factors(slice_file.info)
             options.kv_overrides = factors  # held while it loads
         # repacking copies the weights: mapped, they would be in memory twice
-        options.load_mode = LOAD_BY_READING if options.use_extra_bufts else LOAD_BY_MAPPING
+        options.load_mode = LOAD_BY_READING if repacks else LOAD_BY_MAPPING
         ggml.hear_errors()
         model = self.lib.llama_model_load_from_file(str(slice_file.path).encode(), options)
         if not model:

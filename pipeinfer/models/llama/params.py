@@ -140,7 +140,7 @@ def types_in_groups(
     has_planes = any(sum(length > 1 for length in tensor.shape) > 2 for tensor in info.tensors)
     has_states = layers.states is not None
     part = largest_part(info, LlamaParams(0, repacked=in_parts))
-    if has_planes or has_states or is_narrow(info) or not layers.flash or n_requests < MANY or part >= GROUP:
+    if has_planes or has_states or _is_narrow(info) or not layers.flash or n_requests < MANY or part >= GROUP:
         return ()
     tiled = sum(n_bytes for type, n_bytes in sizes.items() if type in TILED_TYPES and type not in repacked)
     is_tiled = n_requests >= MANY_TILED and tiled >= TILED_SHARE * sum(sizes.values())
@@ -155,7 +155,7 @@ def worth_repacking(info: ModelInfo, params: LlamaParams, possible: tuple[TypeRo
     all or none of them. Such kernels took 5 to 30% less time for as many rows with all models that were tried (x86 with
     AVX-512). Smaller parts cost more than that where little is repacked: 8 rows took 1.4 times as long with Q4_K_M
     files of small models, most of whose rows do not divide into its blocks. None either where a matrix is NARROW."""
-    if is_narrow(info):
+    if _is_narrow(info):
         return ()
     sizes = matrix_bytes(info)
     repacked = tuple(each for each in possible if each.type in sizes)
@@ -164,7 +164,12 @@ def worth_repacking(info: ModelInfo, params: LlamaParams, possible: tuple[TypeRo
     return repacked if n_rows >= min(before, LEAST_PART) and (most or n_rows >= before) else ()
 
 
-def is_narrow(info: ModelInfo) -> bool:
+def may_lay_out(info: ModelInfo, repack: bool, exact: bool, repacked: Collection[TypeRows]) -> bool:
+    """Whether libllama may copy the model's weights into the layout of faster kernels, with these numerics."""
+    return repack and (not exact or bool(repacked)) and not _is_narrow(info)
+
+
+def _is_narrow(info: ModelInfo) -> bool:
     """Whether a matrix is NARROW: its model is never repacked."""
     return any(tensor.shape[0] == NARROW and tensor.type not in OTHER_ALONE for tensor in _matrices(info))
 

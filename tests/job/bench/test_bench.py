@@ -48,7 +48,7 @@ from pipeinfer.text import markdown_table
 from tests.support.adapters import write_adapter
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import ROOT, but_waiting, environment, finish, run_json, start
-from tests.support.paces import slow_target
+from tests.support.paces import pace_words, slow_target
 from tests.support.planned import options_of
 from tests.support.rows import make_row
 
@@ -107,8 +107,8 @@ def test_every_ablation_switches(tmp_path: Path) -> None:
     # one run brings such a prompt: chunks of a longer one are in flight together
     arguments = ["bench", "-t", "1", "-p", str(TEXTS[1]), "--cut", "16", "-n", "64", "-r", "1"]
     ablations = ["--policy", "pipeinfer", "--ablate", ",".join(ablations_of(PipeInfer))]
-    (pace := tmp_path / "pace.toml").write_text(slow_target(2.0, draft_ms=0.5))
-    done = finish(3, [*arguments, *ablations, "--pace", str(pace), "--results", str(results)])
+    pace = pace_words(tmp_path, slow_target(2.0, draft_ms=0.5))
+    done = finish(3, [*arguments, *ablations, *pace, "--results", str(results)])
     assert done.returncode == 0, done.stderr
     rows = {row["variant"]: row for row in RESULTS.read(results)}
     whole, free = rows.pop(""), rows.pop("no-cancel")

@@ -41,7 +41,7 @@ from plots.frames import frame_of
 from plots.loads import FACETS, FIGURES
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import ROOT, finish, start
-from tests.support.paces import slow_target
+from tests.support.paces import pace_words, slow_target
 from tests.support.planned import options_of
 from tests.support.rows import make_load, make_row
 from tests.test_plot import overlaps, texts
@@ -233,9 +233,9 @@ def test_prompts_of_a_length_are_other_parts_of_a_text() -> None:
 
 def test_ctrl_c_keeps_the_loads_that_are_complete(pair: list[str], tmp_path: Path) -> None:
     results = tmp_path / "load.csv"
-    (pace := tmp_path / "pace.toml").write_text(slow_target(5.0, stages=1))
+    pace = pace_words(tmp_path, slow_target(5.0, stages=1))
     words = ["--concurrency", "2", "-n", "4,2000", "--policy", "iterative", "--results", str(results)]
-    job = start(2, ["bench", *pair, *words, "--pace", str(pace)], start_new_session=True)
+    job = start(2, ["bench", *pair, *words, *pace], start_new_session=True)
     assert job.stderr
     said = ""
     while "[1] iterative, 2 clients, n 4" not in said:

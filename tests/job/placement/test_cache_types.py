@@ -22,7 +22,7 @@ from pipeinfer.models.llama.stage import LlamaStage
 from tests.models.test_llama_stage import make_batch, run
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import finish, run_json
-from tests.support.paces import slow_target
+from tests.support.paces import pace_words, slow_target
 from tests.support.planned import lay_out, options_of
 
 TOKENS = [(7 * number) % 300 for number in range(48)]
@@ -120,9 +120,9 @@ def test_a_head_must_be_whole_blocks(tmp_path: Path) -> None:
 
 
 def test_a_job_with_trees_in_quantised_caches(tmp_path: Path) -> None:
-    (pace := tmp_path / "pace.toml").write_text(slow_target(4.0))
+    pace = pace_words(tmp_path, slow_target(4.0))
     words = ["-p", "def fibonacci(n):", "--temp", "0", "-n", "24", "-t", "1", "--numerics", "fast", "-ctk", "q8_0"]
-    found = run_json(3, [*words, "-ctv", "q8_0", "-ctkd", "q8_0", "-ctvd", "q4_0", "--pace", str(pace)])
+    found = run_json(3, [*words, "-ctv", "q8_0", "-ctkd", "q8_0", "-ctvd", "q4_0", *pace])
     assert found["options"].endswith(
         "cache-type-k q8_0, cache-type-v q8_0, cache-type-k-draft q8_0, cache-type-v-draft q4_0"
     )

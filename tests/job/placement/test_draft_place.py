@@ -23,7 +23,7 @@ from pipeinfer.models.llama.ggml import Device
 from pipeinfer.policies import PipeInfer
 from tests.support.cases import in_long
 from tests.support.jobs import finish, run_json
-from tests.support.paces import slow_target
+from tests.support.paces import pace_words, slow_target
 from tests.support.planned import lay_out, options_of
 
 TORCH, LLAMA = Backend("torch"), Backend()
@@ -114,8 +114,8 @@ def test_a_gpu_that_only_the_draft_has_is_known(monkeypatch: pytest.MonkeyPatch)
 def test_a_draft_of_torchs_target_may_be_libllamas(n_ranks: int, tmp_path: Path) -> None:
     """The text is that of torch's target."""
     pytest.importorskip("torch")
-    (pace := tmp_path / "pace.toml").write_text(slow_target(4.0, stages=1))
-    words = [*PROMPT, "--backend", "torch", *(["--pace", str(pace)] if n_ranks > 1 else [])]
+    pace = pace_words(tmp_path, slow_target(4.0, stages=1))
+    words = [*PROMPT, "--backend", "torch", *(pace if n_ranks > 1 else [])]
     on_cpu, there = (run_json(n_ranks, [*words, "-ngld", place], warm=False) for place in ("0", "auto"))
     assert on_cpu["text"] == there["text"] and on_cpu["speculation"]["draft_n"] > 0
     backends = [[rank["backend"] for rank in found["ranks"]] for found in (on_cpu, there)]

@@ -19,7 +19,7 @@ from pipeinfer.job.requests.journal import Journal, JournalFile, kept_settings
 from pipeinfer.job.requests.request import GenerationRequest
 from tests.support.cases import in_long
 from tests.support.jobs import command_of, descendants, finish, start, until
-from tests.support.paces import slow_target
+from tests.support.paces import pace_words, slow_target
 
 ASKED = GenerationRequest((1, 2), 9, 20, SamplingParams(seed=5), frozenset())
 TEXT = ["-p", "def read_lines(path):\n", "-n", "300", "-c", "400", "--ignore-eos", "-t", "1"]
@@ -171,8 +171,7 @@ def test_a_note_for_which_there_was_half_the_room_is_the_last_one(
 @pytest.fixture
 def slow(tmp_path: Path) -> list[str]:
     """So a text is not at its end before a rank is killed."""
-    (path := tmp_path / "pace.toml").write_text(slow_target(10.0))
-    return ["--pace", str(path)]
+    return pace_words(tmp_path, slow_target(10.0))
 
 
 def kill_a_rank(job: subprocess.Popen[str], notes: Path, n_lines: int) -> str:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.memory_group import memory_group, missing
-from tests.support.paces import slow_target
+from tests.support.paces import pace_words, slow_target
 from tests.support.supervised import Supervised
 
 MIB = 1 << 20
@@ -49,7 +49,7 @@ def test_what_is_said_is_what_is_taken(n_ranks: int, limit: int, words: list[str
 
 
 def test_a_supervised_job_goes_on_with_what_was_chosen(words: list[str], tmp_path: Path) -> None:
-    (pace := tmp_path / "pace.toml").write_text(slow_target(4.0, stages=1))  # not at its end before it is struck
+    pace = pace_words(tmp_path, slow_target(4.0, stages=1))  # not at its end before it is struck
     # where memory is short the first job may repack and the second not, which says that its text may be another one
     words = [*words, *"--no-repack -c 0 -n 300 --fit-target 10 --temp 0.8 -s 3".split()]
     limit = 380 * MIB
@@ -58,7 +58,7 @@ def test_a_supervised_job_goes_on_with_what_was_chosen(words: list[str], tmp_pat
         whole = group.finish(2, words)
         group.limit(limit + SUPERVISOR_BYTES)
         enter = group.folder / "cgroup.procs"
-        job = Supervised(2, [*words, "--pace", str(pace)], preexec_fn=lambda: enter.write_text(str(os.getpid())))
+        job = Supervised(2, [*words, *pace], preexec_fn=lambda: enter.write_text(str(os.getpid())))
         begun = job.read(N_READ)
         pid = job.ranks()[1]
         group.limit(limit + SUPERVISOR_BYTES + 10 * MIB)

@@ -36,7 +36,7 @@ from tests.support.cases import in_long
 from tests.support.heads import write_head
 from tests.support.jobs import environment, finish, plain_tokens, run_json, start, until
 from tests.support.namespaces import hosts, missing
-from tests.support.paces import slow_target
+from tests.support.paces import pace_words, slow_target
 from tests.support.rpc_server import Counter, Server, address_space, needs_rpc, servers
 from tests.support.supervised import Supervised
 
@@ -121,8 +121,8 @@ def test_layers_with_states_and_features_for_a_head(
     assert run_json(2, [*words, "--policy", "pipeinfer", "--lookup", *ALL, *of(three[:2])])["tokens"] == by_cpu
     head = write_head(tmp_path / "head.gguf", TARGET, (2, 4, 6))
     words = ["-m", str(TARGET), "-md", str(head), *PROMPT, *GREEDY, "--policy", "pipeinfer"]
-    (pace := tmp_path / "pace.toml").write_text(slow_target(10.0, draft_layers=1, stages=1))
-    result = run_json(2, [*words, *ALL, *TYPES, *of(three[:2]), "--pace", str(pace)])
+    pace = pace_words(tmp_path, slow_target(10.0, draft_layers=1, stages=1))
+    result = run_json(2, [*words, *ALL, *TYPES, *of(three[:2]), *pace])
     assert result["tokens"] == texts["0"] and result["speculation"]["draft_n"] > 0
 
 
@@ -274,11 +274,11 @@ def test_doctor_looks_at_servers_from_the_hosts_of_their_ranks() -> None:
 
 
 def test_a_supervised_job_goes_on_with_the_server_in_its_place(tmp_path: Path) -> None:
-    (pace := tmp_path / "pace.toml").write_text(slow_target(10.0, stages=1))  # not at its end before it is struck
+    pace = pace_words(tmp_path, slow_target(10.0, stages=1))  # not at its end before it is struck
     words = ["run", "-p", "def f", "-n", "200", "--ignore-eos", "-t", "1", *SAMPLED, *ALL]
     with servers(1, 1) as two:
         text = finish(1, [*words, "--policy", "iterative", *of(two[:1])]).stdout
-        job = Supervised(2, [*words, *of(two), "--pace", str(pace)])
+        job = Supervised(2, [*words, *of(two), *pace])
         begun = job.read(50)
         two[1].stop()
         errors = job.wait_for(f"waiting for the RPC server {two[1].endpoint}, for 20 s".encode())

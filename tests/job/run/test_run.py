@@ -21,7 +21,7 @@ from pipeinfer.policies import POLICIES, USUAL
 from tests.support.cases import in_long
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import COMMAND, environment, finish, launcher, plain_tokens_after, run_json, start
-from tests.support.paces import slow_target
+from tests.support.paces import pace_words, slow_target
 
 PROMPT = "def read_lines(path):\n"
 PAPERS = [name for name in POLICIES if name not in USUAL]
@@ -103,15 +103,14 @@ def test_penalised_and_sampled_text_is_the_same_everywhere() -> None:
 @pytest.fixture
 def with_guesses(tmp_path: Path) -> list[str]:
     """Three ranks whose stages take so long that guesses come in time."""
-    (path := tmp_path / "pace.toml").write_text(slow_target(4.0))
-    return ["--pace", str(path)]
+    return pace_words(tmp_path, slow_target(4.0))
 
 
 def test_a_draft_that_is_never_right_is_said_and_given_a_rest(tmp_path: Path) -> None:
     shape = Shape(n_layer=4, n_vocab=2048, peaky=12.0)
     target, draft = write_model(tmp_path / "t.gguf", shape), write_model(tmp_path / "d.gguf", replace(shape, seed=9))
-    (pace := tmp_path / "pace.toml").write_text(slow_target(4.0, layers=2, draft_layers=4))
-    words = ["-m", str(target), "-md", str(draft), "-p", "the rank", "-n", "128", "--ignore-eos", "--pace", str(pace)]
+    pace = pace_words(tmp_path, slow_target(4.0, layers=2, draft_layers=4))
+    words = ["-m", str(target), "-md", str(draft), "-p", "the rank", "-n", "128", "--ignore-eos", *pace]
     done = finish(3, ["run", *words])
     assert done.returncode == 0, done.stderr
     assert "hardly any guess of the draft is right" in done.stderr or "guesses cost time here" in done.stderr

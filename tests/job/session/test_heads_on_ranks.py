@@ -28,7 +28,7 @@ from tests.support.cases import in_long
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.heads import write_guessing, write_head
 from tests.support.jobs import finish, plain_tokens_after, run_json
-from tests.support.paces import slow_target, with_refiner
+from tests.support.paces import pace_words, slow_target, with_refiner
 from tests.support.planned import deploy, options_of
 
 GREEDY = ["-p", PROMPT, "-n", "32", "--temp", "0", "--ignore-eos", "-t", "1"]
@@ -108,9 +108,9 @@ def test_a_target_without_a_head_of_its_own_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("policy", ["auto", in_long("speculative"), "pipespec"])
 def test_a_draft_refines_what_a_head_guesses(policy: str, plain: list[int], head: Path, tmp_path: Path) -> None:
-    (pace := tmp_path / "pace.toml").write_text(with_refiner(slow_target(4.0, draft_layers=1), 0.5, 2))
+    pace = pace_words(tmp_path, with_refiner(slow_target(4.0, draft_layers=1), 0.5, 2))
     words = ["-m", str(TARGET), "-md", str(DRAFT), "-md", str(head), *GREEDY, "--policy", policy]
-    result = run_json(4, [*words, "--pace", str(pace)])
+    result = run_json(4, [*words, *pace])
     assert result["tokens"] == plain and result["speculation"]["draft_n_accepted"] > 0
 
 
