@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,14 +108,11 @@ class LimitedProcess:
             start_s = time.monotonic()
             try:
                 with self._take() as process:
-                    try:
-                        output = _output(process, json.dumps(request).encode(), start_s + limits.wall_s)
-                    finally:
-                        process.kill()
+                    output = _output(process, json.dumps(request).encode(), start_s + limits.wall_s)
                 if output is None:
                     continue
                 answer = json.loads(output)
-            except subprocess.TimeoutExpired:
+            except TimeoutError:
                 return {"error": f"is not done after {limits.wall_s:g} s"}
             except OSError as error:
                 return {"error": f"cannot be done: {error.strerror}"}
@@ -140,15 +138,16 @@ class LimitedProcess:
 
 
 def _output(process: subprocess.Popen[bytes], data: bytes, end_s: float) -> bytes | None:
-    """The output of the process for this input; None if it was stopped from outside. Raises TimeoutExpired."""
-    unsent: bytes | None = data
-    while True:
-        remaining_s = end_s - time.monotonic()
+    """The output of the process for this input; None if it was stopped from outside. It has ended then. Raises
+    TimeoutError."""
+    with ThreadPoolExecutor(1) as pool:  # `communicate` with a timeout loses what is unsent of its input
+        output = pool.submit(process.communicate, data)
         try:
-            return process.communicate(unsent, min(CHECK_EVERY_S, max(remaining_s, 0.0)))[0]
-        except subprocess.TimeoutExpired:
-            unsent = None
-            if is_stopped(process.pid):
-                return None
-            if remaining_s <= CHECK_EVERY_S:
-                raise
+            while not wait([output], min(CHECK_EVERY_S, max(end_s - time.monotonic(), 0.0))).done:
+                if is_stopped(process.pid):
+                    return None
+                if time.monotonic() >= end_s:
+                    raise TimeoutError
+            return output.result()[0]
+        finally:
+            process.kill()

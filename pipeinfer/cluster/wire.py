@@ -142,7 +142,7 @@ ROW = np.dtype([(name, INT) for name in SentRow._fields])
 EXTRA = np.dtype([("row", INT), ("seq", INT)])  # another sequence that has the row's cell
 PRUNED = np.dtype([("run_id", LONG), ("row", INT)])
 N_PRUNINGS_BYTES = INT.itemsize + PRUNED.itemsize * N_PRUNED_ROWS
-TEXTS = tuple(field.name for field in fields(SamplingParams) if field.type == "str")
+TEXTS = tuple(field.name for field in fields(SamplingParams) if isinstance(field.default, str))
 
 
 def joined(*parts: bytes) -> Buffer:

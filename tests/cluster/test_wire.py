@@ -41,7 +41,9 @@ ops = st.builds(KvOp, st.sampled_from(OpKind), ids, ids, ids, ids | st.just(POSI
 rows = st.builds(Row, ids, ids, ids, st.lists(ids, min_size=1, max_size=5).map(tuple), st.integers(0, 255))
 choices = (st.integers(0, 2**32 - 1), st.floats(0, 5), st.integers(-1, 10**6), st.floats(0, 1), st.floats(0, 1))
 penalties = (st.integers(0, 4096), st.floats(0.5, 2), st.floats(-2, 2), st.floats(-2, 2))
-params = st.builds(SamplingParams, *choices, *penalties, *2 * [st.text(max_size=9)])
+names = ("dry_breakers", "sampler_order", "ends", "logit_bias", "grammar", "reasoning")
+texts = {name: st.integers(0, 999).map("é".__mul__) for name in names}
+params = st.builds(SamplingParams, *choices, *penalties, **texts)
 adapters = st.none() | st.lists(st.tuples(ids, st.floats(allow_nan=False)), max_size=2).map(tuple)
 runs = st.builds(
     Run,

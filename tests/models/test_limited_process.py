@@ -6,6 +6,9 @@ import os
 import time
 from pathlib import Path
 
+import pytest
+
+from pipeinfer import child
 from pipeinfer.child import LimitedProcess, ProcessLimits
 from pipeinfer.launchers import process_stat
 from pipeinfer.models.text.grammar import PROCESS as GRAMMAR_CHECK
@@ -32,6 +35,13 @@ def test_its_own_limit_is_not_taken_for_a_kill_from_outside(tmp_path: Path) -> N
     until(lambda: sum(map(int, process_stat(ahead.pid)[11:13])) >= 0.6 * os.sysconf("SC_CLK_TCK"))
     assert "takes more than 1 s" in process.ask({"log": str(log)})["error"]
     assert log.read_text() == "asked\n"
+
+
+def test_a_long_input_arrives_where_the_process_starts_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pipes hold 64 KiB, and checks whether the process was stopped come before it reads."""
+    monkeypatch.setattr(child, "CHECK_EVERY_S", 0.001)
+    process = LimitedProcess("tests.support.niceness", ProcessLimits(wall_s=30))
+    assert process.ask({"text": "x" * 200_000}).keys() == {"niceness"}
 
 
 def test_long_work_leaves_the_cores_to_others() -> None:

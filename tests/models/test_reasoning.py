@@ -13,6 +13,7 @@ import pytest
 
 from pipeinfer.core.sampling import SamplingParams, choose
 from pipeinfer.core.types import NO_TOKEN
+from pipeinfer.errors import UserError
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.text.grammar import Grammars
 from pipeinfer.models.text.reasoning import (
@@ -103,6 +104,8 @@ def test_the_prompt_s_own_reasoning_counts(tokenizer: Tokenizer) -> None:
     rest = forced(0, "<think>\n", source=coder)
     assert tokenizer.decode_piece(rest[0]) != b"\n", "the prompt has the first of these tokens"
     assert budget_text(0, "", "no marks", tokenizer, [1], "") == ""
+    with pytest.raises(UserError, match="has 16385 bytes; 16384 are possible"):
+        budget_text(0, "x" * 16385, OPEN, tokenizer, [1], "")
 
 
 def test_a_grammar_holds_what_is_not_forced(tokenizer: Tokenizer) -> None:

@@ -59,11 +59,15 @@ class GenerationRequest:
         n_ctx = min(self.n_ctx, n_ctx)
         return replace(self, n_ctx=n_ctx, n_predict=min(self.n_predict, n_ctx - len(self.prompt)))
 
+    @property
+    def sampling_with_ends(self) -> SamplingParams:
+        """As the engine and the stages get it."""
+        return self.sampling.with_ends(len(self.prompt), self.end_tokens)
+
     def open(self, id: int) -> Request:
         """The state of this request in an engine."""
-        ends, how = self.end_tokens, (self.spans, self.keep, self.priority, self.begun, self.adapters)
-        sampling = self.sampling.with_ends(len(self.prompt), ends)
-        return Request(id, self.prompt, self.n_predict, sampling, self.n_ctx, ends, *how)
+        how = self.end_tokens, self.spans, self.keep, self.priority, self.begun, self.adapters
+        return Request(id, self.prompt, self.n_predict, self.sampling_with_ends, self.n_ctx, *how)
 
 
 def settled(sampling: SamplingParams, tokenizer: Tokenizer) -> SamplingParams:

@@ -144,9 +144,9 @@ class Session:
     def has_room(self, request: GenerationRequest) -> bool:
         """Whether the engine can take one more. One of higher priority it takes when full, to preempt others."""
         admission, capacity = self.engine.admission, self.plan.capacity
-        n_bytes = sum(text_bytes(each.request.sampling) for each in self._open.values())
+        n_bytes = sum(text_bytes(each.state.sampling) for each in self._open.values())
         n_soon = min(request.n_ctx, len(request.prompt) + len(request.begun) + admission.ahead)
-        return n_bytes + text_bytes(request.sampling) <= N_TEXT_MAX and (
+        return n_bytes + text_bytes(request.sampling_with_ends) <= N_TEXT_MAX and (
             not self._open
             or admission.would_pass(request.priority)
             or (len(self._open) < capacity.n_requests and admission.n_reserved + n_soon <= capacity.n_ctx)

@@ -14,11 +14,14 @@ import numpy as np
 from pipeinfer.core.blocks import common
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.types import Allowed, Constraint, FloatArray
+from pipeinfer.errors import UserError
 from pipeinfer.models.text.answer_forms import THOUGHTS
 from pipeinfer.models.text.grammar import Grammars
 from pipeinfer.models.text.tokenizer import Tokenizer
 
 Tokens = tuple[int, ...]
+
+MAX_MESSAGE_BYTES = 16 << 10  # its tokens are in messages between ranks
 
 QWEN_CODER = ("<think>", "<tool_call>", "<function=", "<parameter=")
 """A template with all of these has several ends of reasoning in llama.cpp, QWEN_CODER_ENDS, the forced one first."""
@@ -91,10 +94,14 @@ def budget_text(
     n_tokens: int, message: str, source: str, tokenizer: Tokenizer, prompt: Sequence[int], thought: str
 ) -> str:
     """`SamplingParams.reasoning` of a chat; empty if its template `source` has no marks of reasoning. `message`: forced
-    before the end. `thought`: the mark that ends the reasoning which the prompt begins; empty: it begins none."""
+    before the end. `thought`: the mark that ends the reasoning which the prompt begins; empty: it begins none. Raises
+    UserError for a message that is too long."""
     begin, end = thought_marks(source, thought)
     if not end:
         return ""
+    if (n_bytes := len(message.encode("utf-8", "replace"))) > MAX_MESSAGE_BYTES:
+        too_long = f"the message of the reasoning budget has {n_bytes} bytes"
+        raise UserError(f"{too_long}; {MAX_MESSAGE_BYTES} are possible, give a shorter one")
     tokens_of = partial(tokenizer.encode, add_special=False, parse_special=True)
     names = QWEN_CODER_ENDS if all(sign in source for sign in QWEN_CODER) else (end,)
     start, ends = tuple(tokens_of(begin)), tuple(tuple(tokens_of(name)) for name in names)

@@ -175,6 +175,15 @@ def test_who_can_begin_does_while_others_wait_for_a_prompt(pair: list[str], tmp_
     assert json.loads(output.read_text().splitlines()[0])["index"] == 8
 
 
+def test_requests_wait_while_the_texts_of_open_ones_fill_a_message(pair: list[str], tmp_path: Path) -> None:
+    """Grammars go to the stages with the first run of their requests, and 12 of these 14 fit into a message."""
+    source, output = tmp_path / "asked.jsonl", tmp_path / "out.jsonl"
+    line = {"prompt": "the", "max_tokens": 2, "json_schema": {"enum": [3], "description": "x" * 85_000}}
+    source.write_text(f"{json.dumps(line)}\n" * 14)
+    assert 2 <= batch(2, source, output, [*pair[:2], "--parallel", "16"])["open_max"] <= 12
+    assert list(texts_of(output).values()) == 14 * ["3"]
+
+
 def test_a_request_among_65_has_the_text_that_it_has_alone(
     pair: list[str], asked: Path, alone: Path, tmp_path: Path
 ) -> None:
