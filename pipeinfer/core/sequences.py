@@ -157,15 +157,19 @@ class SequencePool:
 
     def close(self, request_id: int) -> None:
         """Free all that the request holds, or has retained."""
-        self.retain(request_id, 0)
-        self._retained.remove(request_id)
+        self.rewind(request_id, 0)
+        self._retained.discard(request_id)
         self._release(self._texts.pop(request_id).seq)
         del self._seqs_of[request_id]
 
     def retain(self, request_id: int, n_tokens: int) -> None:
-        """The request has ended: free all but its first `n_tokens` committed tokens."""
+        """The request has ended: free all but its first `n_tokens` committed tokens, and what stages have kept to read
+        the rest of its prompt."""
         self.rewind(request_id, n_tokens)
         self._retained.add(request_id)
+        if self.rewinds:
+            seq = self._texts[request_id].seq
+            self._pending.append(KvOp(OpKind.REMOVE, seq, first=self._paths[seq].end))
 
     def rewind(self, request_id: int, n_tokens: int) -> None:
         """Free its nodes, and all but its first `n_tokens` committed tokens."""

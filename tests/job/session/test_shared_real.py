@@ -17,6 +17,7 @@ from pipeinfer.core.sequences import SequencePool
 from pipeinfer.models.drafts.model_drafter import ModelDrafter
 from pipeinfer.models.llama.stage import LlamaStage
 from pipeinfer.observe.metrics import RequestMetrics
+from pipeinfer.policies import Iterative
 from tests.core.test_engine import toy_engine
 from tests.job.session.test_many_real import make_policy
 from tests.support.architecture_factory import write_random_model
@@ -27,7 +28,7 @@ from tests.support.shipped import N_CELLS, N_SEQ, load
 from tests.support.toy import ToyPipeline
 
 N_CTX, N_PREDICT = 330, 24
-SYSTEM = [random.Random(1).randrange(300, 3000) for _ in range(200)]
+SYSTEM = random.Random(1).choices(range(300, 3000), k=200)
 
 
 def make_requests() -> list[Request]:
@@ -93,6 +94,32 @@ def test_texts_that_begin_alike_are_those_of_each_alone(
     assert [request.tokens for request in requests] == solo
     assert n_shared >= 2 * 199 + 19 + 3 * 128, "prompts were evaluated again"
     assert {OpKind.SHARED, OpKind.COMPACT} <= {op.kind for op in ops} or cuts, "nothing that was shared was packed"
+
+
+def test_a_longer_prompt_takes_over_one_that_was_stopped_while_it_was_read() -> None:
+    """Stages read a prompt in a cache of its own size, which the longer one must not get."""
+    more, params = random.Random(2).choices(range(300, 3000), k=400), SamplingParams(seed=1, temp=0.0)
+    stages, texts = load(()), list[list[int]]()
+    for stops in (False, True):
+        pool = SequencePool(N_SEQ, N_CELLS, parked=True)
+        engine = toy_engine(ToyPipeline(stages, random.Random(3)), pool, None, n_chunk=64, n_rows=32, blocks=True)
+        stopped = Request(0, SYSTEM, N_PREDICT, params, 700, keep=True)
+        if stops:
+            engine.add(stopped, Iterative())
+            while stopped.id not in engine._active or pool.placed_end(0) < 64 or engine.target.n_inflight(stopped):
+                engine.step()
+            engine.stop(stopped)
+            assert 64 <= stopped.n_retained < 200
+        request, metrics = Request(1, [*SYSTEM, *more], N_PREDICT, params, 700, keep=True), RequestMetrics()
+        engine.add(request, Iterative(), metrics)
+        engine.complete()
+        texts.append(request.tokens)
+        assert not any(stage._prefills.by_seq for stage in stages), "caches of prompts are left"
+        for stage in stages:
+            stage.clear()
+    for stage in stages:
+        stage.close()
+    assert texts[0] == texts[1] and metrics.n_kept == stopped.n_retained
 
 
 def test_a_batch_on_layers_with_windows(tmp_path: Path) -> None:
