@@ -44,7 +44,7 @@ def guess_next(
     guesses = _guesses(logits, params, position, width, couple)
     if allowed is None:
         return guesses
-    if allowed.has(guesses[0].token):
+    if guesses and allowed.has(guesses[0].token):
         return guesses[:1] + [guess for guess in guesses[1:] if allowed.has(guess.token)]
     allowed.restrict(logits)
     return [guess for guess in _guesses(logits, params, position, width, couple) if guess.probability > 0]

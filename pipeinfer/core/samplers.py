@@ -109,8 +109,8 @@ def _entropy(weights: npt.NDArray[np.float64]) -> float:
 
 def without_top(values: Logits, threshold: float) -> Ids:
     """Indices, ascending, without all but the least likely of those at least as likely as `threshold` (XTC); of equal
-    ones that with the largest index stays."""
-    top = np.flatnonzero(probabilities(values) >= threshold)
+    ones that with the largest index stays. Logits of -inf are excluded already."""
+    top = np.flatnonzero((probabilities(values) >= threshold) & (values > -np.inf))
     if len(top) < 2:
         return np.arange(len(values))
     return np.delete(np.arange(len(values)), top[np.argsort(-values[top], kind="stable")[:-1]])
@@ -312,10 +312,12 @@ def is_bias(value: float) -> bool:
 
 
 def bias_text(pairs: Iterable[tuple[int, float]]) -> str:
-    """The canonical text of biases; those of one token add up. Raises ValueError for too many tokens."""
+    """The canonical text of biases; those of one token add up, within the limit. Raises ValueError for too many
+    tokens."""
     sums: dict[int, float] = {}
     for token, bias in pairs:
-        sums[token] = sums.get(token, 0.0) + bias
+        total = sums.get(token, 0.0) + bias
+        sums[token] = -math.inf if total < -MAX_BIAS else min(total, MAX_BIAS)
         if len(sums) > MAX_BIASES:
             raise ValueError(f"names more than {MAX_BIASES} tokens; {MAX_BIASES} are possible")
     return " ".join(f"{token}{float(np.float32(bias)):+.9g}" for token, bias in sorted(sums.items()))

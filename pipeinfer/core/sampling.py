@@ -36,6 +36,7 @@ from pipeinfer.core.types import Allowed
 N_EXACT = 512  # candidates whose noise is computed without bounding it first
 MIN_TEMP = 1e-30  # lower temperatures are greedy: they would overflow as divisors
 BELOW_BEST = 8.0  # of many candidates, those further below the best are left out: each is less than e^-8 as likely
+ROUNDING = 1e-6  # of a bound in float32, as a share of it: logits divided by a low temperature are large
 TEMPERATURE = ("--temp", "--temperature")
 
 
@@ -227,7 +228,7 @@ def contenders(ids: Ids, values: Logits, seed: int, position: int, temp: float) 
         bounds = values[part] * np.float32(1.0 / temp) + gumbel_bound(words)
         hopeful = slice(best := int(np.argmax(bounds)), best + 1)
         reached = max(reached, float(scores(values[part][hopeful], words[hopeful], temp)[0]))
-        near = np.flatnonzero(bounds >= np.float32(reached - BELOW_BEST))
+        near = np.flatnonzero(bounds >= np.float32(reached - BELOW_BEST - ROUNDING * abs(reached)))
         parts.append((ids[part][near], scores(values[part][near], words[near], temp)))
     return np.concatenate([ids for ids, _ in parts]), np.concatenate([score for _, score in parts])
 

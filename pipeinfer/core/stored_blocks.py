@@ -251,7 +251,7 @@ class StoredBlocks:
     def _make_room(self, n_tokens: int) -> bool:
         """Whether there is room for a text of so many tokens; other finished requests make room."""
         pool = self._target.pool
-        while not (has_room := self._has_room(n_tokens)) and self._forget_oldest():
+        while not (has_room := self._has_room(n_tokens)) and self._speculator.has_heard and self._forget_oldest():
             pass
         if not has_room and pool.can_compact:
             pool.compact()

@@ -168,6 +168,22 @@ def test_tokens_at_one_position_share_its_noise() -> None:
     assert all(first == pytest.approx(second, abs=1e-9) for first, second in shared)
 
 
+@pytest.mark.parametrize("temp", [1.0, 1e-4, 7e-8, 3e-9, 1e-11, 1e-18, 1e-25, 1e-30])
+def test_the_best_of_many_is_found_at_every_temperature(temp: float) -> None:
+    """Bounds of float32 leave candidates out: logits divided by a low temperature exceed what they tell apart."""
+    rng, params = np.random.default_rng(8), SamplingParams(seed=1, temp=temp, top_k=0, top_p=1.0, min_p=0.0)
+    for position in range(40):
+        logits = rng.normal(0, 3, 30_000).astype(np.float32)
+        whole = logits.astype(np.float64) / temp + gumbel(random_words(1, position, np.arange(30_000)))
+        assert choose(logits, params, position) == np.argmax(whole)
+
+
+def test_what_is_excluded_is_not_the_least_likely_of_the_top() -> None:
+    params = SamplingParams(seed=1, temp=1.0, top_k=0, top_p=1.0, min_p=0.0, xtc_probability=1.0, xtc_threshold=0.0)
+    logits = np.array([3.0, 1.0, 2.0, -np.inf, -np.inf], np.float32)
+    assert choose(logits, params, 3) == 1
+
+
 def test_penalties_change_seen_tokens_only() -> None:
     params = SamplingParams(temp=0, repeat_penalty=2.0, frequency_penalty=0.5, presence_penalty=0.25)
     logits = np.array([4.0, 3.9, -1.0, 1.0], np.float32)
@@ -210,6 +226,7 @@ def test_biases_are_the_same_text_however_they_are_written() -> None:
     )
     with pytest.raises(ValueError, match="2048 are possible"):
         bias_text((token, 1.0) for token in range(MAX_BIASES + 1))
+    assert bias_text([(5, 1e9), (5, 1e9), (6, -1e9), (6, -1.0)]) == "5+1e+09 6-inf", "what it writes can be read"
     assert len(bias_text((2**31 - 1 - token, -1.2345678e-9) for token in range(MAX_BIASES))) < 1 << 16
 
 

@@ -206,10 +206,8 @@ def make_on_node(state: CallbackState) -> Callable[[int, bool, Any], bool]:
         if ask:  # True makes libllama compute up to this node and call again
             if state.stopped or read(tensor + name_offset) in ends:
                 return True
-            if read(tensor + name_offset, n_layer) != layer:
-                return False
             is_tapped = read(tensor + name_offset) in taps
-            if not state.between:
+            if not state.between or read(tensor + name_offset, n_layer) != layer:
                 return is_tapped
             if state.n_layers == 0:
                 state.began_ns = time.monotonic_ns()
