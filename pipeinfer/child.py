@@ -102,7 +102,8 @@ class LimitedProcess:
                 self.ahead.append(self._start())
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer; or `error`: the limit that was exceeded; or `broken`: what is wrong with this host."""
+        """The answer; or `error`: the limit that was exceeded, and `is_lasting` if it would be again; or `broken`: what
+        is wrong with this host."""
         limits = self.limits
         for _ in range(N_TRIES):
             start_s = time.monotonic()
@@ -120,7 +121,8 @@ class LimitedProcess:
                 if process.returncode == -signal.SIGKILL:
                     continue
                 # or it had no memory left to report an error
-                return {"error": f"takes more than {limits.cpu_s} s or {limits.n_bytes >> 20} MiB"}
+                much = f"takes more than {limits.cpu_s} s or {limits.n_bytes >> 20} MiB"
+                return {"error": much, "is_lasting": True}
             return answer if isinstance(answer, dict) else {}
         reason = f"its process was killed or stopped, {N_TRIES} times; the host may be short of memory"
         return {"broken": f"is not done: {reason}"}

@@ -64,12 +64,14 @@ class HeadClient:
             self._finish(choice, channel.Finished(choice.id, ""))
 
     def recover(self, why: str = "") -> None:
-        """Rank 0 is gone and will be restarted; open requests wait for it. Not once it was given up."""
+        """Rank 0 is gone and may be restarted; open requests wait for it. Not once it was given up. `why`: it was lost,
+        whatever it said before."""
         if self.state is HeadState.LOST:
             return
         if self.state is not HeadState.RECOVERING:
             self.state, self.lost_s, self.reason = HeadState.RECOVERING, time.monotonic(), "the job was lost"
-        self.reason, self.writer, self.trial_s, self.closing_s = why or self.reason, None, -math.inf, 0.0
+        self.reason, self.writer, self.trial_s = why or self.reason, None, -math.inf
+        self.closing_s = 0.0 if why else self.closing_s
         for choice in self.choices.values():
             choice.has_turn = False
 

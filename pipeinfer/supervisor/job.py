@@ -91,15 +91,18 @@ class KeptOutput:
         """Whether data wait for their reader."""
         return self._lock.locked()
 
+    def drop(self) -> None:
+        """Leave out a whole result: its attempt was lost."""
+        self._held = bytearray()
+
     def begin(self) -> Callable[[bytes], None]:
         """A new attempt's: writes what is new of the data that it sends."""
-        n_received = 0
-        self._held.clear()
+        n_received, held = 0, self._held
 
         def take(data: bytes) -> None:
             nonlocal n_received
             if self.whole:
-                self._held += data
+                held.extend(data)
                 return
             with self._lock:
                 new = data[max(0, self._n_written - n_received) :]

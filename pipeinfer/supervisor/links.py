@@ -62,6 +62,7 @@ class Links:
         """Accept links from rank 0 of this attempt, and no other one."""
         with self._lock:
             self._number, self.has_progress, self.exit_code = number, False, None
+        self._output.drop()
 
     def end(self, must_end: Callable[[], bool] = lambda: False) -> None:
         """Read what rank 0 has sent, and close its links. Of an attempt that got to its end all output is written,

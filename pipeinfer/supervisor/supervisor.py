@@ -213,12 +213,12 @@ class Supervisor:
                 none, environ = subprocess.DEVNULL, dict(self.environ)
                 process = subprocess.Popen(words, stdin=none, stdout=none, stderr=none, env=environ)
                 processes[host] = running.enter_context(process)
+                running.callback(process.kill)
             deadline = time.monotonic() + limit_s
             for host, process in processes.items():
                 try:
                     code = process.wait(max(0.0, deadline - time.monotonic()))
                 except subprocess.TimeoutExpired:
-                    process.kill()
                     code = -1
                 if code:
                     failing.add(host)

@@ -11,11 +11,13 @@ from functools import lru_cache
 from itertools import permutations
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from llama_cpp import llama_grammar
 
+from pipeinfer.child import LimitedProcess
 from pipeinfer.cluster.stages.runs import LocalPrunings, Samplers
 from pipeinfer.cluster.stages.stage import StageWorker, room_for
 from pipeinfer.cluster.wire import encode
@@ -223,6 +225,26 @@ def test_what_is_no_grammar_is_said_and_ends_nothing(tokenizer: Tokenizer, text:
     with pytest.raises(UserError) as caught:
         check_grammar(tokenizer, text)
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("answer", "n_asked"),
+    [
+        ({"tokens": [], "wrong": "some fault"}, 1),
+        ({"error": "takes more than 1 s", "is_lasting": True}, 1),
+        ({"error": "is not done after 120 s"}, 2),
+        ({"broken": "is not done"}, 2),
+    ],
+)
+def test_what_is_refused_is_checked_once(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any], n_asked: int
+) -> None:
+    ask = Mock(return_value=answer)
+    monkeypatch.setattr(LimitedProcess, "ask", ask)
+    for _ in range(2):
+        with pytest.raises(UserError):
+            check_grammar(tokenizer, f"root ::= # {answer}")
+    assert ask.call_count == n_asked
 
 
 def test_modules_of_the_current_directory_are_not_imported(

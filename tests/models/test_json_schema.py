@@ -224,6 +224,8 @@ def test_annotations_and_names_of_properties_are_no_keywords(tokenizer: Tokenize
         {"type": "string", "format": "new"},
         {"type": "integer", "format": "int64"},
         {"uniqueItems": False},
+        {"unevaluatedProperties": True},
+        {"unevaluatedItems": {}, "title": "y"},
         {"type": ["string", "null"], "format": "binary"},
         {"format": "binary"},
     ):

@@ -44,3 +44,11 @@ def test_calls_of_neighbours_stay() -> None:
     first, second = (ChatMessage("assistant", "", {"tool_calls": [call]}) for call in calls)
     (found,) = orders([ChatMessage("user", "a"), first, second])
     assert found[1].more["tool_calls"] == calls
+
+
+@pytest.mark.parametrize("texts", [("a", ""), ("", "b"), ("", "")])
+def test_a_text_stays_beside_calls_without_one(texts: tuple[str, str]) -> None:
+    answers = [ChatMessage("assistant", text, {} if text else {"tool_calls": [], "content": None}) for text in texts]
+    (found,) = orders([ChatMessage("user", "x"), *answers])
+    fields = {"content": found[1].content, **found[1].more}
+    assert (fields["content"] or "") == "".join(texts)

@@ -9,7 +9,7 @@ import pytest
 from pipeinfer.core.blocks import Span
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.job.requests.request import GenerationRequest
-from pipeinfer.job.serve.channel import Ask, Finished, FromHead, Ready, TextUpdates, decode, encode
+from pipeinfer.job.serve.channel import Ask, Closing, Finished, FromHead, Ready, TextUpdates, decode, encode
 from pipeinfer.server.head_client import HeadClient, HeadState
 from pipeinfer.server.metrics import Metrics
 
@@ -78,3 +78,14 @@ def test_nothing_waits_for_a_head_that_does_not_come() -> None:
     head.recover()
     head.give_up()
     assert choice.finish == "" and head.state is HeadState.LOST
+
+
+@pytest.mark.parametrize("why", ["", "rank 1 died"])
+def test_clients_have_the_time_of_an_end_in_order(why: str) -> None:
+    """Rank 0's last message holds until the supervisor says that the job was lost."""
+    head = HeadClient(4, Metrics("model", 100), is_followed=True)
+    hears(head, Ready(100), Closing(9.0))
+    head.recover()
+    if why:
+        head.recover(why)
+    assert head.closing_s == (0.0 if why else 9.0)

@@ -3,13 +3,14 @@
 import os
 import subprocess
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from pipeinfer.cluster.hosts.launcher import read_launcher
+from pipeinfer.cluster.hosts.launcher import Launcher, read_launcher
 from pipeinfer.supervisor.supervisor import Supervisor
 from tests.support.jobs import COMMAND, finish
 from tests.support.namespaces import Hosts, hosts, missing
@@ -81,3 +82,13 @@ def test_hosts_that_are_left_out_are_taken_again_when_programs_start_there(tmp_p
     supervisor._deaths["bad"] = deque([0.0, 1.0])
     supervisor._take_back()
     assert supervisor.excluded.keys() == {"away", "bad"}
+
+
+def test_a_trial_that_cannot_be_started_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = {"first": ["sleep", "60"], "second": [str(tmp_path / "nothing")]}
+    monkeypatch.setattr(Launcher, "trial", lambda _, host, hosts_file: words[host])
+    supervisor, begin_s = (
+        Supervisor(read_launcher(["mpirun", "-np", "2", "pipeinfer", "run"]), 9, os.environ),
+        time.monotonic(),
+    )
+    assert supervisor._failing([*words], 60) == set() and time.monotonic() - begin_s < 30

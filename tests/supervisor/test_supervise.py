@@ -146,6 +146,21 @@ def test_a_result_object_is_printed_once() -> None:
     assert code == 0 and len(json.loads(out)["tokens"]) == 300, errors
 
 
+def test_one_of_a_lost_attempt_is_not(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    output = KeptOutput(whole=True)
+    links = Links(True, output, "")
+    for number in (1, 2):
+        links.begin(number)
+        if number == 1:
+            monkeypatch.setenv(SUPERVISOR, Attempt("job", number, links.rendezvous).text())
+            with connect_supervisor(OUTPUT) as link:  # type: ignore[union-attr]
+                os.write(link.fileno(), b"{}")
+            until(lambda: bool(output._held))
+        links.end()
+    output.end()
+    assert capfd.readouterr().out == ""
+
+
 def test_a_launcher_that_never_starts_a_rank_is_not_started_again_and_again() -> None:
     done = finish(1, ["supervise", *launcher(2), "--bogus", str(COMMAND_FILE), *TEXT], warm=False)
     assert done.returncode == 2 and "no rank has started in 4 attempts: check the launcher's words" in done.stderr

@@ -4,7 +4,7 @@ checks every line, the results so far and the context before models load."""
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
@@ -118,8 +118,8 @@ def _prepare(options: RunOptions, hosts: Sequence[Host], batch: BatchOptions) ->
     outputs = {WHAT: batch.output, "--resume": options.output.resume}
     check_separate(outputs, inputs_of(options) | {"the batch": [batch.source]})
     options, info, drafts, tokenizer = open_job(options)
-    file = BatchFile(batch.source, _defaults(batch, options, info))
-    output, prompts = BatchOutput(batch.output), BodyPrompts(options.text, options.context, info, tokenizer)
+    prompts = BodyPrompts(options.text, options.context, info, tokenizer)
+    file, output = BatchFile(batch.source, _defaults(batch, options, info, prompts)), BatchOutput(batch.output)
     work = BatchWork(file, output, prompts, bytearray(), Journal(), options.speculation.policy, options.output)
     try:
         _check_lines(work)
@@ -148,8 +148,8 @@ def _prepare(options: RunOptions, hosts: Sequence[Host], batch: BatchOptions) ->
         raise
 
 
-def _defaults(batch: BatchOptions, options: RunOptions, info: ModelInfo) -> Defaults:
-    text = options.text
+def _defaults(batch: BatchOptions, options: RunOptions, info: ModelInfo, prompts: BodyPrompts) -> Defaults:
+    text, chat = options.text, options.text.chat
     others = "".join(f" {backend}" for backend in options.placement.backend if backend.is_torch)
     others += "" if text.parse_special else " no-special"
     adapters = read_adapters(options.models, info)
@@ -159,7 +159,10 @@ def _defaults(batch: BatchOptions, options: RunOptions, info: ModelInfo) -> Defa
     if text.reasoning_budget >= 0:
         others += f" reasoning-{text.reasoning_budget} {text.reasoning_message or ''}"
     others += f" template-{text.template}" if text.template else ""
-    salt = f"{info.fingerprint} {options.numerics.rounding} {text.chat}{others}"
+    if chat and (chat.system_file or chat.template_file):  # results depend on what is in them
+        others += f" template-file-{prompts.format.template.source}" if chat.template_file else ""
+        chat = replace(chat, system=prompts.format.system, system_file=None, template_file=None)
+    salt = f"{info.fingerprint} {options.numerics.rounding} {chat}{others}"
     return defaults_of(options, as_chat=batch.as_chat, salt=salt, strict=batch.strict, adapters=adapters)
 
 

@@ -94,6 +94,8 @@ class Journal:
     def _take(self, parts: Any) -> None:
         match parts:
             case [str(name), str(value)] if name in SETTINGS:
+                if name == "time":
+                    float(value)  # raises ValueError
                 self.settings[name] = value
             case [str(key)]:
                 self.texts.pop(key, None)
@@ -212,7 +214,8 @@ class JournalFile(Journal):
 
     def close(self) -> None:
         if not self.texts:
-            self.path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # its folder may be read-only
+                self.path.unlink()
         os.close(self._fd)
 
 

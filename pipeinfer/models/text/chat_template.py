@@ -304,7 +304,9 @@ def _alternating(messages: Messages) -> list[ChatMessage]:
             last = merged[-1]
             calls = [*last.more.get("tool_calls", ()), *message.more.get("tool_calls", ())]
             more = {**last.more, **message.more, **({"tool_calls": calls} if calls else {})}
-            merged[-1] = replace(last, content=_joined([last, message]), more=more)
+            if content := _joined([last, message]):
+                more.pop("content", None)  # of one that has calls alone
+            merged[-1] = replace(last, content=content, more=more)
         else:
             merged.append(message)
     return merged

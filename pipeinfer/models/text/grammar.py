@@ -54,7 +54,10 @@ def check_grammar(tokenizer: Tokenizer, text: str) -> None:
     if not tokenizer.ends:
         reason = "has no token that ends a text, which must follow a grammar's last one"
         raise UserError(f"{tokenizer.path} {reason}; leave the grammar out")
-    for name in _token_names(text, tokenizer.n_vocab):
+    checked = _checked(text, tokenizer.n_vocab)
+    if isinstance(checked, str):
+        raise UserError(checked)
+    for name in checked:
         token_id(tokenizer, name)
 
 
@@ -68,8 +71,8 @@ def token_id(tokenizer: Tokenizer, name: str) -> int:
 
 
 @lru_cache(maxsize=64)
-def _token_names(text: str, n_vocab: int) -> tuple[str, ...]:
-    """Tokens that a grammar names. Raises UserError for an invalid grammar."""
+def _checked(text: str, n_vocab: int) -> tuple[str, ...] | str:
+    """Tokens that a grammar names, or why it cannot be used. Raises UserError for what may pass another time."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -78,10 +81,12 @@ def _token_names(text: str, n_vocab: int) -> tuple[str, ...]:
     result = PROCESS.ask({"text": text, "n_vocab": n_vocab})
     if "broken" in result:
         raise UserError(f"the grammar's check {result['broken']}")
-    if "error" in result or "wrong" not in result:
-        raise UserError(TOO_MUCH)
+    if "wrong" not in result:
+        if not result.get("is_lasting"):
+            raise UserError(TOO_MUCH)
+        return TOO_MUCH
     if result["wrong"]:
-        raise UserError(result["wrong"] if "tokens" not in result else _message(text, result["wrong"]))
+        return str(result["wrong"]) if "tokens" not in result else _message(text, result["wrong"])
     return tuple(result["tokens"])
 
 

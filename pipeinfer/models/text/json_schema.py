@@ -133,7 +133,8 @@ def _relaxed(schema: Any, reasons: dict[str, None]) -> Any:
         elif key in MAPS and isinstance(value, Mapping):
             result[key] = {name: _relaxed(each, reasons) for name, each in value.items()}
         elif key in DROPPED:
-            if value is not False or key.startswith("unevaluated"):
+            asks_nothing = value in (True, {}) if key.startswith("unevaluated") else value is False
+            if not asks_nothing:
                 reasons[f"no grammar holds a text to {key}"] = None
         elif key == "format":
             if value in FORMATS or schema.get("type") in ("integer", "number"):

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,10 +20,13 @@ import pytest
 from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
+from pipeinfer.job.batch.batch import BatchOptions, _defaults
 from pipeinfer.job.batch.batch_file import BatchFile, BatchOutput, read_request
+from pipeinfer.job.options.text_sections import ChatOptions
 from pipeinfer.job.placement.checks import open_models
 from pipeinfer.job.requests import fields
 from pipeinfer.job.requests.body import Defaults
+from pipeinfer.job.requests.body_prompts import BodyPrompts
 from pipeinfer.models.text.chat_template import ChatMessage, ChatTemplate
 from pipeinfer.models.text.json_schema import schema_grammar
 from pipeinfer.models.text.tokenizer import Tokenizer
@@ -598,6 +602,27 @@ def test_a_refused_batch_leaves_its_results_as_they_are(pair: list[str], tmp_pat
     done = finish(1, words)
     assert done.returncode == 0 and "all 2 results are there" in done.stderr, done.stderr
     assert output.read_bytes() == whole
+
+
+def test_results_depend_on_what_is_in_a_chat_s_files(pair: list[str], tmp_path: Path) -> None:
+    def salt(**files: Any) -> str:
+        options = options_of(model=Path(pair[1]), chat=ChatOptions(**files))
+        info, _, tokenizer = open_models(options)
+        prompts = BodyPrompts(options.text, options.context, info, tokenizer)
+        found = _defaults(BatchOptions(run=options, source=path, output=path), options, info, prompts).salt
+        assert "template_file" not in files or prompts.format.template.source == "{{ messages }}", "it is read once"
+        tokenizer.close()
+        return found
+
+    path, fifo = tmp_path / "text", tmp_path / "fifo"
+    assert salt().endswith(f" {ChatOptions()}") and salt(system="a").endswith(f" {ChatOptions(system='a')}")
+    for text in "ab":
+        path.write_text(text)
+        assert salt(system_file=path) == salt(system=text)
+    path.write_text("{{ messages }}")
+    os.mkfifo(fifo)
+    threading.Thread(target=fifo.write_text, args=("{{ messages }}",), daemon=True).start()
+    assert salt(template_file=path) == salt(template_file=fifo) != salt()
 
 
 def test_what_one_chat_s_template_refuses_is_no_other_s_affair(pair: list[str]) -> None:

@@ -61,17 +61,17 @@ def test_notes_are_taken_by_another_journal() -> None:
     assert other.texts == {"y": (5, [1, 2])}
 
 
-@pytest.mark.parametrize("content", [b"hello", b"{}\n", b'["x"', b'["x",1]\n["x",[1,true'])
+@pytest.mark.parametrize("content", [b"hello", b"{}\n", b'["time","x"]\n["x",1]\n', b'["x"', b'["x",1]\n["x",[1,true'])
 def test_only_a_torn_note_is_cut_off(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "notes"
     path.write_bytes(content)
-    if content.startswith(b"["):
+    if content.startswith(b'["x'):
         JournalFile(path, {"numerics": "exact"}).write("z", 1)
         assert path.read_bytes() == content[: content.rfind(b"\n") + 1] + b'["numerics","exact"]\n["z",1]\n'
     else:
         with pytest.raises(UserError, match=r"line 1 is no note of a job; name another file"):
             JournalFile(path, {"numerics": "exact"})
-        assert path.read_bytes() == content
+        assert path.read_bytes() == content and kept_settings(path)["resumed"] == ""
 
 
 def test_notes_may_be_of_any_length_but_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,6 +131,21 @@ def test_one_job_writes_it(tmp_path: Path) -> None:
         JournalFile(tmp_path / "notes", {"numerics": "exact"})
     file.close()
     JournalFile(tmp_path / "notes", {"numerics": "exact"}).close()
+
+
+def test_notes_may_stay_in_a_folder_from_which_nothing_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        raise PermissionError
+
+    path = tmp_path / "notes"
+    file = JournalFile(path, {"numerics": "exact"})
+    file.begin("x", ASKED)
+    file.end("x")
+    monkeypatch.setattr(Path, "unlink", refuse)
+    file.close()
+    assert not JournalFile(path, {"numerics": "exact"}).texts
 
 
 def test_a_device_keeps_no_notes() -> None:
