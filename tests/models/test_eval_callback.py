@@ -57,6 +57,23 @@ def stops(stage: LlamaStage, hidden: FloatArray | None) -> list[tuple[bool, int,
 
 
 @needs_compiled
+def test_both_ways_give_the_output_that_heads_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the last layer, whose node has a name of its own."""
+    info = read_model_info(write_random_model(tmp_path / "model.gguf", MODELS["qwen35"]))
+    params = LlamaParams(256, n_batch=96, n_outputs_max=96, taps=(info.n_layer - 1,))
+    found = []
+    for way in ("C", "Python"):
+        if way == "Python":
+            in_python(monkeypatch)
+        stage = LlamaStage(open_slice(info, 0, info.n_layer), params)
+        stage._decoder.tapped[:] = np.nan
+        run([stage], make_batch(random_tokens(20), 0))
+        found.append(stage.features.copy())
+        stage.close()
+    assert np.array_equal(*found) and np.ptp(found[0]) > 0
+
+
+@needs_compiled
 def test_both_ways_stop_at_the_same_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_model(tmp_path / "model.gguf", Shape(n_layer=4), type_name="Q4_K_M")
     params = LlamaParams(256, n_batch=64, n_outputs_max=64)
