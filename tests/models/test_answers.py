@@ -2,10 +2,13 @@
 
 import json
 from collections.abc import Sequence
+from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
 
+from pipeinfer.models.text.answer_forms import CLOSERS, FORMS, NO_TEXT, THOUGHTS
 from pipeinfer.models.text.answers import AnswerPart, AnswerReader, opened_thought, unclosed_thought
 
 TOOLS: dict[str, Any] = {
@@ -26,6 +29,7 @@ COMMENTARY = '<|channel|>commentary to=functions.add <|constrain|>json<|message|
 ANALYSIS = "<|channel|>analysis<|message|>We add.<|end|><|start|>assistant"
 
 Read = tuple[str, str, list[tuple[str, Any]]]
+ADDED_JSON: Read = ("We add.", '{"a": 1}', [])
 
 SAMPLES: dict[str, tuple[str, Read]] = {
     # Hermes and Qwen
@@ -59,6 +63,11 @@ SAMPLES: dict[str, tuple[str, Read]] = {
     "a list": (f"[{ADD_JSON}, {LIST_JSON}]", ("", "", [ADD, LIST])),
     "llama": ('{"name": "add", "parameters": {"a": 1, "b": 22}}', ("", "", [ADD])),
     "llama, type": ('{"type": "function", "name": "add", "parameters": {"a": 1, "b": 22}}', ("", "", [ADD])),
+    "llama, function first": (
+        '{"type": "function", "function": "add", "parameters": {"a": 1, "b": 22}}',
+        ("", "", [ADD]),
+    ),
+    "an id first": ('```json\n[{"id": "call 1", "name": "add", "arguments": {"a": 1, "b": 22}}]\n```', ("", "", [ADD])),
     "llama, two": (f'{{"name": "add", "parameters": {{"a": 1, "b": 22}}}}; {LIST_JSON}', ("", "", [ADD, LIST])),
     "llama, tag": ('<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 22}}', ("", "", [ADD])),
     "llama, function": ('<function=add>{"a": 1, "b": 22}</function>', ("", "", [ADD])),
@@ -69,6 +78,7 @@ SAMPLES: dict[str, tuple[str, Read]] = {
         ("", "", [ADD, LIST]),
     ),
     "mistral, id": ('[TOOL_CALLS]add[CALL_ID]123456789[ARGS]{"a": 1, "b": 22}', ("", "", [ADD])),
+    "mistral, id alone": (f"[TOOL_CALLS]list_files[CALL_ID]123456789{LIST_ARGUMENTS}", ("", "", [LIST])),
     "mistral, plain name": ('[TOOL_CALLS]add{"a": 1, "b": 22}', ("", "", [ADD])),
     "magistral": (f"[THINK]Add.[/THINK]So: [TOOL_CALLS][{ADD_JSON}]", ("Add.", "So:", [ADD])),
     # DeepSeek
@@ -102,6 +112,8 @@ SAMPLES: dict[str, tuple[str, Read]] = {
         ("We add.", "First.", [ADD]),
     ),
     "gpt-oss, text": (f"{ANALYSIS}<|channel|>final<|message|>It is 23.", ("We add.", "It is 23.", [])),
+    "gpt-oss, constraint": (f'{ANALYSIS}<|channel|>final <|constrain|>json<|message|>{{"a": 1}}', ADDED_JSON),
+    "gpt-oss, arguments alone": (f'{ANALYSIS}<|channel|>commentary json<|message|>{{"a": 1}}', ADDED_JSON),
     # no calls
     "text": ("It is 23, or {x}.\n", ("", "It is 23, or {x}.\n", [])),
     "json": ('{"name": "Bob", "age": 3}', ("", '{"name": "Bob", "age": 3}', [])),
@@ -118,6 +130,7 @@ SAMPLES: dict[str, tuple[str, Read]] = {
         '<tool_call>\n{"arguments": {"path": "</tool_call>\\""}, "name": "list_files"}\n</tool_call>',
         ("", "", [("list_files", {"path": '</tool_call>"'})]),
     ),
+    "a mark of no calls": ("<tool_call>[]</tool_call>", ("", "<tool_call>[]</tool_call>", [])),
     "broken": ('<tool_call>\n{"name": add}\n</tool_call>', ("", '<tool_call>\n{"name": add}\n</tool_call>', [])),
     "thinking alone": ("<think>\nHm.\n", ("Hm.\n", "", [])),
     "thought and text": ("<think>\nHm,\n\nhm.\n</think>\n\nYes. ", ("Hm,\n\nhm.", "Yes. ", [])),
@@ -162,6 +175,47 @@ def test_without_tools_calls_are_text(name: str) -> None:
         reasoning, content, calls = read(pieces, None)
         assert reasoning == thought and not calls and text.endswith(content)
         assert read(pieces, None, None) == ("", text, [])
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS])
+@pytest.mark.parametrize("end", ["", "<|end|>"])
+def test_an_answer_may_have_many_channels(tools: Any, end: str) -> None:
+    begin, more = "<|channel|>commentary<|message|>", "<|end|><|start|>assistant<|channel|>"
+    text = f"{begin}First.{more}analysis<|message|>{{}} Hm.{more}commentary<|message|>{{Now.{more}final<|message|>Yes,"
+    for pieces in ([text + end], list(text + end)):
+        assert read(pieces, tools) == ("{} Hm.", "First.{Now.Yes,", [])
+    assert AnswerReader(tools).push(text)[-1] == AnswerPart("content", "Yes,"), "nothing is held back"
+
+
+FRAGMENTS = [
+    *dict.fromkeys((*THOUGHTS, *THOUGHTS.values(), *NO_TEXT, *CLOSERS, *(form.mark for form in FORMS))),
+    *("<|end|><|start|>assistant<|channel|>", "analysis", "commentary", "final", " to=functions.add"),
+    *(" <|constrain|>json", "<|message|>", "<tool_call>add", "<function=now>", "<parameter=a>1</parameter>"),
+    *("<arg_key>a</arg_key><arg_value>2</arg_value>", "[CALL_ID]x", "[ARGS]"),
+    *('{"id": "x", "name": "add", "arguments": ', '{"type": "function", "function": "add", "parameters": '),
+    *('{"name": "add", "arguments": ', '{"a": 1}', '{"b": "}"}', *'{}[]"\\ \n,', "text", "```json"),
+]
+
+
+def test_the_parts_of_any_text_do_not_depend_on_where_it_is_cut() -> None:
+    random = Random(1)
+    for _ in range(1500):
+        text = "".join(random.choices(FRAGMENTS, k=random.randint(1, 8)))
+        tools, thought = random.choice([None, TOOLS, TOOLS]), random.choice(["", "", "</think>", None])
+        is_cut, must_call = random.random() < 0.5, random.random() < 0.2
+        places = [0, *sorted(random.choices(range(len(text) + 1), k=3)), len(text)]
+        found = []
+        for pieces in ([text], list(text), [text[first:last] for first, last in pairwise(places)]):
+            reader, merged = AnswerReader(tools, thought, must_call), list[list[str]]()
+            for kind, more in [*(part for piece in pieces for part in reader.push(piece)), *reader.finish(is_cut)]:
+                assert kind != "arguments" or merged[-1][0] in ("call", "arguments"), text
+                if kind != "call" and merged and merged[-1][0] == kind:
+                    merged[-1][1] += more
+                else:
+                    merged.append([kind, more])
+            assert reader.n_calls == sum(kind == "call" for kind, _ in merged), text
+            found.append((merged, reader.is_in_call))
+        assert found[0] == found[1] == found[2], (text, tools, thought, is_cut, must_call)
 
 
 def test_a_prompt_may_begin_the_reasoning() -> None:

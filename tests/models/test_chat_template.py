@@ -265,6 +265,7 @@ def test_stop_strings_are_cut_out_wherever_they_are_cut(pieces: list[str], stops
         ("<think>b</think>\n\na\n\nc", "", "<think>b</think>\n\na"),
         ("\n <think>b</think><think>b</think>a b", "", "\n <think>b</think><think>b</think>a "),
         ("<|channel|>analysis<|message|>b<|end|><|start|>assistant<|channel|>final<|message|>ab", "", None),
+        ("<|channel|>analysis json<|message|>b<|end|><|channel|>final json<|message|>ab", "", None),
         ("<thinb", "", "<thin"),
         ("<think>b</think>", "", "<think>b</think>"),
         ("b</thin", "</think>", "b</thin"),

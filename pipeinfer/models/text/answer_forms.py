@@ -1,8 +1,9 @@
-"""Marks and forms in which models write reasoning and calls. Data; reads no answer."""
+"""Marks and forms in which models write reasoning and calls, and which mark a text begins with."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,25 +22,40 @@ def _form(mark: str, head: str, close: str = "", pairs: str = "") -> CallForm:
 
 
 NAMED = (
-    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?(?:"id"\s*:\s*"[^"]*"\s*,\s*)?"(?:name|function)"\s*:\s*'
+    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?(?:"id"\s*:\s*"[^"]{0,64}"\s*,\s*)?"(?:name|function)"\s*:\s*'
     r'"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 BARE = re.compile(rf"(?:```(?:json)?\s*)?\[?\s*{NAMED}")
-BARE_BEGINNINGS = tuple(
-    f'{fence}{bracket}{{{kind}"name":"'
-    for fence in ("", "```", "```json")
-    for bracket in ("", "[")
-    for kind in ("", '"type":"function",')
-)
-"""Beginnings of calls without a mark, without white space. Such a call is one only at the beginning of an answer, and
-only of a function of the request."""
+FENCES, KINDS, IDS = ("", "```", "```json"), ("", '"type":"function",'), ("", '"id":"",')
+BARE_BEGINNINGS = tuple(map("".join, product(FENCES, ("{", "[{"), KINDS, IDS, ('"name":"', '"function":"'))))
+"""Beginnings of calls without a mark, without white space and without the id, see `BARE_ID`. Such a call is one only at
+the beginning of an answer, and only of a function of the request."""
+BARE_ID = re.compile(r'(?<="id":")[^"]{1,64}')
+
+
+def may_be_bare(text: str, names: Collection[str]) -> bool:
+    """Whether a text may become a call without a mark, of a function with one of the names."""
+    squeezed = BARE_ID.sub("", "".join(text[:256].split()), 1)
+    for begins in BARE_BEGINNINGS if squeezed else ():
+        if begins.startswith(squeezed):
+            return True
+        if squeezed.startswith(begins):
+            name, quote, _ = squeezed[len(begins) :].partition('"')
+            return any(each == name if quote else each.startswith(name) for each in names)
+    return False
+
 
 DEEPSEEK = "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"
 TURN_MARKS = ("<|channel|>", "<|start|>", "<|end|>")
-TO = r" to=(?:functions\.)?(?P<%s>[\w.-]+)"
+CHANNEL_END = "<|end|>"
+TURN = r"(?:<\|start\|>assistant)?"
+TO = r" to=(?:functions\.)?(?P<name>[\w.-]+)"
+TYPE = r"(?:\s*<\|constrain\|>[^\s<=]*|\s+[^\s<=]+)?\s*<\|message\|>"
+CHANNEL = re.compile(rf"{TURN}<\|channel\|>(?P<name>analysis|commentary|final){TYPE}")  # no call
+CHANNEL_BEGINS = re.compile(rf"{TURN}<\|channel\|>\w*(?:\s*<(?!\|m)[^<>]*(?:>[^\s<=]*)?|\s+[^\s<=]+)?\s*(?:<[^<>]*)?")
 HARMONY = (
-    rf"(?:<\|end\|>)?(?:<\|start\|>assistant)?(?:{TO % 'first'})?<\|channel\|>(?:commentary|analysis)"
-    rf"(?:{TO % 'name'})?\s*(?:<\|constrain\|>)?(?:json)?\s*<\|message\|>(?=\{{)"
+    rf"(?:<\|end\|>)?{TURN}{TO}<\|channel\|>(?:commentary|analysis)(?: to=[\w.-]+)?{TYPE}(?=\{{)",
+    rf"(?:<\|end\|>)?{TURN}<\|channel\|>(?:commentary|analysis){TO}{TYPE}(?=\{{)",
 )
 PARAMETERS = r"<parameter=(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>"
 GLM = r"<tool_call>\n?(?P<name>[\w.-]+)\s*(?=<arg_key>|</tool_call>)"
@@ -56,9 +72,9 @@ FORMS = (
     _form("<function=", r"<function=(?P<name>[^>\s]+)>\s*(?=\{)"),  # Llama
     _form("<|python_tag|>", rf"<\|python_tag\|>\s*{NAMED}"),
     _form("[TOOL_CALLS]", rf"\[TOOL_CALLS\]\s*\[?\s*{NAMED}"),  # Mistral
-    _form("[TOOL_CALLS]", r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\][^\[]*)?\s*(?:\[ARGS\])?\s*(?=\{)"),
+    _form("[TOOL_CALLS]", r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\][^\[{]*)?\s*(?:\[ARGS\])?\s*(?=\{)"),
     *(_form(mark, DEEPSEEK_CALL) for mark in DEEPSEEK),
-    *(_form(mark, HARMONY) for mark in TURN_MARKS),  # gpt-oss
+    *(_form(mark, head) for mark in TURN_MARKS for head in HARMONY),  # gpt-oss
 )
 
 CLOSERS = (
@@ -83,6 +99,21 @@ NO_TEXT = (
     "<|START_RESPONSE|>",
 )
 """Marks before a text that are no part of it."""
+
+
+def start_of(text: str) -> tuple[str, str]:
+    """(the mark before reasoning or content that a text begins with, the mark that ends the reasoning); empty: none."""
+    if channel := CHANNEL.match(text):
+        return channel[0], CHANNEL_END if channel["name"] == "analysis" else ""
+    mark = next((each for each in (*THOUGHTS, *NO_TEXT) if text.startswith(each)), "")
+    return mark, THOUGHTS.get(mark, "")
+
+
+def may_start(text: str) -> bool:
+    """Whether a text is the beginning of such a mark."""
+    is_literal = any(each.startswith(text) for each in (*THOUGHTS, *NO_TEXT))
+    return is_literal or CHANNEL_BEGINS.fullmatch(text) is not None
+
 
 MARK = re.compile(r"(<[^<>\s]+>|\[[A-Z_]+\])")  # a text that may be a control token
 MARKS = frozenset(

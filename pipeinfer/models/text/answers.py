@@ -10,15 +10,18 @@ from typing import Any, Literal, NamedTuple
 
 from pipeinfer.models.text.answer_forms import (
     BARE,
-    BARE_BEGINNINGS,
     CALL_BEGINS,
+    CHANNEL,
+    CHANNEL_END,
     CLOSERS,
     FORMS,
     LEAST_MARK,
-    NO_TEXT,
     THOUGHTS,
     TURN_MARKS,
     CallForm,
+    may_be_bare,
+    may_start,
+    start_of,
 )
 from pipeinfer.models.text.stops import n_partial
 
@@ -72,7 +75,7 @@ class AnswerReader:
         self._least_mark, self._is_partial = 1 if must_call else LEAST_MARK, False
         self.tools, self.n_calls = tools, 0
         self._marks = tuple(dict.fromkeys(form.mark for form in FORMS)) if tools is not None else ()
-        self._starts = (*THOUGHTS, *NO_TEXT) if thought is not None else ()
+        self._splits, self._in_channel = thought is not None, False
         self._thought = thought or ""
         self._state: Callable[[], Step] = self._thinking if thought else self._starting
         self._rest, self._is_blank, self._has_ended, self._is_cut = "", bool(thought), False, False
@@ -112,14 +115,17 @@ class AnswerReader:
     def _starting(self) -> Step:
         """Before the content. `_is_blank`: white space before it is dropped."""
         text = self._rest.lstrip()
-        if mark := next((each for each in self._starts if text.startswith(each)), ""):
+        mark, thought = start_of(text) if self._splits else ("", "")
+        if mark:
             self._rest, self._is_blank = text[len(mark) :], True
-            if mark in THOUGHTS:
-                self._thought, self._state = THOUGHTS[mark], self._thinking
+            if CHANNEL.fullmatch(mark):
+                self._in_channel, self._marks = True, self._marks or (CHANNEL_END,)
+            if thought:
+                self._thought, self._state = thought, self._thinking
             return []
         if self.tools is not None and (bare := self._bare(text)) is not False:
             return bare
-        if not text or any(mark.startswith(text) for mark in self._starts):
+        if not text or (self._splits and may_start(text)):
             if not self._has_ended:
                 return None
             if self._is_cut and self._marks and len(text) >= self._least_mark:
@@ -147,11 +153,24 @@ class AnswerReader:
         at = min(places)
         if self._rest[:at].strip():
             return [AnswerPart("content", self._take(len(self._rest[:at].rstrip())))]
-        call = self._call(at)
-        if call is not False:
+        if (channel := self._next_channel(at)) is not False:
+            return channel
+        if self.tools is not None and (call := self._call(at)) is not False:
             return call
         mark = next(mark for mark in self._marks if self._rest.startswith(mark, at))
         return [AnswerPart("content", self._take(at + len(mark)))]  # a mark without a call is text
+
+    def _next_channel(self, at: int) -> Step | Literal[False]:
+        """Behind the end of a channel's message at `at`; False if neither another one nor the answer's end follows."""
+        if not self._splits or not self._rest.startswith(CHANNEL_END, at):
+            return False
+        behind = self._rest[at + len(CHANNEL_END) :].lstrip()
+        if CHANNEL.match(behind):
+            self._rest, self._state = behind, self._starting
+            return []
+        if not may_start(behind) or (self._has_ended and not self._in_channel):
+            return False
+        return self._drop_rest() if self._has_ended else None
 
     def _take_certain(self, kind: Kind, marks: Sequence[str]) -> Step:
         """The text that no mark can begin in, without white space before one."""
@@ -181,6 +200,8 @@ class AnswerReader:
                 return self._end_calls([AnswerPart("call", match["name"]), AnswerPart("arguments", arguments)])
             if match and not form.pairs:
                 return self._begin(match, at)
+            if match and not self._has_ended:
+                return None
         is_closed = _is_closed(text, forms[0].close)
         if not self._has_ended and not is_closed:
             return None
@@ -209,7 +230,7 @@ class AnswerReader:
         self._take(before + match.end())
         self.n_calls += 1
         self._state = self._arguing
-        return [AnswerPart("call", match["name"] or match["first"])]
+        return [AnswerPart("call", match["name"])]
 
     def _end_calls(self, parts: list[AnswerPart]) -> Step:
         self.n_calls += len(parts) // 2
@@ -231,28 +252,19 @@ class AnswerReader:
             arguments = call.get("arguments", call.get("parameters")) or {}
             text = arguments if isinstance(arguments, str) else as_json(arguments)
             parts += [AnswerPart("call", call["name"]), AnswerPart("arguments", text)]
-        self._take(end)
+        if parts:
+            self._take(end)
         return self._end_calls(parts) if parts else False
 
     def _bare(self, text: str) -> Step | Literal[False]:
         """The parts of a call without a mark, behind white space; False if it is none."""
         if (match := BARE.match(text)) and match["name"] in (self.tools or ()):
             return self._begin(match, len(self._rest) - len(text))
-        if not self._may_be_bare(text):
+        if not may_be_bare(text, self.tools or ()):
             return False
         if self._is_cut:
             return self._whole(self._rest.find("{")) or self._drop_rest()
         return self._whole(self._rest.find("{")) if self._has_ended else None
-
-    def _may_be_bare(self, text: str) -> bool:
-        squeezed = "".join(text[:256].split())
-        for begins in BARE_BEGINNINGS if squeezed else ():
-            if begins.startswith(squeezed):
-                return True
-            if squeezed.startswith(begins):
-                name, quote, _ = squeezed[len(begins) :].partition('"')
-                return any(tool == name if quote else tool.startswith(name) for tool in self.tools or ())
-        return False
 
     def _arguing(self) -> Step:
         """Within the arguments of a call, a JSON object."""

@@ -3,9 +3,8 @@
 from collections.abc import Sequence
 
 from pipeinfer.errors import UserError
-from pipeinfer.models.text.answer_forms import NO_TEXT, THOUGHTS
+from pipeinfer.models.text.answer_forms import may_start, start_of
 
-STARTS = (*THOUGHTS, *NO_TEXT)  # marks before the content
 MAX_STOPS, MAX_CHARACTERS = 32, 256  # of a request's stop strings: every piece of a text is compared with all
 
 
@@ -66,11 +65,11 @@ class StopStrings:
             text = self._held.lstrip()
             if self._is_blank:
                 before += self._release(len(self._held) - len(text))
-            mark = next((each for each in STARTS if text.startswith(each)), "")
+            mark, thought = start_of(text)
             if mark:
                 before += self._release(self._held.index(mark) + len(mark))
-                self._thought, self._is_blank = THOUGHTS.get(mark, ""), True
-            elif any(each.startswith(text) for each in STARTS) and not any(stop in self._held for stop in self.stops):
+                self._thought, self._is_blank = thought, True
+            elif may_start(text) and not any(stop in self._held for stop in self.stops):
                 return before
             else:
                 self._thought = None
