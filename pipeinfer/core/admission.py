@@ -147,7 +147,7 @@ class Admission:
         self, keys: Collection[BlockKey], room: Room, on_full: Callable[[int], object], read_only: bool = False
     ) -> None:
         """Let the stages keep cells of texts. `keys`: of blocks that all have. The rest: see StoredBlocks."""
-        prefixes = self.prefixes.n_cached, self.prefixes.retain, self.forget_oldest
+        prefixes = self.prefixes.n_cached, self.retain, self.forget_oldest
         self.stored = StoredBlocks(self.levels, self.speculator, keys, *prefixes, room, on_full, read_only)
 
     # -- who waits
@@ -239,6 +239,12 @@ class Admission:
     @property
     def _open(self) -> list[Request]:
         return [active.request for active in self.active.values()]
+
+    def retain(self, request: Request) -> None:
+        """A finished request's first `n_retained` tokens stay. With drafts half of the sequences is left for trees."""
+        self.prefixes.retain(request)
+        while self.speculator.n_drafts and len(self.prefixes.retained()) > max(1, self.target.pool.n_seq // 2):
+            self.forget_oldest()
 
     def forget_oldest(self, but: Prefix | None = None) -> bool:
         """Free what the oldest finished request but the source of `but` has retained; False if there is none."""

@@ -242,7 +242,7 @@ class Engine:
         request.n_retained = self.admission.prefixes.n_to_retain(request, self.target.n_settled(request))
         self._release(active)
         if request.n_retained:
-            self.admission.prefixes.retain(request)
+            self.admission.retain(request)
 
     def _preempt(self, active: ActiveRequest) -> None:
         """Give its cells to others. It waits, and its text is evaluated again in the same blocks."""

@@ -366,3 +366,16 @@ def test_what_is_kept_gives_way_to_who_needs_the_room() -> None:
             assert pool.n_committed == 42
         engine.forget()
         assert pool.n_free == n_seq and pool.n_free_cells == n_cells
+
+
+def test_what_is_kept_leaves_sequences_for_trees() -> None:
+    """Short texts use sequences up long before cells."""
+    rng, reference = random.Random(5), Reference(N_LAYERS)
+    pipeline = ToyPipeline([BlockStage(0, N_LAYERS, True, 900)], rng)
+    pool = SequencePool(12, 900)
+    engine = toy_engine(pipeline, pool, OracleDrafter(reference, 0.5), n_chunk=8, n_rows=8)
+    for number in range(20):
+        prompt = [rng.randrange(N_VOCAB) for _ in range(5)]
+        engine.add(Request(number, prompt, 4, SamplingParams(temp=0.0), 40, keep=True), Speculative(width=4))
+        engine.complete()
+    assert pool.n_free == 6 and pool.n_committed < 90
