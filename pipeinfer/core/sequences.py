@@ -35,10 +35,10 @@ class Placement(NamedTuple):
 class SequencePool:
     """Leases sequence ids [0, n_seq) and counts the cells in use. Operations wait for `take_pending`.
 
-    `parked`: removed cells stay, out of sight, until all are packed, so that cells keep the order of evaluation (exact
-    numerics). `rewinds`: sequences can lose their newest cells; without it every guess has a sequence of its own,
-    `n_guesses` at most, so that the others are left for requests. `window`: tokens that the layers with the shortest
-    attention window see; 0: all see everything. Unless `parked`, libllama takes cells outside of it for others."""
+    `parked`: removed cells stay, out of sight, until all are packed, so that cells keep the order of evaluation.
+    `rewinds`: sequences can lose their newest cells; without it every guess has a sequence of its own, `n_guesses` at
+    most, so that the others are left for requests. `window`: tokens that the layers with the shortest attention window
+    see; 0: all see everything. Unless `parked`, libllama takes cells outside of it for others."""
 
     def __init__(
         self, n_seq: int, n_cells: int, parked: bool = False, rewinds: bool = True, n_guesses: int = 0, window: int = 0

@@ -6,6 +6,7 @@ import ctypes
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.decoder import KvCacheFull
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
+from tests.support.architecture_factory import write_random_model
+from tests.support.architecture_models import MODELS
 from tests.support.gguf_factory import Shape, write_model
 
 ARCHITECTURES = {
@@ -309,6 +312,30 @@ def test_a_fast_stage_frees_cells(model: Path, loaded: Callable[..., list[LlamaS
         run([stage], make_batch(random_tokens(64), 0))
         stage.apply([KvOp(OpKind.REMOVE, 0)])
         assert stage.next_position(0) == 0
+
+
+def test_guesses_beyond_a_window_leave_what_the_next_token_sees(
+    directory: Path, loaded: Callable[..., list[LlamaStage]]
+) -> None:
+    """Two runs of guesses, behind cells that another request has freed: libllama would take cells of the text that are
+    outside of the newest guess's window."""
+    model = replace(MODELS["gemma3"], metadata={**MODELS["gemma3"].metadata, "attention.sliding_window": 64})
+    path, tokens, wrong = write_random_model(directory / "window.gguf", model), random_tokens(80), random_tokens(16, 2)
+    params = LlamaParams(512, n_seq_max=4, n_batch=64, n_outputs_max=64, exact=False, parks=True)
+    found = []
+    for has_guesses in (False, True):
+        (stage,) = loaded(path, (), params=params)
+        run([stage], moved(make_batch(wrong, 0), 1))
+        run([stage], make_batch(tokens[:55], 0))
+        stage.apply([KvOp(OpKind.REMOVE, 1)])
+        for at in range(55, 63):
+            run([stage], make_batch(tokens[at : at + 1], at))
+        if has_guesses:
+            run([stage], make_batch(wrong[:8], 63))
+            run([stage], make_batch(wrong[8:], 71))
+            stage.apply([KvOp(OpKind.REMOVE, 0, first=63)])
+        found.append([run([stage], make_batch(tokens[at : at + 1], at)) for at in range(63, 67)])
+    assert np.allclose(np.array(found[0]), np.array(found[1]), atol=1e-3)
 
 
 # --- stopping -------------------------------------------------------------------------------------------------------

@@ -113,12 +113,13 @@ def load_part(
         context.vocabulary = VocabularyFile(info.paths[0])
     params = LlamaParams(
         n_cells=capacity.n_cells,
-        # one more, in which exact numerics park rejected cells
+        # one more, in which rejected cells are parked
         n_seq_max=(capacity.n_target_seq if is_target else capacity.n_seq) + 1,
         n_batch=plan.n_rows_max if is_target else capacity.n_guess_rows,
         n_outputs_max=capacity.n_nodes + 1 if is_target else capacity.n_guess_rows,
         n_threads=rank.threads,
         n_gpu_layers=device.n_gpu_layers,
+        parks=numerics.parked and is_target,
         exact=numerics.exact and is_target,  # guesses need not be reproducible to the bit: the target decides
         cache=numerics.cache if is_target else numerics.draft_cache,
         devices=device.devices,

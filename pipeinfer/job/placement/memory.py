@@ -262,7 +262,7 @@ class Layers(NamedTuple):
             kv=self.n_cells * info.cell_bytes(first, last - self.n_on_gpu, self.cache),
             buffers=buffer_bytes(info, self.is_last, self.n_cells, self.n_rows, self.n_outputs, self.n_wanted)
             + (vocabulary_bytes(info) if is_file else EMPTY_TOKEN_BYTES * info.n_vocab * self.is_last)
-            + (packing_bytes(info, first, last, self.n_cells) if self.exact else 0),
+            + (packing_bytes(info, first, last, self.n_cells) if self.exact or info.layers.window else 0),
             # weights that are not mapped are read out of the slice, which is freed afterwards
             loading=2 * adapters + (0 if self.is_mapped or in_file else weights),
         )

@@ -42,7 +42,7 @@ class NumericsPlan:
     repacked: tuple[TypeRows, ...] = ()
     at_once: int = 0
     blocks: bool = False  # prompts are evaluated in blocks that follow from their length; see pipeinfer.core.blocks
-    parked: bool = False  # rejected cells of the target stay taken until all are packed
+    parked: bool = False  # rejected cells of the target stay taken until all are packed: exact, or layers with a window
     wire_type: WireType = WireType.F32  # of activations between ranks
     cache: CacheTypes = F16_CACHE  # types of the target's keys and values, where `exact` does not choose them
     draft_cache: CacheTypes = F16_CACHE
@@ -90,13 +90,19 @@ def unnamed_numerics(
 
 
 def named_numerics(
-    plan: NumericsPlan, target: Sequence[DevicePlan], host: Host, adapters: str = "", is_long: bool = False
+    plan: NumericsPlan,
+    target: Sequence[DevicePlan],
+    host: Host,
+    adapters: str = "",
+    is_long: bool = False,
+    window: int = 0,
 ) -> NumericsPlan:
     """`target`: what computes each of its stages. `host`: of one of them; all repack alike. `adapters`: a digest, or
-    empty. `is_long`: of two sets of rope factors the long one is used. A name is such as `exact`,
-    `exact-lora-51d0c2aa`, `exact-long`, `exact-q4_0.32-1f3a`, `exact-q4_k.x4-q6_k.x4-9c07` (in groups),
-    `fast-q8_0-f16`, `exact-torch`; with layers on GPUs `exact-gpu-51d0`, which is exact, or `exact-gpu`, which is not,
-    and `exact-gpu-ot-8e01` where some of their tensors are elsewhere."""
+    empty. `is_long`: of two sets of rope factors the long one is used. `window`: of the model's layers; 0: none.
+
+    A name is such as `exact`, `exact-lora-51d0c2aa`, `exact-long`, `exact-q4_0.32-1f3a`, `exact-q4_k.x4-q6_k.x4-9c07`
+    (in groups), `fast-q8_0-f16`, `exact-torch`; with layers on GPUs `exact-gpu-51d0`, which is exact, or `exact-gpu`,
+    which is not, and `exact-gpu-ot-8e01` where some of their tensors are elsewhere."""
     parts = [plan.name, *(["lora", adapters] if adapters else []), *([LONG] if is_long else [])]
     if plan.repacked:
         parts += [f"{type_name(each.type)}.{'x' * each.in_groups}{each.n_rows}" for each in plan.repacked]
@@ -110,6 +116,7 @@ def named_numerics(
     parts += ["ot", hashlib.sha256(places.encode()).hexdigest()[:N_DIGITS]] if places and not plan.at_once else []
     # none on a rank that has the draft alone, for which `plan` predicts a policy without guesses
     parts += [digest[:N_DIGITS] for _, digest in host.exact_rows[:1]] if plan.at_once else []
-    # libllama's exact numerics add in the order of cells; torch sorts them itself
-    parked = plan.exact and not all(device.is_torch for device in target)
+    # libllama adds in the order of cells, and reuses cells outside of the newest guess's window, which committed tokens
+    # may still see; torch does neither
+    parked = (plan.exact or window > 0) and not all(device.is_torch for device in target)
     return replace(plan, name="-".join(parts), parked=parked)

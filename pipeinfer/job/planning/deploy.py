@@ -176,7 +176,9 @@ def lay_out(inputs: PlanInputs) -> JobPlan:
         assignment=assignment,
         ranks=tuple(starmap(RankPlan, by_rank)),
         capacity=capacity,
-        numerics=named_numerics(numerics, target, hosts[assignment.stages[0].rank], digest_of(adapters), is_long),
+        numerics=named_numerics(
+            numerics, target, hosts[assignment.stages[0].rank], digest_of(adapters), is_long, info.layers.window
+        ),
         adapters=adapters,
         engine=engine_settings(speculation, n_requests, rewinds),
         max_delay_s=options.traffic.max_delay_s,

@@ -74,6 +74,7 @@ class LlamaParams:
     taps             layers of the slice, from 0 on, after which the residual stream is copied out
     exact            the same row gives the same bits in every batch and tree, if the layers are on the CPU, or
                      `at_once` holds; a prompt's rows do if they come in blocks
+    parks            removed cells stay, out of sight, until all are packed, as they do with `exact`
     rope_factors     which of the model's two sets, `short` or `long`; empty: it has one, or libllama chooses for each
                      context by its size
     at_once          rows that the devices of all layers compute at once, each with the bits that it has alone there, by
@@ -95,12 +96,18 @@ class LlamaParams:
     taps: tuple[int, ...] = ()
     at_once: int = 0
     rope_factors: str = ""
+    parks: bool = False
 
     @property
     def mixed_cache(self) -> bool:
         """Whether K and V have different types: that keeps a CPU's attention off the kernels whose sums depend on batch
         size and thread count. GPU builds have no kernel for it, and would move attention to the CPU without a word."""
         return self.exact and self.n_gpu_layers == 0 and not self.at_once
+
+    @property
+    def parked(self) -> bool:
+        """Whether removed cells stay until all are packed."""
+        return self.exact or self.parks
 
     @property
     def flash(self) -> bool:

@@ -151,13 +151,13 @@ class LlamaStage:
             else max(params.n_outputs_max, LARGEST if has_states and params.exact else 0)
         )
         self._n_outputs = n_outputs
-        size = ContextSize(params.n_cells, params.n_batch, n_part, params.n_seq_max + params.exact, n_outputs, types)
+        size = ContextSize(params.n_cells, params.n_batch, n_part, params.n_seq_max + params.parked, n_outputs, types)
         self._context = context = decoder.create_context(size)
         closing.callback(self._lib.llama_free, context.handle)
         self._memory = self._lib.llama_get_memory(context.handle)
         # users have sequences up to the spare one, for parked cells; prompts' cells arrive in a further one
         self._spare, self._arrival = params.n_seq_max - 1, params.n_seq_max
-        self._transfer = self._arrival if params.exact else self._spare  # empty between calls
+        self._transfer = self._arrival if params.parked else self._spare  # empty between calls
         self._compaction = Compaction(self._lib, context.handle, self._spare, form, has_states)
         self._logits = Logits(self._lib, context.handle, n_outputs, self.n_vocab)
         self._prefills = Prefills(decoder, context, form, self._arrival, self.n_vocab)
@@ -234,7 +234,7 @@ class LlamaStage:
         return features[:, : self._n_rows]
 
     def apply(self, ops: Sequence[KvOp]) -> None:
-        """See StageModel. Exact numerics park removed cells instead of freeing them, until the next COMPACT."""
+        """See StageModel. With `params.parked` removed cells stay until the next COMPACT."""
         for op in ops:
             last = -1 if op.last == POSITION_END else op.last
             if op.kind == OpKind.COPY:
@@ -247,8 +247,9 @@ class LlamaStage:
                 if op.first and self._stateful:
                     raise RuntimeError(f"{self._decoder.where} cannot go back to position {op.first}: there are states")
                 self._prefills.drop(op.src)
-                if self.params.exact:
-                    # a freed hole would be refilled out of order, and attention adds up in the order of the cells
+                if self.params.parked:
+                    # a freed hole would be refilled out of order, and attention adds up in the order of the cells;
+                    # behind it libllama would take cells that are outside of the newest guess's window
                     self._lib.llama_memory_seq_cp(self._memory, op.src, self._spare, op.first, last)
                 self._lib.llama_memory_seq_rm(self._memory, op.src, op.first, last)
 

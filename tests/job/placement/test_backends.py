@@ -19,6 +19,8 @@ from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.torch.params import load_torch, torch_version
 from pipeinfer.policies import PipeInfer
+from tests.support.architecture_factory import write_random_model
+from tests.support.architecture_models import MODELS
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import finish, run_json
 from tests.support.planned import lay_out, options_of
@@ -94,6 +96,11 @@ def test_torch_takes_the_memory_of_its_types() -> None:
 )
 def test_rejected_cells_are_parked_by_exact_libllama_alone(text: str, numerics: str, parked: bool) -> None:
     assert plan(text, numerics=numerics).numerics.parked is parked
+
+
+def test_rejected_cells_are_parked_where_layers_have_a_window(tmp_path: Path) -> None:
+    model = write_random_model(tmp_path / "model.gguf", MODELS["gemma3"])
+    assert plan("llama", model, numerics="fast").numerics.parked
 
 
 def test_a_whole_model_that_was_sent_stays_in_memory() -> None:
