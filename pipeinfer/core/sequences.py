@@ -2,8 +2,7 @@
 
 A sequence is the set of KV cells that one root-to-leaf path can see. The first child placed under a node inherits its
 sequence; each further child leases a new one and copies the prefix, which is metadata only. Where layers keep states a
-sequence cannot lose its newest rows alone, so every guess leases one. One pool serves one KV cache: the target's (every
-stage applies the same operations in the same order) or a draft's."""
+sequence cannot lose its newest rows alone, so every guess leases one. One pool serves one KV cache, on all its stages."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -163,13 +162,11 @@ class SequencePool:
         del self._seqs_of[request_id]
 
     def retain(self, request_id: int, n_tokens: int) -> None:
-        """The request has ended: free all but its first `n_tokens` committed tokens, and what stages have kept to read
-        the rest of its prompt."""
+        """The request has ended: free all but its first tokens, and what stages keep to read the rest of its prompt."""
         self.rewind(request_id, n_tokens)
         self._retained.add(request_id)
         if self.rewinds:
-            seq = self._texts[request_id].seq
-            self._pending.append(KvOp(OpKind.REMOVE, seq, first=self._paths[seq].end))
+            self._pending.append(KvOp(OpKind.REMOVE, (text := self._texts[request_id]).seq, first=text.end))
 
     def rewind(self, request_id: int, n_tokens: int) -> None:
         """Free its nodes, and all but its first `n_tokens` committed tokens."""
