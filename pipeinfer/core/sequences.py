@@ -2,7 +2,7 @@
 
 A sequence is the set of KV cells that one root-to-leaf path can see. The first child placed under a node inherits its
 sequence; each further child leases a new one and copies the prefix, which is metadata only. Where layers keep states a
-sequence cannot lose its newest rows alone, so every guess leases one. One pool serves one KV cache, on all its stages."""
+sequence cannot lose its newest rows alone, so every guess leases one. One pool serves one cache on all its stages."""
 
 from collections import deque
 from collections.abc import Mapping, Sequence
