@@ -123,7 +123,9 @@ def parse_words(words: tuple[str, ...]) -> dict[str, Any]:
 
 def job_words(words: tuple[str, ...], params: dict[str, Any], job: SlurmJob) -> tuple[str, ...]:
     """The command with options for the files that it writes, in an array with those of each job; a service ends within
-    the time that Slurm gives it."""
+    the time that Slurm gives it. Raises UserError for an array whose file of requests is behind `--`."""
+    if "--" in words and job.n_array:
+        raise UserError("--array gives each job options of its own, and none may follow --; leave -- out")
     if "--" in words:
         return words
     suffix = f"-{INDEX}" if job.n_array else ""
@@ -139,7 +141,7 @@ def job_words(words: tuple[str, ...], params: dict[str, Any], job: SlurmJob) -> 
     if not job.n_array:
         return (*words, *own_files)
     part = f"{FOLDER}/{PART}"
-    replaced = [part if word == str(params["source"]) else word for word in words]
+    replaced = [part if Path(word) == params["source"] else word for word in words]
     for option in ("output", "resume"):  # jobs of an array that wrote one file would exclude each other
         if path := params[option]:
             own_files += [f"--{option}", str(path.with_stem(path.stem + suffix))]

@@ -254,11 +254,11 @@ def _split(split: Sequence[float], n_layers: int, n_stages: int) -> list[int]:
         if sum(counts) != n_layers:
             raise UserError(f"--layer-split {shown} adds up to {sum(counts)} layers; the model has {n_layers}")
         return counts
-    if abs(sum(split) - 1.0) > 0.01:
-        raise UserError(f"--layer-split {shown}: proportions must add up to 1, these give {sum(split):g}")
+    if abs((total := sum(split)) - 1.0) > 0.0101:  # 0.33 three times is meant
+        raise UserError(f"--layer-split {shown}: proportions must add up to 1, these give {total:g}")
     bounds = [0]
     for index in range(1, n_stages + 1):
-        bound = round(sum(split[:index]) * n_layers)
+        bound = round(sum(split[:index]) / total * n_layers)
         # every stage keeps at least one layer
         bounds.append(min(max(bound, bounds[-1] + 1), n_layers - (n_stages - index)))
     return [after - before for before, after in pairwise(bounds)]

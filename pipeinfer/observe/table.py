@@ -2,6 +2,7 @@
 
 import contextlib
 import csv
+import errno
 import fcntl
 import io
 import math
@@ -18,6 +19,7 @@ from pipeinfer.observe.columns import COLUMNS, LOAD_COLUMNS, Column, Record
 from pipeinfer.outputs import check_writable, write_error
 from pipeinfer.text import shortened
 
+NO_LOCKS = errno.ENOSYS, errno.EOPNOTSUPP  # of file systems that are mounted without them
 MAX_CELL = 1 << 16
 Line = tuple[int, list[str]]  # the number of a row's line, from 1 on, and its cells
 
@@ -120,7 +122,11 @@ def _locked(path: Path) -> Iterator[FileIO]:
     try:
         with path.open("a+b", buffering=0) as file:
             # over NFS too, Linux makes this a lock on the server; it ends with the process that holds it
-            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX)
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
             yield file
     except OSError as error:
         raise write_error(path, "--results", error) from None

@@ -168,6 +168,9 @@ def test_a_plan_describes_its_ranks() -> None:
         ([1.0], 8, [8]),
         ([1], 1, [1]),
         ([0.001, 0.998, 0.001], 3, [1, 1, 1]),
+        ([0.33, 0.33, 0.33], 80, [27, 26, 27]),
+        ([0.142] * 7, 94, [13, 14, 13, 14, 13, 14, 13]),
+        ([0.505, 0.504], 80, [40, 40]),
     ],
 )
 def test_split(split: list[float], n_layers: int, expected: list[int]) -> None:

@@ -155,6 +155,12 @@ def test_jobs_of_an_array_write_no_file_together() -> None:
     assert [option, output, resume, notes] == ["--output", f"out-{index}.jsonl", "--resume", f"my/notes-{index}"]
 
 
+@pytest.mark.parametrize("source", ["./in.jsonl", "in.jsonl", ".//in.jsonl"])
+def test_each_job_of_an_array_reads_its_own_requests(source: str) -> None:
+    words = shlex.split(call("--dry-run", "-n", 2, "--array", 2, "batch", source, "-o", "out.jsonl").splitlines()[-1])
+    assert source not in words and words[words.index("batch") + 1].endswith("requests-$SLURM_ARRAY_TASK_ID.jsonl")
+
+
 def test_a_working_directory_that_was_removed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tmp_path.rmdir()
@@ -187,6 +193,7 @@ def test_the_mpi_that_is_installed_is_recognised() -> None:
         (["-n", 2, "--array", 2, "run", "-p", "x"], "--array shares out the requests of a `batch`"),
         (["-n", 2, "--array", 2, "--wait", "batch", "i", "-o", "o"], "--wait follows one job"),
         (["-n", 2, "--array", 0, "batch", "i", "-o", "o"], "--array"),
+        (["-n", 2, "--array", 2, "batch", "-o", "o", "--", "i"], "leave -- out"),
         (["--group", "tasks=1", "run", "-p", "x"], "the keys are nodes, ntasks"),
         (["--group", "ntasks=0", "run", "-p", "x"], "whole number"),
         (["--group", "ntasks=1", "--group", "mem=1G", "run", "-p", "x"], "give --ntasks"),

@@ -21,15 +21,21 @@ def without(words: list[str], lost: list[str], folder: Path, environ: dict[str, 
 
 def test_a_hosts_file_is_written_anew(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
-    hosts.write_text("# ours\na:1\nb:2\n\nc slots=1 max_slots=4\n")
+    hosts.write_text("# ours\na:1\nb:2\n\nc  slots=1 max_slots=4\n")
     for option in ("-f", "--hostfile"):
         words = ["mpirun", option, str(hosts), "-np", "3", *RUN]
         assert without(words, [], tmp_path) == words
         assert without(words, ["a"], tmp_path) == ["mpirun", option, str(tmp_path / "left"), "-np", "3", *RUN]
-        assert (tmp_path / "left").read_text() == "b:2\nc slots=1 max_slots=4\n"
+        assert (tmp_path / "left").read_text() == "b:2\nc  slots=1 max_slots=4\n"
         assert without(words, ["b"], tmp_path)[3:5] == ["-np", "2"], "fewer ranks where the rest takes no more"
     with pytest.raises(UserError, match="no host is left to start the job on: a, b, c are lost"):
         without(words, ["a", "b", "c"], tmp_path)
+
+
+def test_columns_of_a_hosts_file_may_be_aligned(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a\t\tslots=2\nlonger  slots = 3\nc  4\nd\n")
+    launcher = read_launcher(["mpirun", "--hostfile", str(tmp_path / "hosts"), "-np", "10", *RUN])
+    assert [host.n_slots for host in launcher.hosts] == [2, 3, 4, 1]
 
 
 def test_so_is_a_list_of_hosts(tmp_path: Path) -> None:
@@ -56,6 +62,11 @@ def test_ranks_are_known_by_name_or_by_order() -> None:
     assert launcher.host_of(2, "b") == "b.cluster"
     assert launcher.host_of(1, "whatever") == "10.0.0.1"
     assert read_launcher(["mpirun", "-np", "3", *RUN]).host_of(1, "here") == ""
+
+
+@pytest.mark.parametrize("before", [["-wdir", "/home/me/pipeinfer"], ["-x", "PYTHONPATH=/opt/pipeinfer"]])
+def test_a_folder_may_be_named_as_the_program(before: list[str]) -> None:
+    assert list(read_launcher(["mpirun", *before, "-np", "3", *RUN]).command) == RUN
 
 
 @pytest.mark.parametrize("words", [[], ["mpirun", "-np", "2"], ["mpirun", "pipeinfer"], ["pipeinfer", "bench"]])

@@ -21,7 +21,7 @@ HOSTS = ("-hosts", "-host", "--host", "-H")
 AGAIN = ("--overlap", "--immediate=60")
 STDIN_NAMES = ("-", "/dev/stdin", "/dev/fd/0", "/proc/self/fd/0")
 NODE_RANGES = re.compile(r"\d+(-\d+)?(,\d+(-\d+)?)*")
-SLOTS = re.compile(r"[:\s](?:slots\s*=\s*)?(\d+)")
+SLOTS = re.compile(r"[:\s]\s*(?:slots\s*=\s*)?(\d+)")
 
 
 class HostEntry(NamedTuple):
@@ -49,8 +49,10 @@ def named_hosts(words: Sequence[str], environ: Mapping[str, str], folder: Path =
 
 
 def index_of_pipeinfer(words: Sequence[str]) -> int:
-    """The index of `pipeinfer` among the words; their number if it is not there."""
-    return next((at for at, word in enumerate(words) if os.path.basename(word) == "pipeinfer"), len(words))
+    """The index of `pipeinfer` among the words, where possible before a command: folders may have the same name. The
+    number of words if it is not there."""
+    places = [at for at, word in enumerate(words) if os.path.basename(word) == "pipeinfer"]
+    return next((at for at in places if {*words[at + 1 : at + 2]} & {*COMMANDS}), (*places, len(words))[0])
 
 
 def _host_entry(text: str) -> HostEntry:

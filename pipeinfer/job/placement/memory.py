@@ -8,8 +8,8 @@ from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 from pipeinfer.cluster.assignment import Assignment, StagePlan, Stages
-from pipeinfer.cluster.hosts.host import Host, free_memory
-from pipeinfer.cluster.hosts.resources import MPI_BYTES, Memory, check_fits, left_on_gpus
+from pipeinfer.cluster.hosts.host import Host
+from pipeinfer.cluster.hosts.resources import MPI_BYTES, Memory, left_on_gpus
 from pipeinfer.cluster.spread import StageRoom
 from pipeinfer.cluster.stages.cell_store import HEADER, ID_BYTES, WAITING_BYTES
 from pipeinfer.cluster.stages.runs import N_BUFFERS
@@ -235,14 +235,21 @@ class Layers(NamedTuple):
         """Bytes that libllama puts on a GPU: weights, KV and buffers."""
         if not self.device.uses_gpus:
             return 0
-        info, on_gpu = self.info, slice(self.last - self.n_on_gpu, self.last)
-        has_head = self.is_last and not 0 <= self.device.n_gpu_layers <= self.last - self.first
-        weights = self.device.places.gpu_bytes(info, self.first, self.last, self.n_on_gpu, has_head)
-        weights += sum(self.adapter_bytes[on_gpu])
-        kv = self.n_cells * info.cell_bytes(self.last - self.n_on_gpu, self.last, self.cache)
-        n_rows = min(self.n_rows, self.at_once or self.n_rows)
+        info, first = self.info, self.last - self.n_on_gpu
+        kv = self.n_cells * info.cell_bytes(first, self.last, self.cache) + sum(self.adapter_bytes[first : self.last])
         moves_all = self.device.places.moves_experts(self.last - self.first - 1)
-        return weights + kv + graph_bytes(info, has_head, self.n_cells, n_rows, self.n_outputs, not moves_all)
+        numbers = self.n_cells, min(self.n_rows, self.at_once or self.n_rows), self.n_outputs, not moves_all
+        return self._gpu_weights + kv + graph_bytes(info, self._has_gpu_head, *numbers)
+
+    @property
+    def _has_gpu_head(self) -> bool:
+        return self.is_last and not 0 <= self.device.n_gpu_layers <= self.last - self.first
+
+    @property
+    def _gpu_weights(self) -> int:
+        """Bytes of the model's weights that libllama puts on a GPU."""
+        layers = self.info, self.first, self.last, self.n_on_gpu, self._has_gpu_head
+        return self.device.places.gpu_bytes(*layers) if self.device.uses_gpus else 0
 
     @property
     def _llama_memory(self) -> Memory:
@@ -256,8 +263,9 @@ class Layers(NamedTuple):
         adapters = sum(self.adapter_bytes[first:last])
         has_twice = self.exact and self.device.n_gpu_layers == 0  # a context for rows, another for blocks
         n_adapters = 2 * adapters if has_twice else sum(self.adapter_bytes[first : last - self.n_on_gpu])
+        n_held = 0 if n_mapped else max(0, weights - self._gpu_weights)  # what goes to a GPU is read piece by piece
         return Memory(
-            weights=weights - n_mapped + n_adapters + (last_table_bytes(info) if has_head_again else 0),
+            weights=n_held + n_adapters + (last_table_bytes(info) if has_head_again else 0),
             mapped=n_mapped,
             kv=self.n_cells * info.cell_bytes(first, last - self.n_on_gpu, self.cache),
             buffers=buffer_bytes(info, self.is_last, self.n_cells, self.n_rows, self.n_outputs, self.n_wanted)
@@ -295,14 +303,6 @@ def vocabulary_bytes(info: ModelInfo) -> int:
     """Of a loaded vocabulary."""
     merges = info.metadata.get("tokenizer.ggml.merges")
     return TOKEN_BYTES * info.n_vocab + MERGE_BYTES * (merges.n_items if merges else 0)
-
-
-def check_alone(models: Sequence[tuple[ModelInfo, bool]], n_cells: int, n_rows: int) -> None:
-    """Raises UserError when this host has no memory for whole models, each (model, exact), in this process."""
-    total = Memory()
-    for info, exact in models:
-        total += Layers(info, 0, info.n_layer, n_cells, n_rows, n_rows, n_rows, exact=exact, is_mapped=exact).memory
-    check_fits([Host("this host", frozenset(), 0, free_memory())], [total], "use a smaller -n")
 
 
 def prefill_memory(info: ModelInfo, first: int, last: int, n_prompts: int, n_in_blocks: int, n_rows: int) -> Memory:

@@ -438,6 +438,7 @@ def test_what_gpus_must_hold_is_counted_and_refused_where_it_does_not_fit(tmp_pa
     cpu, whole, part = found["ranks"]
     assert cpu["gpu_bytes"] == 0 and cpu["gpu_spare_bytes"] is None
     assert whole["gpu_bytes"] > part["gpu_bytes"] > 0 and whole["kv_bytes"] == 0 < part["kv_bytes"]
+    assert whole["weight_bytes"] < 0.01 * part["weight_bytes"], "what is read for a GPU does not stay in memory"
     needed = whole["gpu_bytes"] + part["gpu_bytes"]
     assert whole["gpu_spare_bytes"] == part["gpu_spare_bytes"] == 10**10 - needed
     assert planned(f"{needed}")[0]["fits"]
