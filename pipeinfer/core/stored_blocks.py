@@ -249,14 +249,22 @@ class StoredBlocks:
         return blocks
 
     def _make_room(self, n_tokens: int) -> bool:
-        """Whether there is room for a text of so many tokens; other finished requests make room."""
+        """Whether there is room for a text of so many tokens; other finished requests make room, where that helps."""
         pool = self._target.pool
-        while not (has_room := self._has_room(n_tokens)) and self._speculator.has_heard and self._forget_oldest():
-            pass
-        if not has_room and pool.can_compact:
+        while not (self._has_sequences and self._n_cells >= n_tokens):
+            stays_parked = pool.parked and pool.has_nodes and self._n_cells < n_tokens
+            if stays_parked or not self._speculator.has_heard or not self._forget_oldest():
+                return False
+        if pool.n_free_cells < n_tokens:
             pool.compact()
-        return self._has_room(n_tokens)
+        return True
 
-    def _has_room(self, n_tokens: int) -> bool:
-        has_sequences = all(level.pool.n_free for level in self._levels) and self._speculator.can_open
-        return has_sequences and self._target.pool.n_free_cells >= n_tokens
+    @property
+    def _has_sequences(self) -> bool:
+        return all(level.pool.n_free for level in self._levels) and self._speculator.can_open
+
+    @property
+    def _n_cells(self) -> int:
+        """Free cells, with those that packing frees."""
+        pool = self._target.pool
+        return pool.n_free_cells + (pool.n_parked if pool.can_compact else 0)

@@ -188,7 +188,7 @@ def _query(hub: ModuleType, name: HubName, ask: Callable[[], object]) -> Any:
         if code >= 500:
             raise Unreachable(f"{endpoint} answers with error {code}") from None
         raise UserError(f"{endpoint} answers with error {code} when asked for {name.repo}; {TOKEN}") from None
-    except (errors.HTTPError, errors.LocalEntryNotFoundError) as error:
+    except (errors.HTTPError, errors.LocalEntryNotFoundError, RuntimeError) as error:  # hf_xet's have no class
         raise Unreachable(f"{endpoint} cannot be reached ({_first_line(error)})") from None
     except OSError as error:
         if error.errno in NO_PLACE:

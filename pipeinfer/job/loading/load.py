@@ -82,7 +82,14 @@ def run_stage(context: Context, plan: JobPlan) -> int:
 def load_own(context: Context, plan: JobPlan) -> tuple[LoadedModel | None, dict[int, LoadedModel]]:
     """This rank's stage of the target, if it has one, and its drafts by number, each with a KV cache for as many tokens
     as the target's. Collective. Raises UserError."""
-    received, adapters = fetch_layers(context, plan), fetch_adapters(context, plan)
+    failed, received = None, dict[int, SliceFile]()
+    try:
+        received = fetch_layers(context, plan)
+    except UserError as error:
+        failed = error
+    adapters = fetch_adapters(context, plan)  # collective: also where layers could not be taken
+    if failed:
+        raise failed
     if plan.room and TARGET in plan.parts(context.rank):
         context.blocks = open_blocks(context, plan)  # what is wrong with the folder is said before minutes of loading
     models = {

@@ -75,12 +75,14 @@ class SliceFile:
 
 
 class SliceTensor(NamedTuple):
-    """A tensor of a slice: its name there, its source, or the form of an unused one. `data`: replaces the source's."""
+    """A tensor of a slice: its name there, its source, or the form of an unused one. `data`: replaces the source's.
+    `scale`: what the source's numbers, in F32, are multiplied by; None: nothing."""
 
     name: str
     tensor: Tensor
     is_hole: bool = False
     data: bytes | None = None
+    scale: np.float32 | None = None
 
 
 class _Layout(NamedTuple):
@@ -243,7 +245,10 @@ def _write_slice(fd: int, layout: _Layout, place: str, info: ModelInfo, feed: Fe
 def _data_of(each: SliceTensor, feed: Feed | None = None) -> Iterable[bytes | memoryview]:
     if feed:
         return feed.take(each.tensor.n_bytes)
-    return [each.data] if each.data is not None else tensor_data(each.tensor, COPY_BYTES)
+    if each.data is not None:
+        return [each.data]
+    data = tensor_data(each.tensor, COPY_BYTES)
+    return data if each.scale is None else [(np.frombuffer(b"".join(data), np.float32) * each.scale).tobytes()]
 
 
 def slice_tensors(info: ModelInfo, first: int, last: int) -> list[SliceTensor]:
@@ -277,8 +282,7 @@ def _rescaled(info: ModelInfo, tensors: list[SliceTensor], n_layer: int) -> list
 def _times(each: SliceTensor, scale: np.float32) -> SliceTensor:
     if each.tensor.type != F32:
         raise UserError(f"{each.tensor.path}: {each.tensor.name} is not in F32; convert the model again")
-    values = np.frombuffer(b"".join(tensor_data(each.tensor, COPY_BYTES)), np.float32)
-    return each._replace(data=(values * scale).tobytes())
+    return each._replace(scale=scale)  # it is read where it is sent or written: other hosts may not have the file
 
 
 def _tables(info: ModelInfo, is_last: bool) -> list[SliceTensor]:

@@ -65,15 +65,18 @@ def write_gguf(file: BinaryIO, header: bytes, data: Iterable[Iterable[bytes | me
 
 def tensor_data(tensor: Tensor, piece_bytes: int) -> Iterator[memoryview]:
     """A tensor's data in pieces, each valid until the next; read rather than mapped, so that the model's pages never
-    count as this process's memory. Raises UserError if its file has become shorter."""
+    count as this process's memory. Raises UserError if its file cannot be read, or has become shorter."""
     buffer = memoryview(bytearray(min(tensor.n_bytes, piece_bytes)))
-    with open(tensor.path, "rb") as source:
-        source.seek(tensor.offset)
-        for start in range(0, tensor.n_bytes, len(buffer)):
-            piece = buffer[: tensor.n_bytes - start]
-            if source.readinto(piece) < len(piece):
-                raise UserError(f"{tensor.path} became shorter while it was read; start again when it is complete")
-            yield piece
+    try:
+        with open(tensor.path, "rb") as source:
+            source.seek(tensor.offset)
+            for start in range(0, tensor.n_bytes, len(buffer)):
+                piece = buffer[: tensor.n_bytes - start]
+                if source.readinto(piece) < len(piece):
+                    raise UserError(f"{tensor.path} became shorter while it was read; start again when it is complete")
+                yield piece
+    except OSError as error:
+        raise UserError(f"{tensor.path} cannot be read: {error.strerror}; check the file and its disk") from None
 
 
 def padded(n_bytes: int) -> int:
