@@ -156,7 +156,7 @@ def test_prompts_that_begin_alike_are_evaluated_once_and_have_the_texts_of_each_
     source, alone, together = tmp_path / "asked.jsonl", tmp_path / "alone.jsonl", tmp_path / "together.jsonl"
     source.write_text("".join(json.dumps(each) + "\n" for each in asked))
     assert not batch(1, source, alone, [*pair[:2], "--parallel", "1"])["cache_n"]
-    summary = batch(3, source, together, [*pair, "--parallel", "8"])
+    summary = batch(3, source, together, [*pair, "--parallel", "8", *SLOW])
     assert texts_of(together) == texts_of(alone)
     assert summary["open_max"] == len(asked)
     found = results_of(together).values()
