@@ -24,8 +24,7 @@ import numpy.typing as npt
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import MAX_CTX
 from pipeinfer.job.options.values import THREADS, File, Number, Whole
-from pipeinfer.job.placement.checks import fetch_files
-from pipeinfer.job.placement.memory import check_alone
+from pipeinfer.job.placement.checks import check_alone, fetch_files
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.header import BLOCKS, Tensor, read_header
 from pipeinfer.models.gguf.model_info import MAX_LAYERS, ModelInfo, layer_of, read_model_info
@@ -261,7 +260,7 @@ def make_grown(
     check_writable(output, "--output")
     if draft:
         n_cells_grown = predict * layers // info.n_layer  # cells of the model's own depth, as many bytes
-        check_alone([(info, True)], n_cells_grown, n_rows=32)
+        check_alone(info, n_cells_grown, n_rows=32)
     measure = _measuring(model, draft, predict, threads) if draft else None
     with whole_file(output, "--output") as file:
 

@@ -125,6 +125,14 @@ def test_a_model_that_becomes_shorter_is_not_cut(tmp_path: Path) -> None:
     assert list((tmp_path / "cache").iterdir()) == []
 
 
+def test_a_model_that_cannot_be_read_is_no_lack_of_room(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model.gguf")
+    info = read_model_info(model)
+    model.unlink()
+    with pytest.raises(UserError, match=r"model.gguf cannot be read: No such file or directory; check the file"):
+        open_slice(info, 1, info.n_layer)
+
+
 def test_writers_may_race(model: Path, tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda _: cached(model, tmp_path), range(24)))

@@ -6,12 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from pipeinfer.cluster.hosts.host import Host, free_memory
-from pipeinfer.cluster.hosts.resources import check_fits
 from pipeinfer.core.interfaces import Batch, LoadedModel
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import UserError
-from pipeinfer.job.placement.memory import Layers
+from pipeinfer.job.placement.checks import check_alone
 from pipeinfer.job.requests.request import check_trained
 from pipeinfer.models.drafts.head_files import read_draft
 from pipeinfer.models.drafts.translation import TranslatedStage, Translation, find_translation, vocabulary_differences
@@ -58,8 +56,7 @@ def check_pair(target: Path, draft: Path, text: str | None, n_predict: int, n_th
         n_prompt = max(map(len, prompts))
         check_trained(infos[0], n_prompt, n_predict)
         for info in infos:  # they are loaded one after the other
-            layers = Layers(info, 0, info.n_layer, n_prompt + n_predict, N_ROWS, N_ROWS, N_ROWS)
-            check_fits([Host("this host", frozenset(), 0, free_memory())], [layers.memory], "use a smaller -n")
+            check_alone(info, n_prompt + n_predict, N_ROWS)
         rate = acceptance(target, draft, prompts, n_predict, n_threads, translation)
     return {
         "target": str(target),

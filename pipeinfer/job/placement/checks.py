@@ -6,7 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from pipeinfer.cluster.assignment import Assignment, Stages
-from pipeinfer.cluster.hosts.host import Host
+from pipeinfer.cluster.hosts import resources
+from pipeinfer.cluster.hosts.host import Host, free_memory
 from pipeinfer.core.blocks import LARGEST
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS
@@ -14,6 +15,7 @@ from pipeinfer.job.options.options import JobModels, RunOptions
 from pipeinfer.job.options.sections import Numerics
 from pipeinfer.job.placement.devices import RankDevices
 from pipeinfer.job.placement.job_plan import JobPlan
+from pipeinfer.job.placement.memory import Layers
 from pipeinfer.job.process.streams import complain
 from pipeinfer.models.drafts.head_files import has_mtp_head, read_drafts
 from pipeinfer.models.drafts.translation import check_drafts
@@ -56,6 +58,12 @@ def not_on_disk(info: ModelInfo, exact: bool) -> str:
     if layers.architecture.windows and layers.architecture.windows.chunks:
         return f"layers of {name} see chunks of the text"
     return f"layers of {name} have a sliding window of {layers.window}" if layers.window <= LARGEST else ""
+
+
+def check_alone(info: ModelInfo, n_cells: int, n_rows: int) -> None:
+    """Raises UserError when this host has no memory for a whole model in this process."""
+    memory = Layers(info, 0, info.n_layer, n_cells, n_rows, n_rows, n_rows).memory
+    resources.check_fits([Host("this host", frozenset(), 0, free_memory())], [memory], "use a smaller -n")
 
 
 def check_features(assignment: Assignment, devices: Sequence[RankDevices], drafts: Sequence[ModelInfo]) -> None:

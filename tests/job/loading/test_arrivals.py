@@ -23,7 +23,11 @@ from pipeinfer.job.placement.job_plan import TARGET as TARGET_MODEL
 from pipeinfer.job.placement.job_plan import ModelFile
 from pipeinfer.models.demo import DRAFT, TARGET
 from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.remote import RemoteModel, contents
 from pipeinfer.policies import PipeInfer
+from tests.support.adapters import write_adapter
+from tests.support.architecture_factory import write_random_model
+from tests.support.architecture_models import MODELS
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import COMMAND, ROOT, environment, launcher, run_json
 from tests.support.planned import lay_out, options_of
@@ -127,9 +131,13 @@ def test_what_is_sent_into_memory_is_planned() -> None:
     assert memory(cached, [here, *[without] * 3]) == memory(cached, [here] * 4)
 
 
-def test_a_cache_that_cannot_be_made_is_told(folder: Path) -> None:
+@pytest.mark.parametrize("has_adapter", [False, True])
+def test_a_cache_that_cannot_be_made_is_told(folder: Path, has_adapter: bool) -> None:
+    """Adapters come after layers, to all ranks: also to those that have none."""
     (folder / "file").touch()
-    done = job(folder, 3, "-m", "target.gguf", "-md", "draft.gguf", "--slice-cache", str(folder / "file" / "cache"))
+    adapter = write_adapter(folder / "here" / "a.gguf", TARGET, rank=16, kind="F32").name
+    words = ["-m", "target.gguf", "-md", "draft.gguf", "--slice-cache", str(folder / "file" / "cache")]
+    done = job(folder, 3, *words, *(["--lora", adapter] if has_adapter else []))
     assert done.returncode == 2 and re.search(r"rank [12] .*/file/cache", done.stderr), done.stderr
 
 
@@ -233,3 +241,15 @@ def test_streams_of_any_length_and_who_gives_up() -> None:
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_what_is_rescaled_in_a_slice_is_read_by_who_has_the_file(tmp_path: Path) -> None:
+    """gemma3 of 62 layers: libllama takes another scale for a model of as many layers as a slice."""
+    heads = {"attention.key_length": 32, "attention.value_length": 32}
+    model = replace(MODELS["gemma3"], n_layer=62, metadata={**MODELS["gemma3"].metadata, **heads})
+    info = read_model_info(write_random_model(tmp_path / "m.gguf", model))
+    assert info.layers.query_scale != 1
+    headers = info.read_headers()
+    info.path.rename(tmp_path / "elsewhere.gguf")
+    remote = RemoteModel(headers, 31, 62, None, print)
+    assert remote.missing() and contents(remote.info, "layers", remote.first, remote.last)[0]
