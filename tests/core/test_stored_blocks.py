@@ -8,7 +8,7 @@ import random
 import shutil
 import signal
 import time
-from itertools import pairwise
+from itertools import count, pairwise
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -301,6 +301,34 @@ def test_requests_of_one_prompt_wait_for_one_reading(tmp_path: Path) -> None:
             check(chat, job.reference, False)
         assert sum(chat.counted.n_context for chat in chats) == (7 if number else 199)
         job.close()
+
+
+@pytest.mark.parametrize("others_are_open", [False, True])
+def test_a_reading_spares_what_is_retained(others_are_open: bool) -> None:
+    """Parked cells have room for it once they are packed; while others have nodes nothing makes room."""
+    job = ToyJob(random.Random(17), None, [0, 2, N_LAYERS], (True, True, True), 1 << 24)
+    pool, prefixes, numbers = job.engine.target.pool, job.engine.admission.prefixes, count()
+    assert (pool.n_cells, pool.n_seq) == (800, 31)
+
+    def ask(first: int, n_tokens: int, n_predict: int = 5, keep: bool = False) -> Chat:
+        prompt = [(at * at + first) % 11 if at else first for at in range(n_tokens)]
+        chat = Chat(Request(next(numbers), prompt, n_predict, SamplingParams(temp=0.0), N_CTX, keep=keep))
+        job.engine.add(chat.request, Iterative(), chat.counted)
+        return chat
+
+    for first, n_tokens, keep in ((1, 200, False), (2, 180, True), (3, 150, True), (4, 190, False), (5, 70, False)):
+        ask(first, n_tokens, keep=keep)
+        job.engine.complete()
+    before = prefixes.retained()
+    other = ask(6, 5, 60) if others_are_open else None
+    while other and other.request.n_generated < 10:
+        job.engine.step()
+    assert pool.n_free_cells < 199 < pool.n_free_cells + pool.n_parked
+    again = ask(1, 200)
+    job.engine.complete()
+    assert set(before) <= set(prefixes.retained()) and len(before) == 2
+    assert again.counted.n_kept == (0 if others_are_open else 199)
+    job.close()
 
 
 @pytest.mark.parametrize("block", cases(2, 100))
