@@ -124,9 +124,9 @@ def parse_words(words: tuple[str, ...]) -> dict[str, Any]:
 def job_words(words: tuple[str, ...], params: dict[str, Any], job: SlurmJob) -> tuple[str, ...]:
     """The command with options for the files that it writes, in an array with those of each job; a service ends within
     the time that Slurm gives it. Raises UserError for an array whose file of requests is behind `--`."""
-    if "--" in words and job.n_array:
-        raise UserError("--array gives each job options of its own, and none may follow --; leave -- out")
     if "--" in words:
+        if job.n_array:
+            raise UserError("--array gives each job options of its own, and none may follow --; leave -- out")
         return words
     suffix = f"-{INDEX}" if job.n_array else ""
     files = [("results", "--results", f"results{suffix}.csv"), ("trace", "--trace", "trace.json")]
