@@ -5,8 +5,10 @@ from typing import Any
 import click
 
 from pipeinfer.cli.options.job_options import SpecTypes, job_options
+from pipeinfer.cli.options.llama_cpp import given_words
 from pipeinfer.cli.options.setting_options import command, take
 from pipeinfer.core.policy import Policy
+from pipeinfer.core.settings import settings_of
 from pipeinfer.errors import UserError
 from pipeinfer.job.inspect.doctor import DoctorRequest, doctor
 from pipeinfer.job.inspect.plan import PlanQuestion, plan
@@ -59,5 +61,7 @@ def doctor_command(**values: Any) -> int:
     the plan that `run` would make and a command to paste. Starts no model. Exit codes: 0, 1 with warnings, 2 with
     errors.
     """
+    own = {name for name, _, _ in settings_of(DoctorRequest)} | {"json", "hf_token"}
+    words = given_words(click.get_current_context(), own)
     request = take(DoctorRequest, values)
-    return doctor(job_options(values | {"policy": None, "lookup": None}), request)
+    return doctor(job_options(values | {"policy": None, "lookup": None}), request, words)

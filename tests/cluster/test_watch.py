@@ -46,7 +46,7 @@ from tests.support.jobs import until
 
 LIMITS = Limits()
 PROGRAM = """
-import json, os, sys, time
+import json, os, socket, sys, time
 from dataclasses import astuple
 from pathlib import Path
 from pipeinfer.cluster.watch.rendezvous import Rendezvous, own_location
@@ -62,8 +62,7 @@ def broadcast(rendezvous):  # through a file
         (place / "part").write_text(json.dumps(astuple(rendezvous)))
         (place / "part").rename(rendezvous_file)
         return rendezvous
-    while not rendezvous_file.exists():
-        time.sleep(0.01)
+    until_exists(rendezvous_file)
     where, addresses, port, key = json.loads(rendezvous_file.read_text())
     return Rendezvous(where, tuple(addresses), port, key)
 
@@ -71,9 +70,13 @@ def on_stop(reason):
     os.write(2, f"asked to stop: {reason}\\n".encode())
     (place / "stopping").touch()
 
-def wait_for(name):
-    while not all((place / f"{name}{other}").exists() for other in range(size)):
+def until_exists(path):
+    while not path.exists():
         time.sleep(0.01)
+
+def wait_for(name):
+    for other in range(size):
+        until_exists(place / f"{name}{other}")
 
 (place / f"started{rank}").touch()
 wait_for("started")  # a rank that takes long to start would be said to be late
@@ -82,7 +85,14 @@ with Watch(rank, size, os._exit, limits).open(on_stop) as watch:
         os._exit(2)
     if what == "before MPI":
         time.sleep(60)
+    if what == "lost" and rank == 2:
+        until_exists(place / "lost")
+        time.sleep(0.3)  # the sentinel has heard of it
     watch.join([own_location()] * size, broadcast)
+    if what == "lost" and rank == 1:
+        socket.socket(fileno=os.dup(watch._link.fileno())).shutdown(socket.SHUT_WR)
+        (place / "lost").touch()
+        time.sleep(60)
     assert watch._link, "the sentinel can be reached"
     abouts = [f"stage {each}, layers {8 * each}-{8 * each + 7}" for each in range(size)]
     if what != "described by rank 0":
@@ -398,6 +408,12 @@ def test_a_death_before_all_have_joined_names_who_is_missing(
     about = f"host {HOST}" + (", stage 0, layers 0-7" if what == "absent" else "")
     line = f"pipeinfer: rank 0 ({about}), or {missing}, which had not joined yet, died of SIGKILL; ending the job"
     assert job.said_by(job.ranks[0]) == [line]
+
+
+def test_a_rank_that_is_lost_before_all_have_joined_and_has_not_ended(start: Callable[[str], Job]) -> None:
+    """Its connection closes first, and its process is waited for until the others have joined."""
+    job = start("lost")
+    assert f"pipeinfer: rank 1 (host {HOST}) died; ending the job" in job.said_by(job.ranks[0])
 
 
 def head_alone(n_ranks: int) -> tuple[Watch, Rendezvous]:

@@ -4,7 +4,7 @@ without effect, or refuse them with a hint. `llama_cpp.txt` has the data."""
 import os
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
@@ -115,6 +115,7 @@ def _listed(names: str | Iterable[str] | None) -> Iterable[str]:
 SYNONYMS = {"model": ("hf_repo", "hf_file"), "hf_repo": ("model",), "drafts": ("hf_drafts",), "hf_drafts": ("drafts",)}
 """Parameters, and those that name the same in another way."""
 
+WORDS = f"{__name__}.words"  # the key of a command's words in the `meta` of its context
 NEAR = 0.75  # the least similarity of an unknown option and a suggested one; 1: they are equal
 ATTACHED = re.compile(r"-[A-Za-z][0-9][0-9.,]*")  # `-n8`: only a number may follow an option's letter directly
 
@@ -141,6 +142,7 @@ class Command(click.Command):
         if not ctx.resilient_parsing:
             implied = IMPLIED.get(str(self.name), [])
             words = list(read_words(args, self.get_params(ctx), implied, ctx.allow_interspersed_args))
+            ctx.meta[WORDS] = tuple(words)
         try:
             rest = super().parse_args(ctx, words)
             _prefer_command_line(ctx)
@@ -230,6 +232,20 @@ def read_words(args: list[str], params: list[click.Parameter], implied: list[str
             raise click.UsageError(f"{name}: {hint}")
         else:
             raise click.NoSuchOption(name, possibilities=_near_misses(name, options))
+
+
+def given_words(ctx: click.Context, left_out: Collection[str]) -> list[str]:
+    """The words of a command's line without those of the parameters `left_out`, by their names."""
+    params = {name: param for param in ctx.command.params for name in (*param.opts, *param.secondary_opts)}
+    given, words = list[str](), deque(ctx.meta[WORDS])
+    while words:
+        word = words.popleft()
+        name = word.partition("=")[0] if word.startswith("--") else word
+        param = params.get(name) or params.get(word[:2])  # -t8
+        value = [words.popleft()] if param and word in params and _takes_value(param) else []
+        if param and param.name not in left_out:
+            given += [word, *value]
+    return given
 
 
 def _near_misses(name: str, options: Iterable[str]) -> list[str]:

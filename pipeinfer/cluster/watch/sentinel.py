@@ -183,10 +183,12 @@ class Sentinel:
 
     def _begin(self) -> None:
         """All have joined: from now on the connections report deaths, and heartbeats are checked."""
-        for process in self._beside.values():
+        beside, self._beside = self._beside, {}
+        for rank, process in beside.items():
             with contextlib.suppress(KeyError):  # it has ended
                 self._selector.unregister(process)
-        self._beside.clear()
+            if self._links[rank] not in self._selector.get_map():  # lost, and its process was waited for
+                self._died(rank, process.how_it_ended())
         self._inquiry.end()
         self._heartbeats.begin(self._links, time.monotonic())
 
@@ -255,9 +257,8 @@ class Sentinel:
             self._selector.register(listener, selectors.EVENT_READ, listener)
 
     def _tell_all(self, message: Message) -> None:
-        for rank in self._links:
-            if rank > 0:
-                send(self._links[rank], message)
+        for rank in self._links.keys() - {0}:
+            send(self._links[rank], message)
 
     # -- ends
 

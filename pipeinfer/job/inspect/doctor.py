@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -31,7 +31,7 @@ from pipeinfer.job.inspect.plan import plan_lines, plan_report
 from pipeinfer.job.options.options import JobModels, RunOptions
 from pipeinfer.job.options.values import TextType
 from pipeinfer.job.placement.checks import fetch_models
-from pipeinfer.job.placement.devices import check_servers, device_text, gpu_layers_text, rank_options, servers_text
+from pipeinfer.job.placement.devices import check_servers, rank_options
 from pipeinfer.job.planning.planner import ETHERNET
 from pipeinfer.models.gguf.model_info import part_paths
 from pipeinfer.models.hub import name_of
@@ -61,14 +61,14 @@ class DoctorRequest:
     bandwidth: bool = setting(False, "--bandwidth")
 
 
-def doctor(options: RunOptions, request: DoctorRequest) -> int:
-    """Returns the exit code: 0, 1 with warnings, 2 with errors. Raises UserError for bad input."""
+def doctor(options: RunOptions, request: DoctorRequest, words: Sequence[str]) -> int:
+    """`words`: the options as they were given, for the command. Returns the exit code: 0, 1 with warnings, 2 with errors. Raises UserError for bad input."""
     hosts = read_host_list(request.hosts, request.launcher)
     models = replace(_with_files(options.models), hf_token=None)  # options are words of commands from here on
     options, names = replace(options, models=models), [node.host.name for node in hosts.nodes]
     if any(options.placement.rpc):
         check_servers([each.servers for each in rank_options(options.placement, len(names))], names)
-    report = _Report(options.output.json)
+    report = _Report(options.output.json, words)
     disk = options.models.slice_cache or SLICES
     facts = facts_command(options, names)
     with one_connection(hosts.launcher) as environ, host_sessions(hosts, disk, facts, environ) as reports:
@@ -108,10 +108,10 @@ def _with_files(models: JobModels) -> JobModels:
 
 
 class _Report:
-    """Findings, printed as they come; with `as_json` all at the end."""
+    """Findings, printed as they come; with `as_json` all at the end. `words`: the options of the command to paste."""
 
-    def __init__(self, as_json: bool) -> None:
-        self._as_json = as_json
+    def __init__(self, as_json: bool, words: Sequence[str]) -> None:
+        self._as_json, self._words = as_json, words
         self.findings: list[Finding] = []
 
     @property
@@ -143,7 +143,7 @@ class _Report:
                 self._print("\n" + printed(plan_lines(plan)))
                 if not plan["fits"]:
                     raise UserError(plan["shortage"])
-                command = _command(cluster)
+                command = _command(cluster, self._words)
             except UserError as error:
                 self._tell(iter([Finding("plan", "", Severity.ERROR, str(error))]))
         if self._as_json:
@@ -185,19 +185,10 @@ def _link(cluster: Cluster) -> LinkCost:
     return LinkCost(median(way.latency_s for way in ways), median(way.bytes_per_s for way in ways))
 
 
-def _command(cluster: Cluster) -> str:
-    hosts, files = cluster.hosts, cluster.options.models
+def _command(cluster: Cluster, options: Sequence[str]) -> str:
+    hosts = cluster.hosts
     interfaces = {way.interface for way in cluster.ways if way.interface}
     has_others = any(VIRTUAL.match(name) for each in cluster.reports.values() for name in each.base["addresses"])
     interface = min(interfaces) if has_others and len(interfaces) == 1 else ""
     words = hosts.words(hosts.names, {name: hosts.slots(name) for name in hosts.names}, interface)
-    models = ["-m", str(files.target), *(word for path in files.drafts for word in ("-md", str(path)))]
-    placement, devices = cluster.options.placement, list[str]()
-    if any(placement.n_gpu_layers):
-        devices += ["-ngl", ",".join(map(gpu_layers_text, placement.n_gpu_layers))]
-    if any(placement.device):
-        devices += ["--device", ",".join(map(device_text, placement.device))]
-    if any(placement.rpc):
-        devices += ["--rpc", ",".join(map(servers_text, placement.rpc))]
-    run = shlex.join(["run", *models, *devices])
-    return f"{shlex.join(full_words(words))} {program_words()} {run} -p 'Once upon a time'"
+    return f"{shlex.join(full_words(words))} {program_words()} {shlex.join(['run', *options])} -p 'Once upon a time'"

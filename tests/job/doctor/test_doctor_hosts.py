@@ -104,13 +104,14 @@ def is_fine(done: subprocess.CompletedProcess[str], host: str) -> bool:
 
 
 def test_all_is_well_and_the_command_that_it_prints_runs(hosts: SshHosts, model: Path) -> None:
-    done = doctor(hosts, model)
+    done = doctor(hosts, model, "-c128", "--layer-split=4,4,4,4", "-hft", "secret")
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     assert all(is_fine(done, name) for name in [*hosts.names, "all"])
     assert "a message went round 4 ranks" in done.stdout
     assert re.search(r"\| +3 +\| node4 +\|", done.stdout), "the plan has a rank on each host"
     *_, summary, _, command = done.stdout.splitlines()
     assert "node1:1,node2:1,node3:1,node4:1" in command and " -np 4 " in command
+    assert f" run -m {model} -md none -c128 --layer-split=4,4,4,4 -p " in command, "the options, without the token"
     assert summary == "0 errors, 0 warnings"
     words = hosts.inside("node1", f"{command} -n 4 --ignore-eos --json")
     environ = environment() | {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": "eth0"}
