@@ -123,13 +123,15 @@ ENDS_S = 45.0
 class Job:
     """Ranks as plain child processes, without a launcher: the watch alone must end them."""
 
-    def __init__(self, place: Path, what: str, *further: str, size: int = 3) -> None:
+    def __init__(self, place: Path, what: str, *further: str, size: int = 3, launched: bool = False) -> None:
+        """`launched`: with the variables of a launcher."""
         self.place = place
         self.ranks = [
             subprocess.Popen(
                 [sys.executable, "-c", PROGRAM, str(rank), str(size), str(place), what, *further],
                 stderr=subprocess.PIPE,
                 text=True,
+                env=os.environ | ({"PMI_RANK": str(rank), "PMI_SIZE": str(size)} if launched else {}),
             )
             for rank in range(size)
         ]
@@ -154,9 +156,9 @@ class Job:
 def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
-    def start_one(what: str, *further: str) -> Job:
+    def start_one(what: str, *further: str, launched: bool = False) -> Job:
         (place := tmp_path / str(len(jobs))).mkdir()
-        jobs.append(Job(place, what, *further))
+        jobs.append(Job(place, what, *further, launched=launched))
         return jobs[-1]
 
     yield start_one
@@ -410,9 +412,9 @@ def test_a_death_before_all_have_joined_names_who_is_missing(
     assert job.said_by(job.ranks[0]) == [line]
 
 
-def test_a_rank_that_is_lost_before_all_have_joined_and_has_not_ended(start: Callable[[str], Job]) -> None:
+def test_a_rank_that_is_lost_before_all_have_joined_and_has_not_ended(start: Callable[..., Job]) -> None:
     """Its connection closes first, and its process is waited for until the others have joined."""
-    job = start("lost")
+    job = start("lost", launched=True)
     assert f"pipeinfer: rank 1 (host {HOST}) died; ending the job" in job.said_by(job.ranks[0])
 
 

@@ -62,7 +62,8 @@ class DoctorRequest:
 
 
 def doctor(options: RunOptions, request: DoctorRequest, words: Sequence[str]) -> int:
-    """`words`: the options as they were given, for the command. Returns the exit code: 0, 1 with warnings, 2 with errors. Raises UserError for bad input."""
+    """`words`: the options as they were given, for the command. Returns the exit code: 0, 1 with warnings, 2 with
+    errors. Raises UserError for bad input."""
     hosts = read_host_list(request.hosts, request.launcher)
     models = replace(_with_files(options.models), hf_token=None)  # options are words of commands from here on
     options, names = replace(options, models=models), [node.host.name for node in hosts.nodes]

@@ -74,6 +74,10 @@ def _changed(path: Path) -> UserError:
     return UserError(f"{path} was changed while it was read; start again when it is complete")
 
 
+def _unreadable(path: Path, error: OSError) -> UserError:
+    return UserError(f"{path} cannot be read: {error.strerror}")
+
+
 class SourceFile:
     """A file from which a loaded model computes; `check` detects changes. One that was renamed over is still read."""
 
@@ -83,7 +87,7 @@ class SourceFile:
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise UserError(f"{path} cannot be read: {error.strerror}") from None
+            raise _unreadable(path, error) from None
         opened = FileState.of(self._fd)
         self._n_bytes, self._mtime_ns = opened.n_bytes, opened.mtime_ns
         self._touched = opened.mtime_ns, 0.0  # a later time of writing, and when that was first seen
@@ -92,9 +96,9 @@ class SourceFile:
             self._digest = digest_of(self._fd)
             if state is not None and opened != state:
                 raise _changed(path)
-        except (UserError, EOFError, OSError):
+        except (UserError, EOFError, OSError) as error:
             self.close()
-            raise _changed(path) from None
+            raise _unreadable(path, error) if isinstance(error, OSError) else _changed(path) from None
 
     def check(self) -> None:
         """ModelFault if the contents changed. Costs a system call, unless the file was touched."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import os
 import shutil
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeinfer.errors import ModelFault
+from pipeinfer.errors import ModelFault, UserError
 from pipeinfer.job.process.stop import describe, file_at
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.contents import SourceFile, sample_digest
@@ -141,6 +142,15 @@ def test_nonsense_is_blamed_on_a_write_that_is_not_through(tmp_path: Path, monke
         with pytest.raises(ModelFault, match="file was truncated or overwritten"):
             source.blame()
     source.close()
+
+
+def test_a_disk_that_cannot_be_read_is_not_called_a_change(tmp_path: Path) -> None:
+    def fail(fd: int) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    (path := tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file cannot be read: Input/output error"):
+        SourceFile(path, fail)
 
 
 def test_a_model_that_was_touched_is_gone_on_with(model: Path) -> None:
