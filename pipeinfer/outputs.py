@@ -85,7 +85,7 @@ def working_folder() -> Path:
 def write_error(path: Path, what: str, error: OSError) -> UserError:
     """The message for a file that could not be written."""
     folder = path.parent
-    if not folder.is_dir():
+    if error.errno in (errno.ENOENT, errno.ENOTDIR) and not os.path.isdir(folder):
         return UserError(f"{what} {path}: there is no folder {folder}; make it, or name another file")
     return UserError(f"{what} {path}: {error.strerror or error}; name a file where there is room and leave to write")
 

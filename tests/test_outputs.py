@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from pipeinfer.errors import UserError
+from pipeinfer.models.demo import TARGET
 from pipeinfer.observe.table import RESULTS
 from pipeinfer.observe.trace import TraceSpan, write_chrome_trace
 from pipeinfer.outputs import check_separate, check_writable, whole_file, write_file
@@ -87,6 +89,27 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path: Path, name: str, wo
         with pytest.raises(UserError, match=words):
             attempt()
     assert names(tmp_path) == ["folder"] and names(tmp_path / "folder") == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="rights of Linux")
+def test_a_folder_that_one_may_not_enter_is_said(tmp_path: Path) -> None:
+    (folder := tmp_path / "folder").mkdir()
+    shutil.copy(TARGET, folder / "m.gguf")
+    folder.chmod(0)
+    plain = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"] if os.geteuid() == 0 else []
+    simulated = ["simulate", "--profile", "ethernet", "--nodes", "2", "-n", "4", "--policy", "iterative"]
+    for words in (
+        ["plan", "-m", folder / "m.gguf"],
+        ["plan", "-m", TARGET, "-md", folder / "m.gguf"],
+        ["models", "info", folder / "m.gguf"],
+        [*simulated, "--results", folder / "new.csv"],
+        ["run", "-p", "x", "-n", "2", "--trace", folder / "new.json"],
+        ["batch", TARGET, "-o", folder / "new.jsonl"],
+    ):
+        command = [*plain, sys.executable, "-m", "pipeinfer", *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment(), timeout=120)
+        last = done.stderr.splitlines()[-1]
+        assert done.returncode == 2 and "Permission denied" in last and "PermissionError" not in last, (words, done)
 
 
 def test_an_output_is_no_input_by_any_name(tmp_path: Path) -> None:

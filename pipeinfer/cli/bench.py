@@ -200,6 +200,7 @@ _UNSCORED: tuple[str, ...] = ("drafts", "hf_drafts", "predict", "ignore_eos", "s
 _UNSCORED += ("n_gpu_layers_draft", "cache_type_k_draft", "cache_type_v_draft", "allow_other_numerics")
 # each token's probabilities are worked out anew
 _UNSCORED += ("kv_disk", "kv_dir", "kv_read_only", "cache_ram", "fit_ctx")
+_UNSCORED += ("plan",)  # the chunks decide the context
 CHUNK_TOKENS = 512
 PERPLEXITY_HELP = {
     "chunks": "Of the text, the first; 0 or -1: all.",

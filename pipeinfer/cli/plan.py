@@ -5,7 +5,7 @@ from typing import Any
 import click
 
 from pipeinfer.cli.options.job_options import SpecTypes, job_options
-from pipeinfer.cli.options.llama_cpp import given_words
+from pipeinfer.cli.options.llama_cpp import option_words
 from pipeinfer.cli.options.setting_options import command, take
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.settings import settings_of
@@ -61,7 +61,7 @@ def doctor_command(**values: Any) -> int:
     the plan that `run` would make and a command to paste. Starts no model. Exit codes: 0, 1 with warnings, 2 with
     errors.
     """
-    own = {name for name, _, _ in settings_of(DoctorRequest)} | {"json", "hf_token"}
-    words = given_words(click.get_current_context(), own)
+    host_options = {name for name, _, _ in settings_of(DoctorRequest)} | {"json", "hf_token"}
+    words = option_words(click.get_current_context(), host_options)
     request = take(DoctorRequest, values)
     return doctor(job_options(values | {"policy": None, "lookup": None}), request, words)

@@ -10,7 +10,6 @@ import click
 from click.core import ParameterSource
 
 from pipeinfer.cli.options.job_options import check_sequences, run_options, warn_of_variables
-from pipeinfer.cli.options.llama_cpp import read_variables
 from pipeinfer.cli.options.setting_options import command, policy_ablations, take
 from pipeinfer.cli.run import SHARED
 from pipeinfer.errors import UserError
@@ -134,8 +133,3 @@ def _keys_in(texts: Sequence[str]) -> tuple[str, ...]:
         reason = f"--api-key (or {KEY_VARIABLE}) has no key, only commas or spaces"
         raise UserError(f"{reason}; write one, or leave it out and everybody may ask")
     return keys
-
-
-for option in serve_command.params:
-    if option.name != "api_keys":
-        read_variables(option)

@@ -18,6 +18,7 @@ from pipeinfer.job.options.values import Folder, TextType, Whole
 from pipeinfer.job.process.streams import complain
 from pipeinfer.job.submit import FOLDER, PART, in_folder, next_folder, submit
 from pipeinfer.models.gguf.model_info import OWN_HEAD
+from pipeinfer.models.hub import name_of
 from pipeinfer.outputs import working_folder
 
 JOB_COMMANDS = ("run", "bench", "batch", "serve", "measure", "plan")  # what runs on several ranks
@@ -116,7 +117,8 @@ def parse_words(words: tuple[str, ...]) -> dict[str, Any]:
     if params.get("file") == STDIN:
         raise UserError("-f -: a job has no standard input; give the prompt with -p, or name a file")
     for path in _paths([params.get(name) for name in ("model", "models", "drafts", "file", "source")]):
-        if path not in (NO_DRAFT, OWN_HEAD) and not path.exists():  # a node may have disks of its own
+        is_file = path not in (NO_DRAFT, OWN_HEAD) and not name_of(path)
+        if is_file and not os.path.exists(path):  # a node may have disks of its own
             complain(f"{path} is not on this host; the job needs it where its ranks are")
     return params
 
@@ -124,10 +126,8 @@ def parse_words(words: tuple[str, ...]) -> dict[str, Any]:
 def job_words(words: tuple[str, ...], params: dict[str, Any], job: SlurmJob) -> tuple[str, ...]:
     """The command with options for the files that it writes, in an array with those of each job; a service ends within
     the time that Slurm gives it. Raises UserError for an array whose file of requests is behind `--`."""
-    if "--" in words:
-        if job.n_array:
-            raise UserError("--array gives each job options of its own, and none may follow --; leave -- out")
-        return words
+    if "--" in words and job.n_array:
+        raise UserError("--array gives each job options of its own, and none may follow --; leave -- out")
     suffix = f"-{INDEX}" if job.n_array else ""
     files = [("results", "--results", f"results{suffix}.csv"), ("trace", "--trace", "trace.json")]
     if job.requeues and words[0] in ("run", "batch"):
@@ -139,9 +139,10 @@ def job_words(words: tuple[str, ...], params: dict[str, Any], job: SlurmJob) -> 
     if words[0] == "serve" and not any(word.startswith("--drain") for word in words):
         own_files += ["--drain", str(DRAIN_S)]
     if not job.n_array:
-        return (*words, *own_files)
+        end = 1 if "--" in words else len(words)
+        return (*words[:end], *own_files, *words[end:])
     part = f"{FOLDER}/{PART}"
-    replaced = [part if Path(word) == params["source"] else word for word in words]
+    replaced = [words[0], *(part if Path(word) == params["source"] else word for word in words[1:])]
     for option in ("output", "resume"):  # jobs of an array that wrote one file would exclude each other
         if path := params[option]:
             own_files += [f"--{option}", str(path.with_stem(path.stem + suffix))]

@@ -54,7 +54,9 @@ class HeadPipeline(Generic[A]):
         self.n_submitted = 0  # runs since the start
         self.n_out = 0  # runs whose verdicts have not been taken
         # a verdict may cancel the run that `work` evaluates, and MPI moves messages only when it is called
-        self._prunings = LocalPrunings(self.has_verdict)
+        self._listen: Callable[[], object] = self.has_verdict
+        self._failure: Exception | None = None  # what it raised during a run, which goes on
+        self._prunings = LocalPrunings(self._listen_meanwhile)
         self._queue: deque[Run] = deque()
         self._verdicts: deque[A] = deque()
         if self.remote_ranks:
@@ -62,8 +64,16 @@ class HeadPipeline(Generic[A]):
             self._inbox = Inbox(self.comm, self.remote_ranks[-1], Tag.VERDICT, *sizes, self.courier)
 
     def listen_by(self, listen: Callable[[], object]) -> None:
-        """Call `listen` between the layers of the head's stage; it must poll for verdicts."""
-        self._prunings.listen = listen
+        """Call `listen` between the layers of the head's stage; it must poll for verdicts. `work` raises what it raises
+        once the run is sent on: a run that got lost would be waited for."""
+        self._listen = listen
+
+    def _listen_meanwhile(self) -> None:
+        if self._failure is None:
+            try:
+                self._listen()
+            except Exception as error:
+                self._failure = error
 
     def submit(self, run: Run) -> None:
         self.ledger.submitted_s[run.id] = self.clock()
@@ -113,6 +123,9 @@ class HeadPipeline(Generic[A]):
             self._verdicts.append(cast(A, verdict))
         if transaction.cancelled:
             self.ledger.cancelled.append((start_s, self.clock()))
+        failure, self._failure = self._failure, None
+        if failure:
+            raise failure
 
     def cancel(self, run_ids: Sequence[int]) -> None:
         if self.worker:

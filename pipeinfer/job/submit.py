@@ -1,5 +1,6 @@
 """`pipeinfer submit`: make a job's folder and script, queue it, and follow its output. Starts no MPI."""
 
+import os
 import shutil
 import sys
 import time
@@ -69,7 +70,7 @@ def split_lines(path: Path, n: int) -> list[bytes]:
 
 def next_folder(base: Path, name: str) -> Path:
     """The name of the next job's folder."""
-    return next(path for path in _folders(base, name) if not path.exists())
+    return next(path for path in _folders(base, name) if not os.path.exists(path))
 
 
 def _folders(base: Path, name: str) -> list[Path]:

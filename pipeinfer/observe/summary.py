@@ -106,7 +106,8 @@ def _print(
     if output == "md":
         print(printed(as_table(summaries)))
     elif output == "csv" and summaries:
-        writer = csv.DictWriter(sys.stdout, list(summaries[0]), lineterminator="\n")
+        names = dict.fromkeys(name for summary in summaries for name in summary)  # some have a notice
+        writer = csv.DictWriter(sys.stdout, list(names), lineterminator="\n")
         writer.writeheader()
         writer.writerows({name: _cell(value) for name, value in summary.items()} for summary in summaries)
     elif output == "json":

@@ -19,7 +19,7 @@ from pipeinfer.observe.columns import COLUMNS, LOAD_COLUMNS, Column, Record
 from pipeinfer.outputs import check_writable, write_error
 from pipeinfer.text import shortened
 
-NO_LOCKS = errno.ENOSYS, errno.EOPNOTSUPP  # of file systems that are mounted without them
+NO_LOCKS = errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK  # of file systems that are mounted without them
 MAX_CELL = 1 << 16
 Line = tuple[int, list[str]]  # the number of a row's line, from 1 on, and its cells
 
@@ -47,7 +47,7 @@ class Table:
     def check(self, path: Path) -> None:
         """Raises UserError if no row can be appended: the file cannot be written, or it or one of its rows has other
         columns. Cells are not checked, and no file is left behind."""
-        if path.exists():
+        if os.path.exists(path):
             with _locked(path) as file:
                 if self._check_appendable(path, file):
                     for number, cells in lines_of(path):

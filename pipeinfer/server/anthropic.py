@@ -6,6 +6,7 @@ from typing import Any
 
 from pipeinfer.job.requests.chat_fields import content_of
 from pipeinfer.job.requests.fields import PassedOver, check_part, is_list_of, refuse, shown, text_of
+from pipeinfer.models.text.arguments import json_value
 from pipeinfer.server.forms import Block, BlockForm, named_event, renamed
 
 MESSAGES, COUNT_TOKENS = "/v1/messages", "/v1/messages/count_tokens"
@@ -69,9 +70,9 @@ def _messages(name: str, message: Any, passed: PassedOver) -> Iterator[dict[str,
     for at, block in enumerate(content):
         kind = block.get("type")
         if kind == "text":
-            texts.append(str(block.get("text", "")))
+            texts.append(str(block.get("text") or ""))
         elif kind == "thinking":
-            thoughts.append(str(block.get("thinking", "")))
+            thoughts.append(str(block.get("thinking") or ""))
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
@@ -165,7 +166,7 @@ def _block(block: Block, text: str) -> dict[str, Any]:
     if block.kind == "reasoning":
         return {"type": "thinking", "thinking": text, "signature": ""}
     try:
-        arguments = json.loads(text or "{}")
+        arguments = json_value(text or "{}")
     except ValueError:
-        arguments = {}  # it was cut off
+        arguments = {}  # it was cut off, or is no JSON
     return {"type": "tool_use", "id": f"toolu_{block.id}", "name": block.name, "input": arguments}

@@ -20,7 +20,8 @@ class Changed(asyncio.Event):
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One generated text, OpenAI's word. `text`, `entries`: output not yet taken. Times are of this host's clock."""
+    """One generated text, OpenAI's word. `text`, `entries`: output not yet taken. Times are of this host's clock, but
+    `verdict_s` and `told_s` of rank 0's."""
 
     id: int
     request: GenerationRequest
@@ -33,6 +34,7 @@ class Choice:
     n_cached: int = 0
     verdict_s: float = math.nan  # of its newest tokens, and of the message with them
     told_s: float = math.nan
+    heard_s: float = math.nan  # when that came
     text: str = ""
     entries: list[Entry] = field(default_factory=list)
     scores: list[Entry] = field(default_factory=list)  # of the prompt's tokens

@@ -1,6 +1,7 @@
 """Answers as clients get them, whole and as server-sent events: OpenAI's form with llama.cpp's timings, and what other
 APIs' forms share. Knows no HTTP: makes objects and bytes."""
 
+import math
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -210,7 +211,8 @@ class OpenAIForm:
 
     def _text(self, output: ChoiceOutput, content: str) -> bytes:
         """Most bytes are the same in all such events."""
-        choice, is_timed = output.choice, self.parsed.timed
+        choice = output.choice
+        is_timed = self.parsed.timed and not math.isnan(choice.verdict_s)  # the prompt of `echo` comes before tokens
         times = choice.n_tokens, choice.verdict_s, choice.told_s
         if choice.has_logprobs:
             more = {"timings": dict(zip(TIMES, times, strict=True))} if is_timed else {}

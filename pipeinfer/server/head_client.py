@@ -195,9 +195,9 @@ class HeadClient:
         """Metrics are counted after all output was written."""
         self.verdict_s = time.monotonic()
         parts = [(self.choices[part[0]], part) for part in updates.parts if part[0] in self.choices]
-        before_s, counts = [choice.verdict_s for choice, _ in parts], []
+        before_s, counts = [choice.heard_s for choice, _ in parts], []
         for choice, (_, tokens, text, entries) in parts:
-            choice.verdict_s, choice.told_s = updates.at_s, updates.told_s
+            choice.verdict_s, choice.told_s, choice.heard_s = updates.at_s, updates.told_s, self.verdict_s
             counts.append(choice.add(tokens, text, [Entry(*entry) for entry in entries]))
         changes = list({choice.changed: None for choice, _ in parts})
         for start in range(0, len(changes), N_WRITES):

@@ -92,8 +92,8 @@ class Metrics:
         self._generation.inc(n_tokens)
         is_first = math.isnan(before_s)
         if is_first:
-            self._ttft.observe(choice.verdict_s - choice.submitted_s)
-        gap_s = 0.0 if is_first else (choice.verdict_s - before_s) / max(1, n_tokens)
+            self._ttft.observe(choice.heard_s - choice.submitted_s)
+        gap_s = 0.0 if is_first else (choice.heard_s - before_s) / max(1, n_tokens)
         for _ in range(n_tokens - is_first):
             self._itl.observe(gap_s)
 

@@ -43,6 +43,7 @@ class AnswerResponse(Response):
 
     def __post_init__(self) -> None:
         super().__init__()
+        self._failure: Exception | None = None  # of `_push`
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         chunked = scope["http_version"] == "1.1" and scope["method"] != "HEAD"
@@ -114,7 +115,11 @@ class AnswerResponse(Response):
         """See `Changed.push`."""
         if not chunks.flows or self.answer.has_ended:
             return None
-        data = self.form.events()
+        try:
+            data = self.form.events()
+        except Exception as error:  # of this answer alone: its own coroutine ends by it
+            self._failure = error
+            return None
         return partial(chunks.write, data) if data else None
 
     @property
@@ -141,6 +146,8 @@ class AnswerResponse(Response):
         finally:
             timer.cancel()
         self.answer.changed.clear()
+        if self._failure:
+            raise self._failure
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -133,6 +133,7 @@ PARENT_DEATH_SIGNAL = 1  # prctl's PR_SET_PDEATHSIG
 DEATH = re.compile(rf"pipeinfer: (.*){ENDING}")
 TITLE = re.compile(r"rank (\d+) \(host ([^,)]+)")  # as `watch.protocol.title` writes it
 RULE = re.compile(rb"\s*(={40,}|-{40,})\s*")  # with such a line MPICH and Open MPI begin to report a death
+ENDS = re.compile(rb"RUNNING AT|exit|terminat|abort", re.IGNORECASE)  # of a job, in such reports
 REPORTED = re.compile(rb"RUNNING AT (\S+)|with PID \d+ on node (\S+) exited")
 
 
@@ -230,7 +231,11 @@ class Job:
             for part in data.splitlines(keepends=True):
                 if self.loss or self._is_over:
                     break
-                if report or RULE.fullmatch(part):
+                is_rule = RULE.fullmatch(part)
+                if report and is_rule and not ENDS.search(report):  # it is over, and no report
+                    self._copy(report + part)
+                    report = b""
+                elif report or is_rule:
                     report += part
                 else:
                     self._copy(part)

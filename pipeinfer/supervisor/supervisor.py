@@ -190,7 +190,7 @@ class Supervisor:
     def _take_back(self) -> None:
         """Hosts that are left out, and on which the launcher starts programs again."""
         tried = [host for host in self.excluded if len(self._deaths.get(host, ())) < N_DEATHS]
-        for host in {*tried} - self._failing(tried, BACK_S):
+        for host in {*tried} - self._failing(tried, BACK_S, untried=True):
             del self.excluded[host]
             complain(f"host {host} can be reached again, and is taken again")
 
@@ -199,9 +199,10 @@ class Supervisor:
         for host in self._failing({each.name for each in self.launcher.hosts} - self.excluded.keys(), PROBE_S):
             self._leave_out(host, "nothing can be started there")
 
-    def _failing(self, hosts: Collection[str], limit_s: float) -> set[str]:
-        """Those on which the launcher starts nothing within the limit; none where no file can be made for it."""
-        failing = set[str]()
+    def _failing(self, hosts: Collection[str], limit_s: float, untried: bool = False) -> set[str]:
+        """Those on which the launcher starts nothing within the limit. `untried`: whether those count too that are not
+        tried, where no file can be made for it."""
+        failing = {*hosts} if untried else set[str]()
         processes: dict[str, subprocess.Popen[bytes]] = {}
         with (
             contextlib.suppress(OSError),
@@ -220,8 +221,7 @@ class Supervisor:
                     code = process.wait(max(0.0, deadline - time.monotonic()))
                 except subprocess.TimeoutExpired:
                     code = -1
-                if code:
-                    failing.add(host)
+                (failing.add if code else failing.discard)(host)
         return failing
 
     def _ignores_interrupt(self) -> bool:

@@ -163,7 +163,16 @@ def test_variables_that_switch_off_do_so_with_any_value(monkeypatch: pytest.Monk
     for value in ("1", "0", ""):
         monkeypatch.setenv("LLAMA_ARG_NO_REPACK", value)
         assert parsed(run, ["-p", "x"], monkeypatch).params["repack"] is False
+    monkeypatch.delenv("LLAMA_ARG_NO_REPACK")
+    for value, is_on in (("enabled", True), ("disabled", False), ("off", False)):
+        monkeypatch.setenv("LLAMA_ARG_REPACK", value)
+        assert parsed(run, ["-p", "x"], monkeypatch).params["repack"] is is_on
     assert parsed(run, ["-p", "x", "--repack"], monkeypatch).params["repack"] is True
+
+
+def test_a_command_s_own_options_have_variables_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LLAMA_ARG_N_PREDICT", "3")
+    assert parsed(batch_command, ["in.jsonl", "-o", "out"], monkeypatch).params["predict"] == 3
 
 
 def test_a_run_reads_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +199,8 @@ def test_habits_of_llama_cpp_that_change_nothing_are_taken() -> None:
     ]
     found = run.make_context("run", [*words, "-st", "-n", "3"]).params
     assert (found["prompt"], found["predict"], found["threads"], found["single_turn"]) == ("x", 3, (), True)
+    found = run.make_context("run", ["-p", "x", "--ubatch-size=64", "--json", "--threads-batch=4", "-n", "3"]).params
+    assert found["json"] and found["predict"] == 3
     with pytest.raises(click.UsageError, match="-ub needs a value"):
         run.make_context("run", ["-p", "x", "-ub"])
 

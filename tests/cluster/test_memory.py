@@ -13,8 +13,12 @@ from pipeinfer.cluster.hosts.host import UNLIMITED, FreeMemory, Host, free_memor
 from pipeinfer.cluster.hosts.resources import Memory, check_fits, paging_lines
 from pipeinfer.errors import UserError
 from pipeinfer.job.placement.checks import open_models
+from pipeinfer.job.placement.devices import DevicePlan
 from pipeinfer.job.placement.job_plan import JobPlan
+from pipeinfer.job.placement.memory import Layers
 from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.slice import slice_bytes
 from pipeinfer.policies import PipeInfer
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import finish, run_json
@@ -189,3 +193,19 @@ def test_the_plan_says_what_ranks_will_hold(tmp_path: Path) -> None:
             uncounted = rank["weight_bytes"] if "fast" in arguments and rank["layers"] else 0
             tolerance = max(0.15 * held, 30e6)
             assert -tolerance < planned - held < tolerance + uncounted, off
+
+
+def test_weights_for_a_gpu_are_in_memory_on_their_way_alone() -> None:
+    """A slice that rank 0 sends is in memory as a whole, and stays where the host computes some of its layers."""
+    info = read_model_info(TARGET)
+    last = info.n_layer
+
+    def memory(n_gpu_layers: int, in_file: bool) -> Memory:
+        numbers = info, 1, last, 512, 64, 8, 8
+        return Layers(*numbers, DevicePlan(n_gpu_layers=n_gpu_layers), in_file=in_file).memory
+
+    n_bytes = slice_bytes(info, 1, last)
+    assert (memory(-1, True).weights, memory(-1, True).mapped, memory(-1, True).loading) == (0, 0, 0)
+    assert (memory(-1, False).weights, memory(-1, False).loading) == (0, n_bytes)
+    assert (memory(2, False).weights, memory(2, False).loading) == (n_bytes, 0)
+    assert 0 < memory(2, True).mapped < memory(0, True).mapped == n_bytes

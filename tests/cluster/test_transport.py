@@ -20,6 +20,7 @@ from pipeinfer.cluster.verdicts import decode_verdict, encode_verdict, verdict_b
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp, Row, Run, Verdict
 from pipeinfer.core.types import FloatArray
+from pipeinfer.errors import UserError
 from tests.support.jobs import until
 
 
@@ -43,12 +44,13 @@ class SlowComm:
     """Messages move one piece a look, of which each takes `n_pieces`."""
 
     def __init__(self, n_pieces: int, content: bytes) -> None:
-        self.n_pieces, self.content = n_pieces, content
+        self.n_pieces, self.content, self.sent = n_pieces, content, list[tuple[int, int]]()
 
     def Irecv(self, buffer: Sequence[Any], source: int, tag: int) -> Coming:
         return Coming(self.n_pieces, self.content, buffer[0])
 
     def Isend(self, message: Sequence[Any], dest: int, tag: int) -> Coming:
+        self.sent.append((dest, tag))
         return Coming(1)
 
 
@@ -98,6 +100,25 @@ def test_a_head_that_computes_a_stage_hears_verdicts_meanwhile() -> None:
     pipeline.work()
     assert heard[-1] and pipeline.poll() == Verdict(1, (7,))
     assert pipeline.ledger.verdicts[0][1] == 1
+
+
+def test_what_fails_between_the_layers_of_a_head_fails_when_the_run_is_sent() -> None:
+    """A run that is neither sent nor answered is waited for for ever: a batch whose disk was full did so."""
+    n_calls: list[None] = []
+    comm, worker = SlowComm(N_LOOKS, b""), StageWorker(ThreeLayers(lambda: None), lambda: 0.0, True)
+    pipeline = HeadPipeline(cast(Comm, comm), [0, 1], worker, verdict_bytes(1), decode_verdict)
+
+    def fail() -> None:
+        n_calls.append(None)
+        raise UserError("the disk is full")
+
+    pipeline.listen_by(fail)
+    for number in (1, 2):
+        pipeline.submit(Run(number, [Row(0, 5, 0, (0,))]))
+        with pytest.raises(UserError, match="the disk is full"):
+            pipeline.work()
+        assert len(n_calls) == number, "nothing is asked twice of what has failed"
+        assert comm.sent.count((1, Tag.PIPELINE)) == number
 
 
 def test_messages_move_beside_large_runs_alone() -> None:

@@ -161,6 +161,13 @@ def test_each_job_of_an_array_reads_its_own_requests(source: str) -> None:
     assert source not in words and words[words.index("batch") + 1].endswith("requests-$SLURM_ARRAY_TASK_ID.jsonl")
 
 
+def test_requests_may_be_named_as_the_command_and_what_is_written_comes_before_dashes() -> None:
+    words = shlex.split(call("--dry-run", "-n", 2, "--array", 2, "batch", "batch", "-o", "o").splitlines()[-1])
+    assert words[words.index("batch") + 1].endswith("requests-$SLURM_ARRAY_TASK_ID.jsonl")
+    words = shlex.split(call("--dry-run", "-n", 2, "run", "-p", "--").splitlines()[-1])
+    assert words[-2:] == ["-p", "--"] and "--results" in words
+
+
 def test_a_working_directory_that_was_removed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     tmp_path.rmdir()

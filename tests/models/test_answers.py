@@ -317,6 +317,8 @@ def test_pairs_that_were_cut_are_arguments_without_their_end() -> None:
         ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, {"5": 5, "null": None, "x": "x"}),
         ({"type": ["string", "integer"]}, {"5": 5, "x": "x"}),
         ({"type": 5, "enum": 5, "anyOf": 5}, {"5": 5}),
+        ({"type": "number"}, {"NaN": "NaN", "1e999": "1e999", "-Infinity": "-Infinity", " 2 ": 2}),
+        ({}, {"[" * 5000: "[" * 5000, "1 2": "1 2"}),
         (True, {"5": 5}),
     ],
 )
@@ -333,3 +335,19 @@ def test_arguments_without_quotes_have_the_types_of_their_schema(schema: Any, va
 def test_the_beginning_of_an_answer_may_leave_its_reasoning_open() -> None:
     assert unclosed_thought("<think>\nHm") == "</think>"
     assert unclosed_thought("<think>Hm</think> Yes") == unclosed_thought("Yes") == ""
+
+
+def test_calls_of_any_depth_are_read_or_text() -> None:
+    """Some can be read and not be written again: at depths that depend on who asks."""
+    for depth in range(900, 1000):
+        nested = "[" * depth + "]" * depth
+        answer = f'<tool_call>{{"name": "f", "id": 1, "arguments": {nested}}}</tool_call>'
+        reader = AnswerReader({"f": {}})
+        kinds = {kind for kind, _ in [*reader.push(answer), *reader.finish()]}
+        assert kinds in ({"call", "arguments"}, {"content"}), depth
+
+
+def test_marks_within_texts_of_a_call_take_no_time() -> None:
+    answer = '<tool_call>{"x": "' + "</tool_call>" * 20_000
+    reader = AnswerReader({"f": {}})
+    assert not reader.push(answer) and not reader.push('"') and reader.push("}</tool_call>")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import struct
@@ -18,6 +19,7 @@ from pipeinfer.models.gguf.header import ARRAY, BLOCKS, SCALARS, STRING, UINT32,
 from pipeinfer.models.gguf.layers import PER_LAYER_KEYS
 from pipeinfer.models.gguf.model_info import FILE_TYPES, read_model_info
 from pipeinfer.models.gguf.slice import open_slice, slice_bytes
+from pipeinfer.models.gguf.validation import NumberCheck
 from pipeinfer.models.llama.ggml import load_library
 from tests.support.gguf_factory import Shape, write_model
 
@@ -81,6 +83,16 @@ def test_per_layer_arrays_are_cut(tmp_path: Path) -> None:
     part = open_slice(info, 1, 3)
     assert read_header(part.path).metadata[key].value == (2, 1)
     part.close()
+
+
+def test_arrays_that_are_too_short_are_damage(tmp_path: Path) -> None:
+    layers = read_model_info(path := write_model(tmp_path / "a.gguf", Shape(n_layer=4))).layers
+    value = layers.metadata[key := "llama.feed_forward_length"]
+    for items, is_sound in (((), True), ((8, 8, 8, 8), True), ((8, 8, 8), False), ((8,), False)):
+        metadata = {**layers.metadata, key: dataclasses.replace(value, value=items, n_items=len(items))}
+        check = NumberCheck(path, dataclasses.replace(layers, metadata=metadata))
+        with contextlib.nullcontext() if is_sound else pytest.raises(UserError, match=f"has {len(items)} values for 4"):
+            check.all()
 
 
 def test_fingerprint_follows_the_file(model: Path, tmp_path: Path) -> None:
@@ -213,6 +225,7 @@ import random, sys
 from pathlib import Path
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.model_info import read_model_info
+from pipeinfer.models.gguf.validation import NumberCheck
 from pipeinfer.models.gguf.slice import open_slice
 source = Path(sys.argv[1]); data = source.read_bytes(); n_header = int(sys.argv[2])
 path = source.with_name("fuzz.gguf"); random.seed(0); refused = 0

@@ -395,6 +395,11 @@ def test_messages_that_others_sent() -> None:
     assert {*query.passed_over} == {"messages.provider_data", "messages.image_url"}
 
 
+def test_parts_without_text_are_empty() -> None:
+    (body,) = parsed_of(CHAT, messages=[{"role": "user", "content": [{"type": "text", "text": None}]}]).bodies
+    assert [each.content for each in body.messages] == [""]
+
+
 @pytest.mark.parametrize(
     ("text", "arguments"),
     [

@@ -11,7 +11,9 @@ import pytest
 
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.job.requests.request import GenerationRequest
+from pipeinfer.job.serve import channel
 from pipeinfer.server import respond
+from pipeinfer.server.access import WRITE
 from pipeinfer.server.choices import Answer
 from pipeinfer.server.forms import event
 from pipeinfer.server.head_client import HeadClient, HeadState
@@ -93,3 +95,43 @@ def test_a_stream_without_output_says_what_it_waits_for(monkeypatch: pytest.Monk
     assert n_before >= 2 and len(comments()) >= n_before + 2
     assert all(b"of 9 prompt tokens are evaluated" in each for each in comments()[n_before:])
     assert sent[-1] == b"end"
+
+
+def test_an_answer_that_cannot_be_formatted_ends_alone() -> None:
+    """Not the channel to rank 0, in whose reading answers are formatted."""
+    head = HeadClient(2, Metrics("m", 99))
+    failed: Any = SimpleNamespace(parsed=SimpleNamespace(stream=True), first=lambda: b"")
+    failed.events = iter([b"data: 1\n\n"]).__next__  # and StopIteration from then on
+    sent = list[str]()
+
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    async def send(message: Any) -> None:
+        sent.append(message["type"])
+
+    async def respond_to_all() -> None:
+        reader = asyncio.StreamReader()
+        running = asyncio.ensure_future(head.run(reader))
+        reader.feed_data(channel.encode(channel.Ready(99)))
+        await asyncio.sleep(0.01)
+        answer, other = (head.ask([request_of(1)], client) for client in "ab")
+        response = AnswerResponse(head, answer, failed, {}, lambda: None, lambda line: None)
+        chunks: Any = SimpleNamespace(flows=True, write=lambda data: None, send=send_chunk)
+        scope = {"http_version": "1.1", "method": "POST", "extensions": {WRITE: chunks}}
+        responding = asyncio.ensure_future(response(scope, receive, send))
+        for text in "xyz":
+            await asyncio.sleep(0.05)
+            parts = [(each.choices[0].id, [5], text, []) for each in (answer, other)]
+            reader.feed_data(channel.encode(channel.TextUpdates(0.0, 0.0, parts)))
+        with pytest.raises(RuntimeError):  # of StopIteration in a coroutine
+            await responding
+        await asyncio.sleep(0.05)
+        assert not running.done() and other.choices[0].text == "xyz"
+        assert [*head.choices.values()] == other.choices
+        running.cancel()
+
+    async def send_chunk(data: bytes) -> None:
+        pass
+
+    asyncio.run(respond_to_all())

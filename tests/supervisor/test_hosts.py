@@ -68,7 +68,9 @@ def test_hosts_on_which_nothing_starts_are_found(tmp_path: Path) -> None:
     assert supervisor.excluded.keys() == {"bad1", "bad2"}
 
 
-def test_hosts_that_are_left_out_are_taken_again_when_programs_start_there(tmp_path: Path) -> None:
+def test_hosts_that_are_left_out_are_taken_again_when_programs_start_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not those on which ranks die again and again."""
     launcher = tmp_path / "mpirun"
     launcher.write_text(f'#!/bin/sh\nif grep -q -f {tmp_path}/down "$2"; then exit 1; fi\n')
@@ -80,6 +82,10 @@ def test_hosts_that_are_left_out_are_taken_again_when_programs_start_there(tmp_p
     for name in ("away", "back", "bad"):
         supervisor._leave_out(name, "lost")
     supervisor._deaths["bad"] = deque([0.0, 1.0])
+    with monkeypatch.context() as full:
+        full.setattr("tempfile.tempdir", str(tmp_path / "nothing"))
+        supervisor._take_back()
+        assert supervisor.excluded.keys() == {"away", "back", "bad"}, "nothing could be tried"
     supervisor._take_back()
     assert supervisor.excluded.keys() == {"away", "bad"}
 

@@ -51,6 +51,13 @@ def test_srun_excludes_them(tmp_path: Path) -> None:
     words = ["srun", "-N", "3", "--ntasks=6", *RUN]
     assert without(words, ["node09"], tmp_path, nodes) == ["srun", "--exclude=node09", "-N", "3", "--ntasks=6", *RUN]
     assert without(words, ["node09", "x"], tmp_path, nodes)[2:5] == ["-N", "2", "--ntasks=4"]
+    assert without(["srun", "-n", "3", *RUN], ["x"], tmp_path, nodes)[2:4] == ["-n", "3"], "there is a node to spare"
+
+
+def test_a_colon_of_the_command_is_no_group() -> None:
+    assert read_launcher(["mpirun", "-np", "3", *RUN, "--stop", ":"]).command[-1] == ":"
+    with pytest.raises(UserError, match="several groups"):
+        read_launcher(["mpirun", "-np", "1", "x", ":", "-np", "3", *RUN])
 
 
 def test_lists_of_nodes_may_have_several_ranges() -> None:
@@ -105,6 +112,7 @@ OPEN_MPI = f"""{"-" * 74}
 prterun noticed that process rank 1 with PID 13048 on node node1 exited on
 signal 9 (Killed).
 """
+WARNING = f"{'-' * 74}\nno device of that name\n{'-' * 74}\na line of a rank\n"
 SHOWN = "pipeinfer: rank 1 (host node1) died of SIGKILL; ending the job\n"
 MARK = mark_of("job")
 WATCH = SHOWN.replace("\n", f"{MARK}\n")
@@ -117,6 +125,7 @@ WATCH = SHOWN.replace("\n", f"{MARK}\n")
         (OPEN_MPI, "", None, "a process of the job on host node1 has ended"),
         (MPICH + WATCH, "", Loss("rank 1 (host node1) died of SIGKILL", 1, "node1"), None),
         (WATCH + MPICH, SHOWN, Loss("rank 1 (host node1) died of SIGKILL", 1, "node1"), None),
+        (WARNING + MPICH, WARNING, None, "a process of the job on host node1 has ended"),
         (f"{'-' * 74}\nmpirun is out of slots\n", f"{'-' * 74}\nmpirun is out of slots\n", None, None),
     ],
 )

@@ -399,6 +399,14 @@ def test_bad_options_give_one_line_and_exit_code_2(arguments: list[str], words: 
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and words in done.stderr, done.stderr
 
 
+def test_loads_of_which_some_have_a_notice_are_one_table() -> None:
+    words = "--profile ethernet --nodes 4 -n 4 -p 8 --policy auto,iterative --requests 1 --max-delay 1.385 -o csv"
+    result = CliRunner().invoke(simulate_command, words.split())
+    assert result.exit_code == 0, result.output
+    head, *rows = [line for line in result.output.splitlines() if line.count(",") > 5]
+    assert "notice" in head.split(",") and len(rows) == 2
+
+
 def test_a_row_of_the_reproduction_table() -> None:
     row = reproduced_pipeinfer._speed_row("pipeinfer-c", 8, "goliath-xwin7")
     assert row[:3] == ["pipeinfer-c", "8", "goliath-xwin7"]

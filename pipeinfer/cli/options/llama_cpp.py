@@ -227,25 +227,25 @@ def read_words(args: list[str], params: list[click.Parameter], implied: list[str
             flag = flags.pop()
             raise click.UsageError(f"{RANKS}: here {flag} N says how many {COUNTS[flag]} there are")
         elif name in HARMLESS:
-            _check_harmless(name, HARMLESS[name], words)
+            _check_harmless(name, HARMLESS[name], word[len(name) + 1 :], words)
         elif hint := INSTEAD.get(name) or OF_RUN.get(name):
             raise click.UsageError(f"{name}: {hint}")
         else:
             raise click.NoSuchOption(name, possibilities=_near_misses(name, options))
 
 
-def given_words(ctx: click.Context, left_out: Collection[str]) -> list[str]:
-    """The words of a command's line without those of the parameters `left_out`, by their names."""
+def option_words(ctx: click.Context, without: Collection[str]) -> list[str]:
+    """The words of a command's line that give options, without those of the parameters `without`, by their names."""
     params = {name: param for param in ctx.command.params for name in (*param.opts, *param.secondary_opts)}
-    given, words = list[str](), deque(ctx.meta[WORDS])
+    others, words = list[str](), deque(ctx.meta[WORDS])
     while words:
         word = words.popleft()
         name = word.partition("=")[0] if word.startswith("--") else word
         param = params.get(name) or params.get(word[:2])  # -t8
         value = [words.popleft()] if param and word in params and _takes_value(param) else []
-        if param and param.name not in left_out:
-            given += [word, *value]
-    return given
+        if param and param.name not in without:
+            others += [word, *value]
+    return others
 
 
 def _near_misses(name: str, options: Iterable[str]) -> list[str]:
@@ -275,11 +275,12 @@ def _takes_value(param: click.Parameter) -> bool:
     return isinstance(param, click.Option) and not param.is_flag and not param.count
 
 
-def _check_harmless(name: str, values: tuple[str, ...] | None, words: deque[str]) -> None:
-    """Take the flag's value. Raises click.UsageError for one that is not harmless."""
-    if values is None or (OPTIONAL in values and (not words or words[0] not in values)):
+def _check_harmless(name: str, values: tuple[str, ...] | None, value: str, words: deque[str]) -> None:
+    """Take the flag's value, the next word unless it is `value`. Raises click.UsageError for one that is not
+    harmless."""
+    if values is None or (OPTIONAL in values and not value and (not words or words[0] not in values)):
         return
-    value = words.popleft() if words else ""
+    value = value or (words.popleft() if words else "")
     if value in values or (value and ANY in values):
         return
     choices = "" if ANY in values else ", ".join(values)

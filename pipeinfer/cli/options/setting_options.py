@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import click
 
-from pipeinfer.cli.options.llama_cpp import Command, negations, read_variables
+from pipeinfer.cli.options.llama_cpp import ON, SWITCHED_OFF, Command, negations, read_variables
 from pipeinfer.core.policy import Policy
 from pipeinfer.core.settings import REQUIRED, Setting, settings_of, value_text
 from pipeinfer.errors import UserError
@@ -29,6 +29,8 @@ class SettingOption(click.Option):
     def resolve_envvar_value(self, ctx: click.Context) -> str | None:
         """As in llama.cpp: LLAMA_ARG_NO_X of any value is `--no-x`."""
         value = super().resolve_envvar_value(ctx)
+        if value is not None and self.is_flag:
+            value = "1" if value in ON else "0" if value in SWITCHED_OFF else value
         is_off = self.secondary_opts and any(name in os.environ for name in negations(self.envvar))
         return "0" if value is None and is_off else value
 
@@ -63,9 +65,10 @@ def command(
             if option.name not in names:
                 names.add(option.name)
                 option.help = helps.get(str(option.name), option.help)
-                if has_variables:
-                    read_variables(option)
                 made.params.append(option)
+        for param in made.params if has_variables else ():
+            if not param.envvar:
+                read_variables(param)
         return made
 
     return make

@@ -177,7 +177,7 @@ class Launcher:
         if not hosts:
             raise UserError(f"no host is left to start the job on: {', '.join(sorted(lost))} are lost")
         if self.is_srun:
-            n_before = _number(words, NODES) or len(self.hosts)
+            n_before = _number(words, NODES) or min(self.n_ranks or len(self.hosts), len(self.hosts))
             n_nodes = min(n_before, len(hosts))
             words[1:1] = [f"--exclude={','.join(sorted(lost))}"]
             _replace(words, NODES, str(n_nodes))
@@ -197,7 +197,7 @@ def read_launcher(words: Sequence[str], environ: Mapping[str, str] = os.environ)
     """Raises UserError for words that start no command of pipeinfer that can be supervised."""
     at = index_of_pipeinfer(words)
     first = at - 2 if at > 1 and words[at - 1] == "-m" else at
-    if ":" in words:
+    if ":" in words[:first]:
         raise UserError("a job of several groups (:) cannot be supervised; give the launcher one group")
     if not {*words[at + 1 : at + 2]} & {*COMMANDS}:
         raise UserError(f"give the launcher and the command, as in mpirun -np 3 pipeinfer {'|'.join(COMMANDS)} …")

@@ -57,9 +57,9 @@ class Limits:
 
 
 def join_limit_s() -> float:
-    """The value of JOIN_VARIABLE, or JOIN_S."""
+    """The value of JOIN_VARIABLE, up to MOST_S, or JOIN_S."""
     with contextlib.suppress(ValueError):
-        return max(1.0, float(os.environ.get(JOIN_VARIABLE, JOIN_S)))
+        return min(MOST_S, max(1.0, float(os.environ.get(JOIN_VARIABLE, JOIN_S))))
     return JOIN_S
 
 

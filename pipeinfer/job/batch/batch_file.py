@@ -155,10 +155,10 @@ class BatchOutput:
     def __init__(self, path: Path) -> None:
         """Raises UserError when it cannot be written, is no file, or another job writes it."""
         self.path = path
-        self._was_there = path.exists()
+        self._was_there = os.path.exists(path)
         self._n_whole, self._n_torn = 0, 0  # bytes of whole lines, and of a line that an interruption has torn
         self._lacks_newline = False
-        if self._was_there and not path.is_file():
+        if self._was_there and not os.path.isfile(path):
             raise UserError(f"{WHAT} {path} is no file; results are added to a file, so that a job can be resumed")
         self._fd = open_alone(path, WHAT)
 

@@ -1,6 +1,7 @@
 """`pipeinfer bench`: measure the cases of a sweep in one MPI job and keep a row of each. Conversations are measured one
 turn at a time, loads many requests at a time, from clients or as a Poisson process."""
 
+import os
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -87,7 +88,7 @@ def _run(crew: Crew, sweep: Sweep) -> int:
 def _measured(sweep: Sweep) -> set[Key]:
     """The measurements that --resume leaves out."""
     path = sweep.base.output.results
-    if not sweep.resume or not path or not path.exists() or not path.stat().st_size:
+    if not sweep.resume or not path or not os.path.exists(path) or not path.stat().st_size:
         return set()
     return {sweep.table.key_of(row) for row in sweep.table.read(path)}
 

@@ -126,7 +126,7 @@ def _take(facts: dict[str, Any], fact: tuple[str, Any]) -> None:
 def read_hashes(reports: Iterable[HostReport], paths: Sequence[Path]) -> None:
     """Read hashes of files at the same paths on all hosts. The progress bar takes them to be as long there as here."""
     words = python_command("from pipeinfer.job.doctor.hashes import main; main()", *map(os.path.abspath, paths))
-    n_bytes = sum(path.stat().st_size for path in paths if path.exists())
+    n_bytes = sum(path.stat().st_size for path in paths if os.path.exists(path))
     reachable, lock = [report for report in reports if report.session], threading.Lock()
     bar = ProgressBar(Console(stderr=True), time.monotonic, "SHA-256", n_bytes * len(reachable), "MB")
 

@@ -103,7 +103,7 @@ def _with_files(models: JobModels) -> JobModels:
     try:
         return fetch_models(models)
     except UserError:
-        if name_of(models.target) or models.target.exists():
+        if name_of(models.target) or os.path.exists(models.target):
             raise
         return models
 

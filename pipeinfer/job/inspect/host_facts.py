@@ -2,6 +2,7 @@
 functions with which `run` checks its ranks. Each fact is a JSON line, so that a crash costs only those behind it."""
 
 import json
+import os
 import platform
 import socket
 import sys
@@ -104,11 +105,11 @@ def _model(path: Path, target: Path) -> dict[str, Any]:
     from pipeinfer.models.gguf.model_info import part_paths, read_model_info
 
     parts = part_paths(path)
-    if not all(part.exists() for part in parts):
+    if not all(map(os.path.exists, parts)):
         return {"n_bytes": None, "fingerprint": "", "error": ""}
     n_bytes = sum(part.stat().st_size for part in parts)
     try:
-        is_draft = path != target and target.exists()
+        is_draft = path != target and os.path.exists(target)
         info = draft_of(path, read_model_info(target)) if is_draft else read_model_info(path)
         return {"n_bytes": n_bytes, "fingerprint": info.fingerprint, "error": ""}
     except UserError as error:

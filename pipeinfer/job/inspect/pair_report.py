@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from pipeinfer.core.interfaces import Batch, LoadedModel
-from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import UserError
 from pipeinfer.job.placement.checks import check_alone
 from pipeinfer.job.requests.request import check_trained
@@ -105,18 +105,18 @@ def greedy(model: LoadedModel, prompt: Sequence[int], n_predict: int) -> list[in
     """The prompt and the model's greedy continuation, end tokens included."""
     model.clear()
     tokens = list(prompt)
-    rows = _logits(model, tokens, 0)
+    n_evaluated = 0
     while len(tokens) < len(prompt) + n_predict:
-        tokens.append(int(np.argmax(rows[-1])))
-        rows = _logits(model, tokens, len(tokens) - 1)
+        choices = _first_choices(model, tokens, n_evaluated)
+        n_evaluated = len(tokens)
+        tokens.append(int(choices[-1]))
     return tokens
 
 
 def agreement(model: LoadedModel, tokens: Sequence[int], n_prompt: int) -> tuple[int, int]:
     """(right, guesses) of the model's first choice at every position after the prompt, with the tokens before it."""
     model.clear()
-    rows = _logits(model, tokens[:-1], 0)[n_prompt - 1 :]
-    choices = np.argmax(rows, axis=1)
+    choices = _first_choices(model, tokens[:-1], 0)[n_prompt - 1 :]
     return int(np.sum(choices == np.array(tokens[n_prompt:]))), len(choices)
 
 
@@ -146,8 +146,8 @@ def _load(path: Path, n_cells: int, n_threads: int) -> LoadedModel:
     return LlamaStage(open_slice(info, 0, info.n_layer), params)
 
 
-def _logits(model: LoadedModel, tokens: Sequence[int], start: int) -> FloatArray:
-    """(n, n_vocab) after each of tokens[start:], whose predecessors the model has evaluated."""
+def _first_choices(model: LoadedModel, tokens: Sequence[int], start: int) -> npt.NDArray[np.int64]:
+    """(n,) the likeliest token after each of tokens[start:], whose predecessors the model has evaluated."""
     parts = []
     for first in range(start, len(tokens), N_ROWS):
         chunk = np.array(tokens[first : first + N_ROWS], np.int32)
@@ -155,5 +155,5 @@ def _logits(model: LoadedModel, tokens: Sequence[int], start: int) -> FloatArray
         batch = Batch(chunk, positions, [(0,)] * len(chunk), None, np.ones(len(chunk), np.bool_))
         logits = model.evaluate(batch, lambda: False)
         assert logits is not None
-        parts.append(logits.copy())
+        parts.append(np.argmax(logits, axis=1))
     return np.concatenate(parts)

@@ -88,7 +88,9 @@ def read_plan(path: Path) -> PlanFile:
         ranks, capacity = decisions["ranks"], decisions["capacity"]
         counts = [*plan.layer_split, *(rank["threads"] or 0 for rank in ranks), *capacity.values()]
         is_whole = all(type(count) is int and count >= 0 for count in counts)
-        if not (is_whole and capacity["n_ctx"] and capacity["n_batch"] and decisions["model"]):
+        devices = [each for rank in ranks for each in (rank["target"], rank["draft"]) if each]
+        has_devices = all(type(each[name]) is int for each in devices for name in ("n_gpu_layers", "turn"))
+        if not (is_whole and has_devices and capacity["n_ctx"] and capacity["n_batch"] and decisions["model"]):
             raise ValueError
         return plan
     except OSError as error:

@@ -111,16 +111,14 @@ class MemoryNeeds:
         needs[0] += Memory(buffers=4 * n_features * min(self.capacity.n_cells, N_UNREAD))
         for number, stages in enumerate(placed):
             for stage in stages:
-                place = self._place(number, stage.rank)
-                needs[stage.rank] += self._of_layers(number, place, stage.first, stage.last)
+                needs[stage.rank] += self._of_layers(number, self._place(number, stage.rank), stage.first, stage.last)
         return needs
 
     def _on_gpus(self, n_ranks: int, placed: Sequence[Stages]) -> list[int]:
         n_bytes = [0] * n_ranks
-        for number, stages in enumerate(placed):
-            for stage in stages:
-                place = self._place(number, stage.rank)
-                n_bytes[stage.rank] += self._layers(number, place, stage.first, stage.last).gpu_bytes
+        for number, stage in [(number, stage) for number, stages in enumerate(placed) for stage in stages]:
+            layers = self._layers(number, self._place(number, stage.rank), stage.first, stage.last)
+            n_bytes[stage.rank] += layers.gpu_bytes
         return n_bytes
 
     def _place(self, number: int, rank: int) -> Place:
@@ -257,13 +255,15 @@ class Layers(NamedTuple):
         is_file = self.is_whole and not info.borrowed
         in_file = self.in_file or (is_file and not self.is_sent)
         weights = info.n_bytes if is_file else _slice_bytes(info, first, last)
-        n_mapped = weights if self.is_mapped and in_file else 0
         # read weights are laid out anew, and a table that is also the output head is there in both forms
         has_head_again = not self.is_mapped and self.is_last and (info.tied or not self.is_whole)
         adapters = sum(self.adapter_bytes[first:last])
         has_twice = self.exact and self.device.n_gpu_layers == 0  # a context for rows, another for blocks
         n_adapters = 2 * adapters if has_twice else sum(self.adapter_bytes[first : last - self.n_on_gpu])
-        n_held = 0 if n_mapped else max(0, weights - self._gpu_weights)  # what goes to a GPU is read piece by piece
+        rest = max(0, weights - self._gpu_weights)  # what goes to a GPU is read piece by piece
+        n_mapped = rest if self.is_mapped and in_file else 0
+        stays = self.is_mapped and not in_file and self.n_on_gpu < last - first  # a slice in memory that is mapped
+        n_held = weights if stays else rest - n_mapped
         return Memory(
             weights=n_held + n_adapters + (last_table_bytes(info) if has_head_again else 0),
             mapped=n_mapped,
@@ -271,8 +271,8 @@ class Layers(NamedTuple):
             buffers=buffer_bytes(info, self.is_last, self.n_cells, self.n_rows, self.n_outputs, self.n_wanted)
             + (vocabulary_bytes(info) if is_file else EMPTY_TOKEN_BYTES * info.n_vocab * self.is_last)
             + (packing_bytes(info, first, last, self.n_cells) if self.exact or info.layers.window else 0),
-            # weights that are not mapped are read out of the slice, which is freed afterwards
-            loading=2 * adapters + (0 if self.is_mapped or in_file else weights),
+            # what is read out of a slice in memory is there twice, what goes to a GPU once
+            loading=2 * adapters + (0 if in_file else weights - n_held if self.is_mapped else weights),
         )
 
     @property

@@ -1,6 +1,7 @@
 """From options to loaded models on every rank: rank 0 checks all that can be wrong before models load, and makes plan
 and request; the other ranks follow the plan. Knows no command."""
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -223,6 +224,7 @@ def open_job(options: RunOptions) -> tuple[RunOptions, ModelInfo, list[ModelInfo
     check_outputs(options)
     info, drafts, tokenizer = open_models(options)
     check_constraints(sampling, options.context.ignore_eos, tokenizer)
+    settled(sampling, tokenizer)  # DRY's breakers may be too many
     return replace(options, sampling=sampling), info, drafts, tokenizer
 
 
@@ -264,7 +266,7 @@ def check_outputs(options: RunOptions, table: Table = RESULTS) -> None:
     """Raises UserError for files that cannot be written, or that are read. `table`: the one of --results."""
     output, cache, inputs = options.output, options.models.slice_cache, inputs_of(options)
     check_separate({"--results": output.results, "--trace": output.trace, "--resume": output.resume}, inputs)
-    if cache and cache.exists() and not cache.is_dir():
+    if cache and os.path.exists(cache) and not os.path.isdir(cache):
         raise UserError(f"--slice-cache {cache} is no directory; name one, it is made if it is not there")
     if output.results:
         table.check(output.results)

@@ -134,7 +134,7 @@ def _exact_rows(
     rows where the host lacks the target or torch computes layers. `by_any`: the devices of the target's ranks."""
     if not any(each.uses_gpus for each in by_any):
         return ()
-    if any(each.is_torch for each in by_any) or not model.exists():
+    if any(each.is_torch for each in by_any) or not os.path.exists(model):
         return ((0, ""),)
     info = read_model_info(model)
     names = (device.devices or [each.name for each in present]) if device.uses_gpus else ()

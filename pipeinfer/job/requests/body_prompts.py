@@ -16,7 +16,8 @@ from pipeinfer.job.requests.body import Body
 from pipeinfer.job.requests.chat_format import ChatFormat, open_format
 from pipeinfer.job.requests.request import GenerationRequest, check_constraints, end_tokens, settled
 from pipeinfer.models.gguf.model_info import ModelInfo
-from pipeinfer.models.text.answers import as_json, closes_thought, opened_thought
+from pipeinfer.models.text.answers import closes_thought, opened_thought
+from pipeinfer.models.text.arguments import as_json
 from pipeinfer.models.text.chat_template import MIXED, ChatMessage, Rendered, encode_rendered
 from pipeinfer.models.text.tokenizer import Tokenizer
 

@@ -31,7 +31,7 @@ from pipeinfer.models.text.chat_template import (
     template_of,
 )
 from pipeinfer.models.text.grammar_text import ANSWER
-from pipeinfer.models.text.reasoning import budget_text, thought_marks
+from pipeinfer.models.text.reasoning import budget_text, check_message, thought_marks
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.models.text.tools import AUTO, Tools, behind_reasoning, calls_grammar, knows_tools, plain_conversation
 
@@ -173,6 +173,7 @@ def open_format(
     template = kind(source, name, variables, text.special_in_messages, now_s=text.now_s or time.time())
     if chat.template_file is not None or text.template is not None:
         template.check()
+    check_message(text.reasoning_message or "")
     if text.reasoning_budget >= 0 and not thought_marks(source)[1]:
         say(f"--reasoning-budget {text.reasoning_budget} has no effect: {name} has no marks of reasoning")
     return ChatFormat(template, tokenizer, system, stops, text.reasoning_budget, text.reasoning_message or "")

@@ -1,5 +1,6 @@
 """A request's fields in JSON: names here and at other servers, and how each is read. Knows no request as a whole."""
 
+import itertools
 import json
 import math
 import re
@@ -15,6 +16,8 @@ from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.adapter import ScaledAdapter, active_scales, check_order
 from pipeinfer.text import shortened
 
+MAX_DEPTH = 100  # levels of objects and lists
+TOO_DEEP = f"%s is nested too deeply; objects and lists may be within each other {MAX_DEPTH} times"
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 
 PICTURES = "image_data"
@@ -87,7 +90,7 @@ def text_of(name: str, value: Any, kinds: Sequence[Any], between: str = "\n") ->
             check_part(f"{name}[{at}]", each.get("type"))
     if not is_list_of(dict, value) or not all(each.get("type") in kinds for each in value):
         refuse(f"{name} is {shown(value)}; give a text, or a list of parts of type {' or '.join(kinds)}")
-    return between.join(str(each.get("text", "")) for each in value)
+    return between.join(str(each.get("text") or "") for each in value)
 
 
 def check_part(name: str, kind: Any) -> None:
@@ -113,13 +116,19 @@ def read_json(text: bytes, what: str) -> dict[str, Any]:
     try:
         value = json.loads(text.decode("utf-8-sig"), object_pairs_hook=unique)
     except RecursionError:
-        refuse(f"{what} is nested too deeply; objects and lists may be within each other some hundred times")
+        refuse(TOO_DEEP % what)
     except UnicodeDecodeError:
         refuse(f"{what} is not UTF-8 text; write it in UTF-8")
     except ValueError as error:
         is_long = "int_max_str_digits" in str(error)
         why = "has a number of too many digits; 4300 are possible" if is_long else f"is not JSON: {error}"
         refuse(f"{what} {why}")
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = [*itertools.chain.from_iterable(inner)]
+    if level:
+        refuse(TOO_DEEP % what)
     if not isinstance(value, dict):
         refuse(f'{what} is not a JSON object; write {{"prompt": "…"}} or what OpenAI\'s API asks')
     return without_null(value)

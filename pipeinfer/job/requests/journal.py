@@ -62,9 +62,10 @@ def kept_settings(path: Path | None) -> dict[str, Any]:
             return {"resumed": attempt.numerics, "fitted": attempt.fitted, "now_s": attempt.now_s}
         return {"now_s": time.time()}
     journal = Journal()
-    with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
-        for line in _lines(file):
-            journal.take(line)
+    if os.path.isfile(path):
+        with contextlib.suppress(OSError, ValueError), path.open("rb") as file:
+            for line in _lines(file):
+                journal.take(line)
     settings = journal.settings if journal.texts else {}
     now_s = float(settings.get("time") or time.time())
     return {"resumed": settings.get("numerics", ""), "fitted": settings.get("fitted", ""), "now_s": now_s}

@@ -210,9 +210,9 @@ def _opened(source: Path | FileHead) -> Iterator[_Cursor]:
     if isinstance(source, FileHead):
         yield _Cursor(source.path, source.state, source.data)
         return
-    if source.is_fifo():  # without a writer it cannot even be opened
-        raise UserError(f"{source} is a pipe, and a model is read from many places; give a .gguf file")
     try:
+        if source.is_fifo():  # without a writer it cannot even be opened
+            raise UserError(f"{source} is a pipe, and a model is read from many places; give a .gguf file")
         with open(source, "rb", buffering=0) as file:
             if file.read(4) != b"GGUF":
                 raise UserError(f"{source} is not a GGUF file (it does not start with 'GGUF'); give a .gguf model")

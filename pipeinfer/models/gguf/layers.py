@@ -266,7 +266,7 @@ def _pattern(n: int, period: int, other_first: bool) -> tuple[bool, ...]:
 
 
 def _select(value: Value, layers: Sequence[int]) -> bytes:
-    """The items of these layers; a value that all layers share stays."""
-    if not isinstance(value.value, tuple):
+    """The items of these layers; a value that all layers share stays, and none."""
+    if not isinstance(value.value, tuple) or not value.value:
         return value.raw
     return encode_array(value.item_type, [value.value[layer] for layer in layers])

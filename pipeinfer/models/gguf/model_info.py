@@ -1,6 +1,7 @@
 """What a GGUF model is and how large its parts are, from its headers alone. Cuts nothing and loads nothing."""
 
 import hashlib
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -276,7 +277,7 @@ def read_parts(path: Path) -> list[Header]:
     if path.name != paths[0].name:
         raise UserError(f"{path} is a later part of a split model; give the first, {paths[0].name}")
     for part in paths:
-        if not part.exists():
+        if not os.path.exists(part):
             raise UserError(f"part {part.name} of the split model {path} is missing; put it into the same directory")
     return [first, *map(read_header, paths[1:])]
 

@@ -13,7 +13,7 @@ from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.architectures import PART, WHOLE
 from pipeinfer.models.gguf.contents import FileState
 from pipeinfer.models.gguf.header import damaged, read_header, read_texts
-from pipeinfer.models.gguf.layers import Layers
+from pipeinfer.models.gguf.layers import PER_LAYER_KEYS, Layers
 
 MAX_EXPERTS = 1024
 ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
@@ -27,6 +27,7 @@ class NumberCheck:
     def all(self) -> None:
         """UserError for the first impossible number."""
         self._floats()
+        self._arrays()
         self._experts()
         self._heads()
         scaling = self._values("rope.scaling.type", "linear")[0]
@@ -37,6 +38,12 @@ class NumberCheck:
             if isinstance(value.value, float):
                 sound = math.isfinite(value.value) and (value.value >= 0 or "epsilon" not in key)
                 self._require(sound, f"{key} is {value.value}")
+
+    def _arrays(self) -> None:
+        for key in PER_LAYER_KEYS:
+            value = self.layers.metadata.get(f"{self.layers.name}.{key}")
+            n = len(value.value) if value and isinstance(value.value, tuple) else 0
+            self._require(not 0 < n < self.layers.n, f"{key} has {n} values for {self.layers.n} layers")
 
     def _experts(self) -> None:
         n, used = self._number("expert_count", 0), self._values("expert_used_count", 0)

@@ -211,7 +211,8 @@ def cache_key(subject: str) -> str:
     """The name under which properties of this libggml on this host are cached."""
     folder = library_folder()
     newest = max((file.stat().st_mtime_ns for file in folder.glob("lib*")), default=0)
-    return f"{subject}: {folder} of {newest} on {os.uname().nodename}"
+    kernels = load_library().llama_print_system_info().decode()  # a host of this name may get another processor
+    return f"{subject}: {folder} of {newest} on {os.uname().nodename}, {kernels}"
 
 
 @cache

@@ -2,8 +2,6 @@
 tokens and no HTTP. All forms are read at once: a model that is prompted in one often answers in another, and their
 marks do not collide."""
 
-import contextlib
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -23,6 +21,7 @@ from pipeinfer.models.text.answer_forms import (
     may_start,
     start_of,
 )
+from pipeinfer.models.text.arguments import argument_value, as_json, kinds_of, read_value
 from pipeinfer.models.text.stops import n_partial
 
 Kind = Literal["content", "reasoning", "call", "arguments"]
@@ -56,10 +55,14 @@ def unclosed_thought(answer: str) -> str:
 
 def _is_closed(text: str, close: str) -> bool:
     """Whether a mark, which may be empty, ends the JSON that a text begins with, whose strings may have marks too."""
-    at = text.find(close) if close else -1
-    while at >= 0 and QUOTE.findall(text, 0, at).count('"') % 2:
-        at = text.find(close, at + 1)
-    return at >= 0
+    at, is_quoted = text.find(close) if close else -1, False
+    for match in QUOTE.finditer(text):
+        while 0 <= at < match.end():
+            if not is_quoted:
+                return True
+            at = text.find(close, at + 1)
+        is_quoted ^= match[0] == '"'
+    return at >= 0 and not is_quoted
 
 
 class AnswerReader:
@@ -241,8 +244,8 @@ class AnswerReader:
         """The parts of calls in JSON whose fields have another order, or whose arguments are a text; False if none."""
         start += len(self._rest[start:]) - len(self._rest[start:].lstrip())
         try:
-            value, end = json.JSONDecoder().raw_decode(self._rest, start)
-        except (ValueError, RecursionError):
+            value, end = read_value(self._rest, start)
+        except ValueError:
             return False
         parts = list[AnswerPart]()
         for each in value if isinstance(value, list) else [value]:
@@ -308,43 +311,3 @@ class AnswerReader:
             schema = properties.get(key) if isinstance(properties, dict) else None
             arguments[key] = argument_value(value, kinds_of(schema, tool))
         return as_json(arguments)
-
-
-def kinds_of(schema: Any, root: Any) -> set[str]:
-    """The types of JSON that a schema names, by itself or by its alternatives; none where it names none. `root`: the
-    schema that references are within."""
-    kinds, seen, schemas = set[str](), set[int](), [schema]
-    while schemas:
-        each = schemas.pop()
-        if not isinstance(each, dict) or id(each) in seen:
-            continue
-        seen.add(id(each))
-        named, values = each.get("type"), each.get("enum")
-        kinds |= {kind for kind in (named if isinstance(named, list) else [named]) if isinstance(kind, str)}
-        if named is None and isinstance(values, list) and all(isinstance(value, str) for value in values):
-            kinds.add("string")
-        for name in ("anyOf", "oneOf", "allOf"):
-            schemas += parts if isinstance(parts := each.get(name), list) else []
-        if isinstance(reference := each.get("$ref"), str):
-            place = root
-            for part in reference.removeprefix("#/").split("/"):
-                place = place.get(part) if isinstance(place, dict) else None
-            schemas.append(place)
-    return kinds
-
-
-def argument_value(text: str, kinds: set[str]) -> Any:
-    """The value that a model wrote without quotes. `kinds`: the types that its schema names: a text stays one if no
-    other type but null may be meant; true and false also come as Python writes them."""
-    word = text.strip().lower()
-    if "string" in kinds and not kinds - {"string", "null"}:
-        return None if "null" in kinds and word == "null" else text
-    if "boolean" in kinds and word in ("true", "false"):
-        return word == "true"
-    with contextlib.suppress(ValueError, RecursionError):
-        return json.loads(text)
-    return text
-
-
-def as_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)

@@ -90,6 +90,13 @@ def thought_marks(source: str, thought: str = "") -> tuple[str, str]:
     return next((each for each in marks if each[0] in source), marks[0] if thought else ("", ""))
 
 
+def check_message(message: str) -> None:
+    """Raises UserError for a message of a budget that is too long."""
+    if (n_bytes := len(message.encode("utf-8", "replace"))) > MAX_MESSAGE_BYTES:
+        too_long = f"the message of the reasoning budget has {n_bytes} bytes"
+        raise UserError(f"{too_long}; {MAX_MESSAGE_BYTES} are possible, give a shorter one")
+
+
 def budget_text(
     n_tokens: int, message: str, source: str, tokenizer: Tokenizer, prompt: Sequence[int], thought: str
 ) -> str:
@@ -99,9 +106,7 @@ def budget_text(
     begin, end = thought_marks(source, thought)
     if not end:
         return ""
-    if (n_bytes := len(message.encode("utf-8", "replace"))) > MAX_MESSAGE_BYTES:
-        too_long = f"the message of the reasoning budget has {n_bytes} bytes"
-        raise UserError(f"{too_long}; {MAX_MESSAGE_BYTES} are possible, give a shorter one")
+    check_message(message)
     tokens_of = partial(tokenizer.encode, add_special=False, parse_special=True)
     names = QWEN_CODER_ENDS if all(sign in source for sign in QWEN_CODER) else (end,)
     start, ends = tuple(tokens_of(begin)), tuple(tuple(tokens_of(name)) for name in names)

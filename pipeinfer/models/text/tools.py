@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeinfer.models.text.answer_forms import DEEPSEEK, MARK, NO_TEXT, THOUGHTS
-from pipeinfer.models.text.answers import as_json
+from pipeinfer.models.text.arguments import as_json
 from pipeinfer.models.text.chat_template import ChatMessage
 from pipeinfer.models.text.grammar_text import ANSWER, ANY_TOKENS
 from pipeinfer.models.text.json_schema import json_rule

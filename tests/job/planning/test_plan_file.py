@@ -176,6 +176,8 @@ CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
     "capacity text": lambda plan: plan["capacity"].update(n_cells="many"),
     "capacity below 1": lambda plan: plan["capacity"].update(n_batch=-5),
     "threads text": lambda plan: plan["ranks"][0].update(threads="x"),
+    "no turn": lambda plan: plan["ranks"][0]["target"].pop("turn"),
+    "layers text": lambda plan: plan["ranks"][0]["target"].update(n_gpu_layers="all"),
     "threads below 1": lambda plan: plan["ranks"][0].update(threads=-3),
 }
 

@@ -148,6 +148,11 @@ def test_notes_may_stay_in_a_folder_from_which_nothing_is_removed(
     assert not JournalFile(path, {"numerics": "exact"}).texts
 
 
+def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(path := tmp_path / "notes")
+    assert not kept_settings(path).get("resumed")
+
+
 def test_a_device_keeps_no_notes() -> None:
     with pytest.raises(UserError, match="--resume /dev/full is no file"):
         JournalFile(Path("/dev/full"), {"numerics": "exact"})
