@@ -122,7 +122,7 @@ def test_an_answer_that_cannot_be_formatted_ends_alone() -> None:
         responding = asyncio.ensure_future(response(scope, receive, send))
         for text in "xyz":
             await asyncio.sleep(0.05)
-            parts = [(each.choices[0].id, [5], text, []) for each in (answer, other)]
+            parts: list[channel.TextUpdate] = [(each.choices[0].id, [5], text, []) for each in (answer, other)]
             reader.feed_data(channel.encode(channel.TextUpdates(0.0, 0.0, parts)))
         with pytest.raises(RuntimeError):  # of StopIteration in a coroutine
             await responding

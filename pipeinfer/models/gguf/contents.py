@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from glob import glob
 from pathlib import Path
 
 from pipeinfer.errors import ModelFault, UserError
@@ -266,12 +267,12 @@ def _suffix() -> str:
 
 def sweep(folder: Path) -> None:
     """Remove the temporary files of killed writers on this host: those without a lock."""
-    for path in folder.glob(f".*{_suffix()}"):
+    for name in glob(f".*{_suffix()}", root_dir=folder):
         with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            fd = os.open(folder / name, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
+                (folder / name).unlink()
             finally:
                 os.close(fd)
 
