@@ -221,7 +221,10 @@ class Supervisor:
                     code = process.wait(max(0.0, deadline - time.monotonic()))
                 except subprocess.TimeoutExpired:
                     code = -1
-                (failing.add if code else failing.discard)(host)
+                if code:
+                    failing.add(host)
+                else:
+                    failing.discard(host)
         return failing
 
     def _ignores_interrupt(self) -> bool:
