@@ -112,7 +112,9 @@ class StoredBlocks:
         on_full: Callable[[int], object],
         read_only: bool = False,
     ) -> None:
-        self._levels, self._target, self._speculator, self._keys = levels, levels[0], speculator, set(keys)
+        self._levels, self._target, self._speculator = levels, levels[0], speculator
+        self._keys = dict.fromkeys(keys)  # the one that was used last comes last
+        self._n_keys = max(1, 2 * room.n_bytes // (room.of_blocks.block + BLOCK * room.of_blocks.row))
         self._n_cached, self._retain, self._forget_oldest = n_cached, retain, forget_oldest
         self._has_states = not self._target.pool.rewinds
         self._room, self._on_full, self._read_only = room, on_full, read_only
@@ -145,7 +147,7 @@ class StoredBlocks:
             if block.key in self._keys:
                 there.append(block)
                 continue
-            self._keys.add(block.key)
+            self._note(block.key)
             self._target.pool.store(request.id, *block)
         self._use(there)  # so that what is stored now does not take their place
 
@@ -159,7 +161,18 @@ class StoredBlocks:
 
     def _use(self, blocks: Sequence[TextBlock]) -> None:
         """Let the stages note a use of blocks, in their order."""
+        for block in blocks:
+            if block.key in self._keys:
+                self._note(block.key)
         self._target.send_ops([KvOp(OpKind.USE, 0, key.high, key.low) for _, _, key in blocks], 0)
+
+    def _note(self, key: BlockKey) -> None:
+        """Keep the key as the newest, of no more than twice as many as a stage can have blocks: which of them it has
+        removed is known only when they are read."""
+        self._keys.pop(key, None)
+        self._keys[key] = None
+        if len(self._keys) > self._n_keys:
+            del self._keys[next(iter(self._keys))]
 
     def sent(self, flight: InFlightRun) -> None:
         """Let the stages store the states that prompts have behind a run."""
@@ -177,7 +190,7 @@ class StoredBlocks:
         if last and last.end == end and is_due:
             self._state_ends[request.id] = end
             if last.key not in self._keys:
-                self._keys.add(last.key)
+                self._note(last.key)
                 self._target.pool.store(request.id, 0, end, last.key)
 
     def _text(self, request: Request) -> TextBlocks:
@@ -222,7 +235,8 @@ class StoredBlocks:
     def _end_reading(self, reading: _Reading, number: int, n_blocks: int) -> None:
         """Every stage could read its first `n_blocks`: let them be cells, if there is room."""
         request, blocks = reading.request, reading.blocks[:n_blocks]
-        self._keys.difference_update(block.key for block in reading.blocks[n_blocks:])
+        for block in reading.blocks[n_blocks:]:
+            self._keys.pop(block.key, None)
         n_tokens = blocks[-1].end if blocks else 0
         if not (blocks and self._make_room(n_tokens)):
             self._target.send_ops([KvOp(OpKind.LOAD, number, last=0)], 0)

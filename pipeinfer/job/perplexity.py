@@ -19,7 +19,7 @@ from pipeinfer.errors import StopRequested, UserError
 from pipeinfer.job.launch import Context
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.job_plan import JobPlan
-from pipeinfer.job.planning.deploy import deploy
+from pipeinfer.job.planning.deploy import DoesNotFit, deploy
 from pipeinfer.job.planning.plan_table import show_start
 from pipeinfer.job.planning.prepare import inputs_of, make_request, open_job, start_prepared
 from pipeinfer.job.process.streams import complain
@@ -72,9 +72,16 @@ def _prepare(options: RunOptions, hosts: Sequence[Host], work: PerplexityOptions
     size = len(chunks[0])
     prompts = [[tokenizer.bos, *chunk[1:]] if tokenizer.adds_bos else chunk for chunk in chunks]
     n_open = min(len(prompts), len(hosts) + 1)
-    options = options.changed(parallel=n_open, ctx_size=size + 1, predict=0)
+    options = options.changed(ctx_size=size + 1, predict=0)
     requests = [make_request(options, info, tokenizer, prompt) for prompt in prompts]
-    plan = deploy(options, hosts, info, drafts, n_open * (size + 1), size)
+    while True:  # with fewer chunks at a time where memory is short
+        try:
+            plan = deploy(options.changed(parallel=n_open), hosts, info, drafts, n_open * (size + 1), size)
+            break
+        except DoesNotFit:
+            if n_open == 1:
+                raise
+            n_open //= 2
     new_base = base if source else None
     if base:
         file = _unfinished(new_base) if new_base else base.absolute()

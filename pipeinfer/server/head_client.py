@@ -102,6 +102,10 @@ class HeadClient:
     def ask(self, requests: Sequence[GenerationRequest], client: str) -> Answer:
         """Submit requests. Raises Refusal when there is no room."""
         self.check_ready()
+        if (n := len(requests)) > (n_most := most_of_one(self.n_most)):
+            raise Refusal(
+                400, f"the request wants {n} texts, and one address may have {n_most} at a time; ask for fewer"
+            )
         n_client = sum(choice.client == client for choice in self.choices.values())
         limits = (len(self.choices), self.n_most, ""), (n_client, most_of_one(self.n_most), " of this address")
         for n_open, n_most, whose in limits:

@@ -10,6 +10,7 @@ from pipeinfer.core.blocks import Span
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.serve.channel import Ask, Closing, Finished, FromHead, Ready, TextUpdates, decode, encode
+from pipeinfer.server.errors import Refusal
 from pipeinfer.server.head_client import HeadClient, HeadState
 from pipeinfer.server.metrics import Metrics
 
@@ -69,6 +70,15 @@ def test_what_a_head_gives_up_goes_on_where_another_one_follows(is_followed: boo
     assert message.id == choice.id and message.request.begun == (5,)
     hears(head, TextUpdates(0.0, 0.0, [(choice.id, [6, 7], "bc", [])]), Finished(choice.id, "length"))
     assert choice.finish == "length" and choice.tokens == [5, 6, 7]
+
+
+def test_more_texts_than_one_may_ever_have_are_not_to_be_asked_for_again() -> None:
+    head = HeadClient(4, Metrics("model", 100))
+    hears(head, Ready(100))
+    with pytest.raises(Refusal, match="wants 4 texts, and one address may have 3") as refused:
+        head.ask([REQUEST] * 4, "client")
+    assert refused.value.status == 400
+    assert len(head.ask([REQUEST] * 3, "client").choices) == 3
 
 
 def test_nothing_waits_for_a_head_that_does_not_come() -> None:

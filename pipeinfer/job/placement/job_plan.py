@@ -60,7 +60,7 @@ class Capacity:
     @property
     def n_rows(self) -> int:
         """Rows of a run outside of blocks, at most: a chunk of the prompt with the root, or guesses."""
-        return max(self.n_batch + 1, self.n_nodes)
+        return max(self.n_batch, self.n_nodes) + 1  # of a scored prompt a run carries up to `n_nodes`, and the root
 
     @property
     def n_outputs(self) -> int:

@@ -57,6 +57,14 @@ def test_the_estimate_is_llama_cpps_on_any_number_of_ranks(text: Path) -> None:
     assert re.fullmatch(r"Final estimate: PPL = \d+\.\d{4} \+/- \d+\.\d{5}\n", done.stdout), done.stderr
 
 
+@pytest.mark.parametrize("size", [32, 33, 34])
+def test_chunks_may_be_a_row_longer_than_a_run(text: Path, size: int) -> None:
+    """The last row comes with those before it."""
+    words = ["-c", str(size), "-b", "16", "--chunks", "2", "--numerics", "fast"]
+    done = finish(1, ["perplexity", "-m", str(TARGET), "-f", str(text), *words])
+    assert done.returncode == 0 and "PPL" in done.stdout, done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "message"), [(["-c", "2"], "-c 2 is no chunk"), (["-c", "40000"], "two chunks of 40000 are the least")]
 )
