@@ -17,6 +17,7 @@ from pipeinfer.core.types import Clock, FloatArray, RoundRobin
 
 MAX_INFLIGHT = 2  # runs in flight at a larger draft at most: one is evaluated, the next one is there when it is done
 N_TIMED = 9  # steps of the smallest draft whose median is what a step takes: some read tokens first, or are interrupted
+OLD_S = 10.0  # time without a step after which those before say nothing: the host may have been busy
 
 
 class _Step(NamedTuple):
@@ -57,6 +58,7 @@ class Speculator:
         self._n_ending = 0  # of these, requests that end
         self._past_prompt = set[int]()  # requests whose prompts the drafter has read; steps before are not timed
         self._steps_s: deque[float] = deque([draft_s] if draft_s else [], maxlen=N_TIMED)
+        self._timed_s = clock()
 
     # -- requests
 
@@ -161,6 +163,9 @@ class Speculator:
         self, active: ActiveRequest, step: _Step, end_s: float, n_nodes: int, lost: bool, is_timed: bool = True
     ) -> None:
         if is_timed:
+            if end_s - self._timed_s > OLD_S:
+                self._steps_s.clear()
+            self._timed_s = end_s
             self._steps_s.append(end_s - step.start_s)
         active.observer.draft_stepped(step.start_s, end_s, n_nodes, step.n_inflight, lost)
 

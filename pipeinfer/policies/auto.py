@@ -61,9 +61,9 @@ LEAST, LEAST_LOOKED_UP = 0.003, 0.06  # less probable guesses do not enter the t
 PATIENCE = 0.2  # one-row runs for which the slowest stage may wait for an expected verdict
 EARLIER = 0.3  # one-row runs that a guess gains in this run instead of the next: a verdict between may refute it
 N_BEHIND = 4  # tokens that the draft reads at no cost before it guesses again
-OFTEN_RIGHT, REPAID = 0.9, 0.5
-"""How often a good draft's likeliest guess is right, and the share of what that would save of the rest of a text which
-a step to learn it may cost."""
+OFTEN_RIGHT, REPAID, SPENT = 0.9, 0.5, 0.02
+"""How often a good draft's likeliest guess is right; the share of what that would save of the rest of a text which a
+step to learn it may cost; and that of the time without a step: what is known of the draft's time may be wrong by now."""
 
 READ_AT_ONCE = 8  # tokens that a draft reads in the time of a step, at least
 
@@ -187,11 +187,13 @@ class Auto(Policy):
         return {root: MAX_WIDTH} if is_due else {}
 
     def _may_repay(self, context: PolicyView) -> bool:
-        """Whether a good draft would save enough of the rest of the text for a step, before which this one reads on."""
+        """Whether a good draft would save enough of the rest of the text for a step, before which this one reads on, or
+        such a step is short against the time since the last one."""
         n_unread = context.tree.root.position - max(self._last_drafted, 0)
         step_s = context.draft_s * (1 + n_unread / READ_AT_ONCE)
         rest_s = context.depth_left * round_s(context, 1)
-        return step_s < REPAID * saved_share(context, OFTEN_RIGHT) * rest_s
+        saved_s = REPAID * saved_share(context, OFTEN_RIGHT) * rest_s
+        return step_s < max(saved_s, SPENT * self.calibration.unasked_s)
 
     def look_up(self, context: PolicyView) -> list[Node]:
         if self._all_guesses_rest(context):
@@ -203,6 +205,8 @@ class Auto(Policy):
         if draft == LOOKED_UP:
             return [guess for guess in guesses if guess.probability >= LEAST_LOOKED_UP]
         if not draft:
+            if self._last_drafted >= 0:  # a request's first step also reads its prompt, and is not timed
+                self.calibration.unasked_s = 0.0
             self._last_drafted = max(self._last_drafted, node.position)
         corrected = self.calibration.corrected(self.temperature.scaled(guesses, draft), draft)
         return [guess for guess in corrected if guess.probability >= LEAST]
@@ -222,6 +226,8 @@ class Auto(Policy):
         """Give the trial the time of new tokens; returns its notice. Without a draft a token that no guess was sent for
         takes the same time in either case."""
         last_s, self._settled_s = self._settled_s, context.clock() if context.is_alone else math.nan
+        if self._settled_s > last_s:
+            self.calibration.unasked_s += self._settled_s - last_s
         if math.isnan(last_s) or not context.is_alone or (self._backoff.holds and not self._trial.rests):
             return ""
         if self._trial.rests and context.tree.root.position <= self._guesses_end:

@@ -22,6 +22,7 @@ class Calibration:
 
     hit_rate: float = 0.5
     first_rate: float = 0.5
+    unasked_s: float = 0.0  # time of tokens of a lone request since the smallest draft's last step
     _n_firsts: int = 0
     _biases: dict[int, float] = field(default_factory=lambda: defaultdict(float))
 

@@ -77,8 +77,7 @@ class Sentinel:
         self._processes = {0: Process(self.head_pid)}
         self._beside: dict[int, Process] = {}  # ranks on this host, until every rank has joined
         self._early_end, self._early_end_s = "", math.inf  # a line on a rank that ended before all joined, and when
-        self._segments: set[Path] = set()
-        self._stopping = False
+        self._segments, self._lost_ranks, self._stopping = set[Path](), set[int](), False
         # epoll reports events in their order: the first death comes first, even if the launcher kills others meanwhile
         self._selector = selectors.DefaultSelector()
         self._inquiry = Inquiry(self.inquiry, self._selector)
@@ -187,7 +186,7 @@ class Sentinel:
         for rank, process in beside.items():
             with contextlib.suppress(KeyError):  # it has ended
                 self._selector.unregister(process)
-            if self._links[rank] not in self._selector.get_map():  # lost, and its process was waited for
+            if rank in self._lost_ranks:  # their processes were waited for
                 self._died(rank, process.how_it_ended())
         self._inquiry.end()
         self._heartbeats.begin(self._links, time.monotonic())
@@ -280,6 +279,7 @@ class Sentinel:
     def _lost(self, rank: int) -> None:
         if rank in self._beside:  # wait for the process: processes are reported in the order of their ends
             self._selector.unregister(self._links[rank])
+            self._lost_ranks.add(rank)
         else:
             self._died(rank, self._processes[rank].how_it_ended() if rank in self._processes else "")
 

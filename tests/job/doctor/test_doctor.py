@@ -464,7 +464,7 @@ def test_this_machine_alone() -> None:
     plain: subprocess.CompletedProcess[str] = subprocess.run(words, **options)  # type: ignore[call-overload]
     assert plain.returncode in (0, 1) and "ERROR" not in plain.stdout, plain.stdout
     assert re.search(r"^ok +all +ring: a message went round 2 ranks of ", plain.stdout, re.M)
-    assert re.search(r"^\S*mpirun .*-np 1 .*pipeinfer run -m ", plain.stdout, re.M)
+    assert re.search(r"^\S*mpirun .*-np 1 .*pipeinfer run -p ", plain.stdout, re.M)
     done = subprocess.run([*words, "--json", "-m", "lost.gguf"], **options)  # type: ignore[call-overload]
     result = json.loads(done.stdout)
     (lost,) = [each for each in result["findings"] if each["level"] == "error"]
