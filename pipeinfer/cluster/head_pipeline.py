@@ -22,6 +22,7 @@ from pipeinfer.cluster.wire import (
     encode_prunings,
 )
 from pipeinfer.core.runs import GuessVerdict, Run, Verdict
+from pipeinfer.errors import ModelFault, StopRequested, UserError
 from pipeinfer.observe.trace import HeadLedger
 
 A = TypeVar("A", Verdict, GuessVerdict)
@@ -53,9 +54,11 @@ class HeadPipeline(Generic[A]):
         self.ledger = HeadLedger()
         self.n_submitted = 0  # runs since the start
         self.n_out = 0  # runs whose verdicts have not been taken
+        self._run_id = 0  # of the run that `work` evaluates
         # a verdict may cancel the run that `work` evaluates, and MPI moves messages only when it is called
         self._listen: Callable[[], object] = self.has_verdict
-        self._failure: Exception | None = None  # what it raised during a run, which goes on
+        self._check: Callable[[], object] = lambda: None
+        self._failure: Exception | None = None  # what these raised during a run, which is sent on nevertheless
         self._prunings = LocalPrunings(self._listen_meanwhile)
         self._queue: deque[Run] = deque()
         self._verdicts: deque[A] = deque()
@@ -71,9 +74,12 @@ class HeadPipeline(Generic[A]):
     def _listen_meanwhile(self) -> None:
         if self._failure is None:
             try:
+                self._check()
                 self._listen()
             except Exception as error:
                 self._failure = error
+                if isinstance(error, StopRequested):
+                    self._prunings.cancel([self._run_id])  # which may take long
 
     def submit(self, run: Run) -> None:
         self.ledger.submitted_s[run.id] = self.clock()
@@ -104,10 +110,12 @@ class HeadPipeline(Generic[A]):
         """The time of submission of the oldest run that waits for the head's stage; infinity if there is none."""
         return self.ledger.submitted_s[self._queue[0].id] if self._queue else math.inf
 
-    def work(self) -> None:
-        """Evaluate the oldest run on the head's stage; send it on, or queue its verdict."""
+    def work(self, check: Callable[[], object] = lambda: None) -> None:
+        """Evaluate the oldest run on the head's stage; send it on, or queue its verdict. `check` is called between
+        layers; the run is cancelled when it raises StopRequested. Raises ModelFault."""
         assert self.worker
         run = self._queue.popleft()
+        self._run_id, self._check = run.id, check
         start_s = self.clock()
         message, model = encode(run), self.worker.model
         if model.is_last and not self.worker.n_features:
@@ -115,7 +123,10 @@ class HeadPipeline(Generic[A]):
         else:
             transaction = room_for(message, model.n_embd, self.wire_type, self.worker.n_features)
         with self.progress.beside(transaction.n_bytes_full):
-            verdict = self.worker.process(transaction, self._prunings)
+            try:
+                verdict = self.worker.process(transaction, self._prunings)
+            except UserError as error:  # there is no memory any more
+                raise ModelFault(str(error)) from error
         self._prunings.forget_before(run.id + 1)
         if self.remote_ranks:
             self.outbox.send_run(transaction.message, self.remote_ranks[0], transaction.out_of_band_memory)
@@ -178,7 +189,7 @@ class HeadWaiter:
         self.check()
         oldest = min(pipelines, key=lambda pipeline: pipeline.oldest_s)
         if oldest.oldest_s < math.inf:
-            oldest.work()
+            oldest.work(self.check)
             return
 
         def any_verdict() -> bool | None:

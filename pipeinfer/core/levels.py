@@ -292,7 +292,7 @@ class Level:
         self._n_dead -= flight.dead
         waiting = self._of_request
         flight.parts = [part for part in flight.parts if waiting.get(part.request.id, {}).pop(verdict.run_id, None)]
-        assert flight.cancelled or not verdict.cancelled, f"run {verdict.run_id} was cancelled by nobody"
+        assert flight.cancelled or not (verdict.cancelled and flight.parts), f"nobody cancelled run {flight.run_id}"
         return self.poll() if not flight.n_rows and flight.reading is None else (flight, verdict)
 
     @property

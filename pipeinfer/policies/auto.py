@@ -63,7 +63,7 @@ EARLIER = 0.3  # one-row runs that a guess gains in this run instead of the next
 N_BEHIND = 4  # tokens that the draft reads at no cost before it guesses again
 OFTEN_RIGHT, REPAID, SPENT = 0.9, 0.5, 0.02
 """How often a good draft's likeliest guess is right; the share of what that would save of the rest of a text which a
-step to learn it may cost; and that of the time without a step: what is known of the draft's time may be wrong by now."""
+step to learn it may cost; and that of the time since a step: what is known of the draft's time may be wrong by now."""
 
 READ_AT_ONCE = 8  # tokens that a draft reads in the time of a step, at least
 

@@ -20,7 +20,7 @@ from pipeinfer.cluster.verdicts import decode_verdict, encode_verdict, verdict_b
 from pipeinfer.core.interfaces import Batch
 from pipeinfer.core.runs import KvOp, Row, Run, Verdict
 from pipeinfer.core.types import FloatArray
-from pipeinfer.errors import UserError
+from pipeinfer.errors import ModelFault, StopRequested, UserError
 from tests.support.jobs import until
 
 
@@ -90,6 +90,11 @@ class ThreeLayers:
         return np.zeros((len(batch.positions), 4), np.float32)
 
 
+class StoppingLayers(ThreeLayers):
+    def evaluate(self, batch: Batch, stop: Callable[[], bool]) -> FloatArray | None:  # type: ignore[override]
+        return None if any(stop() for _ in range(3)) else super().evaluate(batch, stop)
+
+
 def test_a_head_that_computes_a_stage_hears_verdicts_meanwhile() -> None:
     heard: list[bool] = []
     content = bytes(encode_verdict(Verdict(1, (7,))))
@@ -119,6 +124,35 @@ def test_what_fails_between_the_layers_of_a_head_fails_when_the_run_is_sent() ->
             pipeline.work()
         assert len(n_calls) == number, "nothing is asked twice of what has failed"
         assert comm.sent.count((1, Tag.PIPELINE)) == number
+
+
+def test_a_run_of_the_head_is_cancelled_where_it_is_asked_to_stop() -> None:
+    """It may take longer than an orderly end may."""
+    comm, asked = SlowComm(N_LOOKS, b""), iter([None, None])
+
+    def check() -> None:
+        if next(asked, "stop"):
+            raise StopRequested("interrupted")
+
+    worker = StageWorker(StoppingLayers(lambda: None), lambda: 0.0, True)
+    pipeline = HeadPipeline(cast(Comm, comm), [0, 1], worker, verdict_bytes(1), decode_verdict)
+    pipeline.submit(Run(1, [Row(0, 5, 0, (0,))]))
+    with pytest.raises(StopRequested):
+        pipeline.work(check)
+    assert comm.sent.count((1, Tag.PIPELINE)) == 1 and len(pipeline.ledger.cancelled) == 1
+
+
+def test_what_a_stage_of_the_head_lacks_is_a_fault() -> None:
+    """No bad input, after which requests could be stopped one by one."""
+
+    def fail() -> None:
+        raise UserError("no memory")
+
+    worker = StageWorker(ThreeLayers(fail), lambda: 0.0, True)
+    pipeline = HeadPipeline(slow_comm(N_LOOKS, b""), [0, 1], worker, verdict_bytes(1), decode_verdict)
+    pipeline.submit(Run(1, [Row(0, 5, 0, (0,))]))
+    with pytest.raises(ModelFault, match="no memory"):
+        pipeline.work()
 
 
 def test_messages_move_beside_large_runs_alone() -> None:

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
+from pipeinfer.core.engine import Engine
+from pipeinfer.core.levels import Level
 from pipeinfer.core.policy import Policy
+from pipeinfer.core.requests import Request
+from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.core.sequences import SequencePool
 from pipeinfer.core.tree import Node, Settled
+from pipeinfer.observe.metrics import RequestMetrics
 from pipeinfer.policies import Auto, Iterative
 from pipeinfer.policies.learning import (
     LEAST_REST,
@@ -19,8 +26,10 @@ from pipeinfer.policies.learning import (
     SpeculationBackoff,
     SpeculationTrial,
 )
-from pipeinfer.virtual.choices import ranks_for, synthetic_team
-from pipeinfer.virtual.costs import HeadCost, LinkCost, ModelCost, Profile, Work
+from pipeinfer.virtual.choices import SyntheticChoices, ranks_for, synthetic_team
+from pipeinfer.virtual.costs import HeadCost, LinkCost, ModelCost, Profile, Work, run_cost
+from pipeinfer.virtual.drafts import SimDrafter
+from pipeinfer.virtual.pipeline import SimPipeline, SimWaiter, VirtualClock
 from pipeinfer.virtual.simulation import simulate
 
 
@@ -171,3 +180,23 @@ def test_auto_hardly_loses_where_a_draft_takes_the_stages_cores(
 def test_auto_still_gains_where_guesses_do() -> None:
     cluster = profile(3, 0.3, (), True)
     assert tokens_a_second(Auto(), cluster, 0.85) > 2.0 * tokens_a_second(Iterative(), cluster, 0.85)
+
+
+def test_a_draft_that_was_timed_while_the_host_was_busy_is_tried_again() -> None:
+    """Its steps seem to take nearly as long as tokens, and none is made by which that could be known better."""
+    stage, draft = ModelCost("stage", 8, Work((1.0,), (0.05 / 8,))), ModelCost("draft", 2, Work((1.0,), (0.0025,)))
+    cluster = replace(Profile("lone", 256, (stage,), (draft,), LinkCost(1e-6, 1e10), HeadCost()), head_is_first=True)
+    clock, policy = VirtualClock(), Auto()
+    choices = [SyntheticChoices((0.8, 0.06), seed, 20) for seed in range(6)]
+    pipeline = SimPipeline(cluster, choices, clock)
+    drafter = SimDrafter(cluster, choices, (pipeline,))
+    costs, level = run_cost(cluster, 234), Level(pipeline, SequencePool(32, 234), n_chunk=128, n_rows=32)
+    engine = Engine(level, drafter, SimWaiter(clock), clock, run_cost=costs, draft_s=0.045)
+    drafter.timeout_s = engine.timeout_s
+    steps = []
+    for number, text in enumerate(choices):
+        request = Request(number, text.prompt, 150, SamplingParams(temp=0.0), 170)
+        engine.add(request, policy.begin(), metrics := RequestMetrics())
+        engine.complete()
+        steps.append(metrics.n_draft_steps)
+    assert steps[0] == 0 and min(steps[-2:]) > 50 and engine.speculator.step_s < 0.01

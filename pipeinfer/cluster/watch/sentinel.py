@@ -217,7 +217,7 @@ class Sentinel:
         if "fault" in message:
             self._end(f"{self._title(rank)}: {message['fault']}", then="")
         elif "stop" in message:
-            self._stopping = True
+            self._stopping = self._stopping or rank == 0  # it may have the service drain first
             send(self.head, message)
         elif "about" in message:
             self._abouts |= dict(enumerate(message["abouts"]))

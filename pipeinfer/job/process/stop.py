@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from pipeinfer.cluster.watch.protocol import write_line
+from pipeinfer.cluster.watch.protocol import ENDING, write_line
 from pipeinfer.cluster.watch.watch import Watch
 from pipeinfer.errors import StopRequested
 from pipeinfer.job.process.signals import HEAD_FIRST_S, show_cursor
@@ -115,6 +115,8 @@ class Stopper:
         """On rank 0, when another rank asks for a stop."""
         interrupts = self.flag.interrupts
         if not self.flag.reason and not (interrupts and interrupts.stop_requested()):
+            if not self.flag.orderly:
+                write_line(f"{reason}{ENDING}")
             threading.Thread(target=self._stop, args=(reason, 1), daemon=True).start()
 
     def _stop(self, reason: str, code: int) -> None:
