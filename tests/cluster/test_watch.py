@@ -68,7 +68,7 @@ def broadcast(rendezvous):  # through a file
 
 def on_stop(reason):
     os.write(2, f"asked to stop: {reason}\\n".encode())
-    (place / "stopping").touch()
+    (place / ("draining" if what == "drain" else "stopping")).touch()
 
 def until_exists(path):
     while not path.exists():
@@ -107,7 +107,7 @@ with Watch(rank, size, os._exit, limits).open(on_stop) as watch:
         watch.fault("the slice does\\nnot fit")
     if what == "raise" and rank == 1:
         raise RuntimeError("no such tensor")
-    if what == "stop" and rank == 1:
+    if what in ("stop", "drain") and rank == 1:
         watch.ask_stop("SIGTERM")
     while not (place / "stopping").exists():
         time.sleep(0.02)
@@ -295,6 +295,16 @@ def test_a_request_to_stop_reaches_rank_0_and_goodbyes_are_no_deaths(start: Call
     job.wait_ready()
     assert job.errors() == ["asked to stop: SIGTERM"]
     assert [rank.returncode for rank in job.ranks] == [0, 0, 0]
+
+
+def test_a_death_is_named_while_a_service_drains_because_another_rank_was_asked_to_stop(
+    start: Callable[[str], Job],
+) -> None:
+    job = start("drain")
+    until((job.place / "draining").exists)
+    job.ranks[2].kill()
+    line = f"pipeinfer: rank 2 (host {HOST}, stage 2, layers 16-23) died of SIGKILL; ending the job"
+    assert job.errors() == ["asked to stop: SIGTERM", line]
 
 
 def test_the_sentinel_ignores_signals_and_leaves_with_rank_0() -> None:

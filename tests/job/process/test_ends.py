@@ -12,11 +12,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -217,6 +219,13 @@ def test_rank_0_speaks_first_when_a_launcher_terminates_all() -> None:
     stopper.on_signal(signal.SIGTERM)
     (asked_s,) = watch.asked_s
     assert asked_s - sent_s >= HEAD_FIRST_S
+
+
+def test_who_asked_for_the_end_of_a_job_that_loads_is_said(capfd: pytest.CaptureFixture[str]) -> None:
+    """Nothing else would say why it ended."""
+    ended, watch = threading.Event(), SimpleNamespace(rank=0, joined=True, ask_stop=lambda reason: None)
+    Stopper(StopFlag(), cast(Watch, watch), lambda code: ended.set()).on_request("rank 1 was terminated")
+    assert ended.wait(30) and "pipeinfer: rank 1 was terminated; ending the job\n" in capfd.readouterr().err
 
 
 @only_mpich
