@@ -107,7 +107,7 @@ class OpenAIForm:
         for output, body in zip(self.outputs, parsed.bodies, strict=True):
             if parsed.echo:
                 output.choice.echo(*echo_of(body.prompt, output.choice.request.prompt, spell))
-        self._around: dict[int, tuple[bytes, bytes]] = {}  # the bytes around each choice's text in its events
+        self._around: dict[tuple[int, bool], tuple[bytes, bytes]] = {}  # the bytes around each choice's text
 
     def new_id(self) -> str:
         return f"{'chatcmpl' if self.parsed.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
@@ -217,10 +217,11 @@ class OpenAIForm:
         if choice.has_logprobs:
             more = {"timings": dict(zip(TIMES, times, strict=True))} if is_timed else {}
             return self._chunk(output, self._content(output, content), more=more)
-        if output.index not in self._around:
+        key = output.index, is_timed
+        if key not in self._around:
             before, _, after = self._chunk(output, self._content(output, TEXT)).partition(json_bytes(TEXT))
-            self._around[output.index] = before, after.removesuffix(b"}\n\n") if is_timed else after
-        before, after = self._around[output.index]
+            self._around[key] = before, after.removesuffix(b"}\n\n") if is_timed else after
+        before, after = self._around[key]
         return before + json_bytes(content) + (after + TIMED % times if is_timed else after)
 
     def _content(self, output: ChoiceOutput, content: str) -> dict[str, Any]:

@@ -50,7 +50,9 @@ def chat_of(body: Mapping[str, Any], passed: PassedOver) -> dict[str, Any]:
         fields["tools"] = [{"type": tool.get("type", "function"), "function": {**tool, "type": None}} for tool in tools]
     if isinstance(choice := fields.get("tool_choice"), dict) and choice.get("type") == "allowed_tools":
         fields["tool_choice"] = choice.get("mode", "auto")
-        allowed = [each.get("name") for each in choice.get("tools") or [] if isinstance(each, dict)]
+        if not is_list_of(dict, chosen := choice.get("tools") or []):
+            refuse(f"tool_choice.tools is {shown(chosen)}; give a list of functions")
+        allowed = [each.get("name") for each in chosen]
         fields["tools"] = [each for each in fields.get("tools", []) if each["function"].get("name") in allowed]
     elif isinstance(choice, dict):
         fields["tool_choice"] = {"type": choice.get("type"), "function": {"name": choice.get("name")}}

@@ -57,6 +57,10 @@ SAMPLES: dict[str, tuple[str, Read]] = {
         "</parameter>\n</function>\n</tool_call>",
         ("", "", [LIST]),
     ),
+    "qwen, a type behind": (
+        f'<tool_call>\n{ADD_JSON[:-1]}, "type": "function"}}\n</tool_call>\n<tool_call>{LIST_JSON}</tool_call>',
+        ("", "", [ADD, LIST]),
+    ),
     # without marks, as small models and Llama 3 write
     "bare": (ADD_JSON, ("", "", [ADD])),
     "fenced": (f"```json\n{ADD_JSON}\n```", ("", "", [ADD])),
@@ -69,10 +73,19 @@ SAMPLES: dict[str, tuple[str, Read]] = {
     ),
     "an id first": ('```json\n[{"id": "call 1", "name": "add", "arguments": {"a": 1, "b": 22}}]\n```', ("", "", [ADD])),
     "llama, two": (f'{{"name": "add", "parameters": {{"a": 1, "b": 22}}}}; {LIST_JSON}', ("", "", [ADD, LIST])),
+    "members behind": (
+        f'[{ADD_JSON[:-1]} , "id" : "}}, \\"x", "more": {{"a": ["}}", {{}}]}}, "strict": null}}, {LIST_JSON}]',
+        ("", "", [ADD, LIST]),
+    ),
+    "words behind an open call": (f"{ADD_JSON[:-1]}, he said", ("", "he said", [ADD])),
     "llama, tag": ('<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": 22}}', ("", "", [ADD])),
     "llama, function": ('<function=add>{"a": 1, "b": 22}</function>', ("", "", [ADD])),
     # Mistral
     "mistral": (f"[TOOL_CALLS][{ADD_JSON}, {LIST_JSON}]", ("", "", [ADD, LIST])),
+    "mistral, ids behind": (
+        f'[TOOL_CALLS] [{ADD_JSON[:-1]}, "id": "VvvODy9mT"}}, {LIST_JSON[:-1]}, "id": "123456789"}}]',
+        ("", "", [ADD, LIST]),
+    ),
     "mistral, arguments": (
         f'[TOOL_CALLS]add[ARGS]{{"a": 1, "b": 22}}[TOOL_CALLS]list_files[ARGS]{LIST_ARGUMENTS}',
         ("", "", [ADD, LIST]),
@@ -193,7 +206,7 @@ FRAGMENTS = [
     *(" <|constrain|>json", "<|message|>", "<tool_call>add", "<function=now>", "<parameter=a>1</parameter>"),
     *("<arg_key>a</arg_key><arg_value>2</arg_value>", "[CALL_ID]x", "[ARGS]"),
     *('{"id": "x", "name": "add", "arguments": ', '{"type": "function", "function": "add", "parameters": '),
-    *('{"name": "add", "arguments": ', '{"a": 1}', '{"b": "}"}', *'{}[]"\\ \n,', "text", "```json"),
+    *('{"name": "add", "arguments": ', '{"a": 1}', '{"b": "}"}', ', "id": "x"', *'{}[]"\\ \n,', "text", "```json"),
 ]
 
 

@@ -365,6 +365,20 @@ def test_a_template_gets_the_arguments_of_calls_as_it_wants_them(source: str, to
     assert little(source).render(CALLED, tokenizer).text == '{"a": "é"}'
 
 
+@pytest.mark.parametrize("arguments", ["c.function.arguments | tojson", "'' + c.function.arguments"])
+def test_ids_of_calls_have_the_form_that_a_template_asks_for(arguments: str, tokenizer: Tokenizer) -> None:
+    """Mistral's."""
+    source = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}{{ raise_exception('9') }}"
+        f"{{% endif %}}{{{{ {arguments} }}}}{{{{ c.id }}}}{{% endfor %}}{{{{ m.tool_call_id }}}}{{% endfor %}}"
+    )
+    for id in ("toolu_0123456789abcdef01234567", "call_012345678", "aB3456789"):
+        call, result = {**CALL, "id": id}, ChatMessage("tool", "2", {"tool_call_id": id})
+        text = little(source).render([ChatMessage("assistant", "", {"tool_calls": [call]}), result], tokenizer).text
+        first, second = text[-18:-9], text[-9:]
+        assert first == second and first.isalnum() and (first == id) is (len(id) == 9)
+
+
 def test_each_conversation_has_its_own_variables(tokenizer: Tokenizer) -> None:
     template = replace(little("{{ x }}{{ tools | length }}"), variables={"x": 1})
     found = template.render_all([TURNS, TURNS], tokenizer, [{"tools": [2, 3]}, {"x": 2, "tools": []}])

@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.job.requests.body import Defaults
+from pipeinfer.job.requests.fields import COMPLETION, PassedOver
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.serve import channel
 from pipeinfer.server import respond
 from pipeinfer.server.access import WRITE
 from pipeinfer.server.choices import Answer
-from pipeinfer.server.forms import event
+from pipeinfer.server.forms import OpenAIForm, event
 from pipeinfer.server.head_client import HeadClient, HeadState
 from pipeinfer.server.metrics import Metrics
+from pipeinfer.server.prompting import parse_request
 from pipeinfer.server.respond import AnswerResponse
 
 
@@ -50,6 +53,19 @@ def test_no_event_has_a_character_at_which_clients_split_lines() -> None:
     data = {"text": "a\x85b\u2028c\u2029d\ve\x1cf\rg ü"}
     written = event(data).decode()
     assert len(written.splitlines()) == 2 and json.loads(written.removeprefix("data: ")) == data and "ü" in written
+
+
+def test_events_of_an_echo_are_json_with_and_without_times() -> None:
+    fields = {"prompt": "ab", "stream": True, "echo": True, "timings_per_token": True}
+    parsed = parse_request(fields, COMPLETION, Defaults(SamplingParams(), 8, (), False), PassedOver())
+    answer = Answer([0], [request_of(2)])
+    form = OpenAIForm(parsed, answer, "m", "1", lambda token: b"x")
+    written = form.events()
+    answer.choices[0].verdict_s, answer.choices[0].told_s = 1.0, 1.5
+    answer.choices[0].add([3], "c", [])
+    written += form.events()
+    events = [json.loads(line.removeprefix("data: ")) for line in written.decode().split("\n\n")[:-1]]
+    assert ["timings" in each for each in events] == [False, True]
 
 
 def test_a_stream_without_output_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:

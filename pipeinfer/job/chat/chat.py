@@ -79,7 +79,11 @@ def _prepare(options: RunOptions, hosts: Sequence[Host]) -> "tuple[JobPlan, Chat
     if text.reasoning_budget >= 0:
         further.append(f"reasoning {text.reasoning_budget} {text.reasoning_message}")
     further += [f"template {text.template}"] if text.template else []
-    key = digest((as_given, text.chat, model[0], options.numerics.rounding, *further))
+    chat = text.chat
+    if chat and (chat.system_file or chat.template_file):  # answers depend on what is in them
+        further += [f"template-file {format.template.source}"] if chat.template_file else []
+        chat = replace(chat, system=format.system, system_file=None, template_file=None)
+    key = digest((as_given, chat, model[0], options.numerics.rounding, *further))
     notes = ChatNotes(open_journal(options.output.resume, model, text.now_s), key)
     request = request.within(plan.capacity.n_ctx)
     return plan, Chat(plan, request, format, first, notes, options.output, ExperimentSettings.of(options))

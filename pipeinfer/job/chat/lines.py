@@ -2,6 +2,7 @@
 needs a terminal: for another process's it gets a pseudo-terminal, whose keys are fed to it while a line is read, and
 whose output goes to standard error. Knows no commands."""
 
+import codecs
 import contextlib
 import fcntl
 import importlib
@@ -113,6 +114,8 @@ class PipedLines(Lines):
                 raise UserError(f"a line is longer than {MAX_LENGTH >> 20} MiB, the limit for prompts; give less")
         if self._error:
             raise UserError(self._error)
+        if not self.n_read:
+            self._data = self._data.removeprefix(codecs.BOM_UTF8)
         if not self._data:
             return None
         if self._joins and not self._data.startswith(b"/"):

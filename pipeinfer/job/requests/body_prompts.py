@@ -77,10 +77,12 @@ class BodyPrompts:
         return None
 
     def rendered(self, body: Body) -> Rendered:
-        """The prompt of a chat as text. Raises UserError."""
+        """The prompt of a chat as text, without the bos that is added to a text. Raises UserError."""
         (text,) = self.format.render_all([(_turns(body)[-1], body.tools, body.variables)])
         if isinstance(text, UserError):
             raise text
+        bos = self.tokenizer.spelled_out(self.tokenizer.bos) if self.tokenizer.adds_bos else ""
+        text = text.since(len(bos)) if text.text.startswith(bos) else text
         return self.format.continued(text, body.messages[-1])[0] if body.continues else text
 
     def _or_error(self, body: Body, rendered: Sequence[Rendered | UserError]) -> GenerationRequest | UserError:

@@ -12,6 +12,7 @@ from pipeinfer.job.requests.fields import (
     EFFORTS,
     PassedOver,
     flag,
+    is_too_deep,
     one_of,
     refuse,
     shown,
@@ -25,7 +26,8 @@ from pipeinfer.models.text.tools import AUTO, NONE, REQUIRED, Tools
 SAME_ROLES = ("system", "user", "assistant", "tool")
 ROLES = {each: each for each in SAME_ROLES} | {"developer": "system", "function": "tool"}
 MAX_TOOLS = 128  # OpenAI's limit
-NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+MAX_NAME = 128  # characters, Anthropic's limit; OpenAI's is 64
+NAME = re.compile(rf"[\w.-]{{1,{MAX_NAME}}}", re.ASCII)
 REASONING_FORMATS = ("auto", "none", "deepseek")  # `none` leaves reasoning in the text
 RESERVED = ("add_generation_prompt", "messages", "tools")  # variables of a template that have fields of their own
 MESSAGE = {"role", "content", "name", "tool_calls", "tool_call_id", "function_call"}
@@ -99,7 +101,7 @@ def _call(name: str, value: Any, passed: PassedOver) -> dict[str, Any]:
         arguments = (json.loads(text) or {}) if isinstance(text, str) else text
     except (ValueError, RecursionError):
         arguments = text
-    if not isinstance(arguments, dict):
+    if not isinstance(arguments, dict) or is_too_deep(arguments):
         reason = f"{name}.function.arguments is {shown(text)}; give a JSON object, as a text"
         passed.add("messages.tool_calls.arguments", reason)
         arguments = {"arguments": text}
@@ -149,7 +151,9 @@ def _function(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(function, dict):
         refuse(f"{name} is {shown(value)}; give an object of type function, with a function that has a name")
     if not isinstance(function.get("name"), str) or not NAME.fullmatch(function["name"]):
-        refuse(f"{name}.function.name is {shown(function.get('name'))}; give up to 64 letters, digits, _, . and -")
+        refuse(
+            f"{name}.function.name is {shown(function.get('name'))}; give up to {MAX_NAME} letters, digits, _, . and -"
+        )
     parameters = function.get("parameters")
     if parameters is not None and not isinstance(parameters, dict):
         refuse(f"{name}.function.parameters is {shown(parameters)}; give a JSON schema")

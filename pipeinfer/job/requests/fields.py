@@ -123,15 +123,19 @@ def read_json(text: bytes, what: str) -> dict[str, Any]:
         is_long = "int_max_str_digits" in str(error)
         why = "has a number of too many digits; 4300 are possible" if is_long else f"is not JSON: {error}"
         refuse(f"{what} {why}")
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
-        level = [*itertools.chain.from_iterable(inner)]
-    if level:
+    if is_too_deep(value):
         refuse(TOO_DEEP % what)
     if not isinstance(value, dict):
         refuse(f'{what} is not a JSON object; write {{"prompt": "…"}} or what OpenAI\'s API asks')
     return without_null(value)
+
+
+def is_too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        inner = [each.values() if isinstance(each, dict) else each for each in level if isinstance(each, dict | list)]
+        level = [*itertools.chain.from_iterable(inner)]
+    return bool(level)
 
 
 # -- names
@@ -247,12 +251,18 @@ def _constrain(fields: dict[str, Any]) -> None:
         elif form == "choice":
             if not value or not is_list_of(str, value):
                 refuse(f"guided_choice is {shown(value)}; give a list of texts")
-            fields["grammar"] = "root ::= " + " | ".join(json.dumps(each, ensure_ascii=False) for each in value)
+            fields["grammar"] = "root ::= " + " | ".join(map(_literal, value))
         elif form == "regex":
             refuse(f"guided_regex is {shown(value)}; no text can be held to it here, give a grammar or a JSON schema")
         elif form != "json_object" and not form.startswith(("disable_", "whitespace_")):
             other = f"structured_outputs has {shown(form)}, to which no text can be held here"
             refuse(f"{other}; give json, grammar or choice")
+
+
+def _literal(text: str) -> str:
+    """The text in GBNF, which lacks two of JSON's escapes."""
+    codes = {r"\b": r"\x08", r"\f": r"\x0c"}
+    return re.sub(r"\\.", lambda escape: codes.get(escape[0], escape[0]), json.dumps(text, ensure_ascii=False))
 
 
 def _json_of(value: Any) -> Any:

@@ -22,10 +22,12 @@ def _form(mark: str, head: str, close: str = "", pairs: str = "") -> CallForm:
 
 
 NAMED = (
-    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?(?:"id"\s*:\s*"[^"]{0,64}"\s*,\s*)?"(?:name|function)"\s*:\s*'
+    r'(?P<object>\{)\s*(?:"type"\s*:\s*"function"\s*,\s*)?(?:"id"\s*:\s*"[^"]{0,64}"\s*,\s*)?"(?:name|function)"\s*:\s*'
     r'"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
 BARE = re.compile(rf"(?:```(?:json)?\s*)?\[?\s*{NAMED}")
+MEMBER = re.compile(r',\s*"[^"\\]{1,64}"\s*:')  # behind the arguments of such an object
+MEMBER_BEGINS = re.compile(r'(?:,\s*(?:"[^"\\]{0,64}(?:"\s*)?)?)?')
 FENCES, KINDS, IDS = ("", "```", "```json"), ("", '"type":"function",'), ("", '"id":"",')
 BARE_BEGINNINGS = tuple(map("".join, product(FENCES, ("{", "[{"), KINDS, IDS, ('"name":"', '"function":"'))))
 """Beginnings of calls without a mark, without white space and without the id, see `BARE_ID`. Such a call is one only at

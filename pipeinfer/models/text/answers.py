@@ -14,6 +14,8 @@ from pipeinfer.models.text.answer_forms import (
     CLOSERS,
     FORMS,
     LEAST_MARK,
+    MEMBER,
+    MEMBER_BEGINS,
     THOUGHTS,
     TURN_MARKS,
     CallForm,
@@ -83,7 +85,8 @@ class AnswerReader:
         self._state: Callable[[], Step] = self._thinking if thought else self._starting
         self._rest, self._is_blank, self._has_ended, self._is_cut = "", bool(thought), False, False
         self._n_pushed = self._n_reasoning = 0
-        self._depth, self._is_quoted, self._is_escaped = 0, False, False  # within arguments
+        self._depth, self._is_quoted, self._is_escaped = 0, False, False  # within arguments, or behind them
+        self._behind: Callable[[], Step] = self._after_call  # the state behind arguments
 
     @property
     def is_in_call(self) -> bool:
@@ -232,6 +235,7 @@ class AnswerReader:
         """`before`: characters before the match."""
         self._take(before + match.end())
         self.n_calls += 1
+        self._behind = self._after_arguments if "object" in match.groupdict() else self._after_call
         self._state = self._arguing
         return [AnswerPart("call", match["name"])]
 
@@ -271,6 +275,12 @@ class AnswerReader:
 
     def _arguing(self) -> Step:
         """Within the arguments of a call, a JSON object."""
+        if end := self._object_end():
+            self._state = self._behind
+        return [AnswerPart("arguments", self._take(end or len(self._rest)))]
+
+    def _object_end(self) -> int:
+        """The characters up to the end of the JSON object that the rest is within; 0: it has not ended."""
         for at, character in enumerate(self._rest):
             if self._is_escaped:
                 self._is_escaped = False
@@ -281,9 +291,29 @@ class AnswerReader:
             elif character in "{}":
                 self._depth += 1 if character == "{" else -1
                 if not self._depth:
-                    self._state = self._after_call
-                    return [AnswerPart("arguments", self._take(at + 1))]
-        return [AnswerPart("arguments", self._take(len(self._rest)))]
+                    return at + 1
+        return 0
+
+    def _after_arguments(self) -> Step:
+        """Behind the arguments of a call that is an object: its end, or further members, such as an id."""
+        text = self._rest.lstrip()
+        if MEMBER.match(text):
+            self._depth, self._state = 1, self._skipping
+            return []
+        if MEMBER_BEGINS.fullmatch(text):
+            if not self._has_ended:
+                return None
+            if self._is_cut:
+                return self._drop_rest()
+        self._state = self._after_call
+        return []
+
+    def _skipping(self) -> Step:
+        """Within further members of a call, which are no text."""
+        if end := self._object_end():
+            self._state = self._after_call
+        self._take(end or len(self._rest))
+        return []
 
     def _after_call(self) -> Step:
         """Behind a call: its closing mark, or the next call."""

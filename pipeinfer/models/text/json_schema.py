@@ -22,6 +22,12 @@ DROPPED = (
 )
 """Keywords that llguidance has no grammar for."""
 
+ASKS_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("unevaluatedProperties", "unevaluatedItems"), (True, {})),
+    "propertyNames": (True, {}, {"type": "string"}),
+}
+"""Such a keyword -> the values with which it asks nothing; of others that is false."""
+
 FORMATS = (*"date-time time date duration email hostname ipv4 ipv6 uuid uri".split(),)
 """Formats of texts that it has grammars for. Others are annotations, as in JSON Schema."""
 
@@ -100,7 +106,17 @@ def _closed(schema: Any, open_places: set[str], place: str, is_part: bool = Fals
     is_open = is_map or is_part or place in open_places or not {*MERGED}.isdisjoint(schema)
     if "properties" in schema and "additionalProperties" not in schema and not is_open:
         closed["additionalProperties"] = False
+        if missing := _missing(schema):
+            closed["properties"] = {**closed["properties"], **missing}
     return closed
+
+
+def _missing(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Properties that are required and not described, each with a schema."""
+    names, properties = schema.get("required"), schema["properties"]
+    if "patternProperties" in schema or not isinstance(names, list) or not isinstance(properties, dict):
+        return {}
+    return {name: {} for name in names if isinstance(name, str) and name not in properties}
 
 
 # -- what a grammar cannot enforce
@@ -133,7 +149,7 @@ def _relaxed(schema: Any, reasons: dict[str, None]) -> Any:
         elif key in MAPS and isinstance(value, Mapping):
             result[key] = {name: _relaxed(each, reasons) for name, each in value.items()}
         elif key in DROPPED:
-            asks_nothing = value in (True, {}) if key.startswith("unevaluated") else value is False
+            asks_nothing = value in ASKS_NOTHING[key] if key in ASKS_NOTHING else value is False
             if not asks_nothing:
                 reasons[f"no grammar holds a text to {key}"] = None
         elif key == "format":

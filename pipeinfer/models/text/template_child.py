@@ -1,7 +1,9 @@
 """Render chat templates in a sandbox, in a process of its own: a template from a model file may loop forever, or try to
 leave the sandbox. Knows no model."""
 
+import hashlib
 import json
+import re
 import resource
 import signal
 import time
@@ -17,6 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 T = TypeVar("T")
 
+SHORT_ID = re.compile("[A-Za-z0-9]{9}")
 CHAT_S = 1.0  # CPU seconds for one text, so that the others of the same request are rendered in any case
 
 
@@ -27,9 +30,10 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
     def render(template: Template, context: Mapping[str, Any]) -> dict[str, str]:
         result = attempt(template, context)
-        if "error" in result and (plain := _with_texts(context)) != context:
-            again = attempt(template, plain)
-            result = again if "text" in again else result
+        for other in _others(context) if "error" in result else ():
+            again = attempt(template, other)
+            if "text" in again:
+                return again
         return result
 
     def attempt(template: Template, context: Mapping[str, Any]) -> dict[str, str]:
@@ -46,14 +50,33 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     return {"answers": [render(template, context) for context in request["contexts"]]}
 
 
-def _with_texts(context: Mapping[str, Any]) -> dict[str, Any]:
-    """The context with the arguments of calls as texts in JSON, which some templates expect."""
-    messages = json.loads(json.dumps(context["messages"]))
-    for message in messages:
-        for call in message.get("tool_calls", ()):
-            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        message["content"] = message["content"] or ""
-    return {**context, "messages": messages}
+def _others(context: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Contexts to try where a template refuses one: with the arguments of calls as texts in JSON, which some templates
+    expect, with ids of calls as Mistral's ask for them, and with both."""
+    contexts = [context]
+    for change in (_give_text, _shorten_ids):
+        for each in tuple(contexts):
+            messages = json.loads(json.dumps(each["messages"]))
+            for message in messages:
+                change(message)
+            if messages != each["messages"]:
+                contexts.append({**each, "messages": messages})
+    return contexts[1:]
+
+
+def _give_text(message: dict[str, Any]) -> None:
+    for call in message.get("tool_calls", ()):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    message["content"] = message["content"] or ""
+
+
+def _shorten_ids(message: dict[str, Any]) -> None:
+    """An id that is not 9 letters and digits is replaced by a digest, the same for a call and its result."""
+    result = [(message, "tool_call_id")] if message["role"] == "tool" else []
+    for owner, name in [*((call, "id") for call in message.get("tool_calls", ())), *result]:
+        id = str(owner.get(name) or "")
+        if not SHORT_ID.fullmatch(id):
+            owner[name] = hashlib.sha256(id.encode("utf-8", "replace")).hexdigest()[:9]
 
 
 def _give_up(number: int, frame: FrameType | None) -> None:

@@ -238,6 +238,16 @@ def test_a_paste_that_a_launcher_hands_on_is_one_text(monkeypatch: pytest.Monkey
     os.close(reading)
 
 
+@pytest.mark.parametrize("joins", [False, True])
+def test_a_byte_order_mark_begins_no_message(joins: bool) -> None:
+    reading, writing = os.pipe()
+    lines = PipedLines(reading, lambda: False, joins)
+    os.write(writing, b"\xef\xbb\xbf/clear\none\n")
+    os.close(writing)
+    assert [lines.read("> "), lines.n_read, lines.read("> ")] == ["/clear", 10, "one"]
+    os.close(reading)
+
+
 def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
     descriptor = os.open(tmp_path, os.O_RDONLY)  # a directory
     lines = PipedLines(descriptor, lambda: False)

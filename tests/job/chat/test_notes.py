@@ -123,6 +123,17 @@ def test_a_later_job_renders_earlier_turns_with_their_time(talk: Talk, tmp_path:
     assert later[: len(first)] == first
 
 
+def test_files_of_a_chat_are_known_by_their_content(talk: Talk, tmp_path: Path) -> None:
+    def say(name: str, system: str, template: str = CHAT_TEMPLATE) -> int:
+        (said := tmp_path / f"{name}.txt").write_text(system)
+        (given := tmp_path / f"{name}.jinja").write_text(template)
+        notes = str(tmp_path / "notes")
+        return talk(1, "a\n", "--resume", notes, "-sysf", str(said), "--chat-template-file", str(given)).returncode
+
+    assert [say("one", "the"), say("two", "the")] == [0, 0]
+    assert [say("two", "of"), say("two", "the", f"x{CHAT_TEMPLATE}")] == [2, 2]
+
+
 def test_a_later_job_shows_the_chat_and_goes_on(talk: Talk, tmp_path: Path) -> None:
     resume = ["--resume", str(tmp_path / "notes")]
     first = talk(1, "the model\n/regen\n", *resume)
