@@ -284,7 +284,8 @@ class SavedSlots:
         answer = self._head.ask([request], client)
         await answer.end()
         if answer.was_given_up:
-            raise Refusal(503, "the server has stopped before the slot was restored")
+            stopped = Refusal(503, "the server has stopped before the slot was restored")
+            raise self._head.outgrown([request]) or stopped
         self._texts[slot] = text
         return {"n_restored": len(text.tokens), "n_read": len(data)}
 
