@@ -165,8 +165,8 @@ class SequencePool:
         """The request has ended: free all but its first tokens, and what stages keep to read the rest of its prompt."""
         self.rewind(request_id, n_tokens)
         self._retained.add(request_id)
-        if self.rewinds:
-            self._pending.append(KvOp(OpKind.REMOVE, (text := self._texts[request_id]).seq, first=text.end))
+        if self.rewinds and (text := self._texts[request_id]).end:  # else none of it was read, or all was freed
+            self._pending.append(KvOp(OpKind.REMOVE, text.seq, first=text.end))
 
     def rewind(self, request_id: int, n_tokens: int) -> None:
         """Free its nodes, and all but its first `n_tokens` committed tokens."""

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from enum import Enum
 
@@ -113,15 +113,21 @@ class HeadClient:
                 load = f"{n_open} texts{whose} are being written or wait"
                 more = f"with {len(requests)} more they were more than {n_most}"
                 raise Refusal(429, f"{load}, and {more}; ask again later", FULL_S)
-        if self.limit and (n := max(each.n_ctx for each in requests)) > self.limit:
-            size = f"the request has {n} tokens with the text to come"
-            raise Refusal(503, f"{size}, and since hosts were lost the job holds {self.limit}; ask for less")
+        if outgrown := self.outgrown(requests):
+            raise outgrown
         answer = Answer([next(self._ids) for _ in requests], requests, client)
         for choice in answer.choices:
             self.choices[choice.id] = choice
             if self.state is HeadState.READY:
                 self.tell(channel.Ask(choice.id, client, choice.request))
         return answer
+
+    def outgrown(self, requests: Iterable[GenerationRequest]) -> Refusal | None:
+        """The refusal of requests that no longer fit, if any of them does not."""
+        if not self.limit or (n := max(each.n_ctx for each in requests)) <= self.limit:
+            return None
+        size = f"the request has {n} tokens with the text to come"
+        return Refusal(503, f"{size}, and since hosts were lost the job holds {self.limit}; ask for less")
 
     @property
     def stalls_s(self) -> float:

@@ -1,8 +1,10 @@
 """llama-server's own endpoints: completions in its form, fill-in-the-middle, its properties, and its slots."""
 
+import asyncio
 import json
 import os
 import re
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -204,7 +206,6 @@ NAME = re.compile(r"[\w-][\w.-]{0,200}", re.ASCII)
 SLOT = re.compile(r"-?\d{1,9}", re.ASCII)
 ACTIONS = ("save", "restore", "erase")
 FILE_BYTES_MAX = 64 << 20  # of a saved text, some 7 million tokens
-SAVE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe is an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +248,7 @@ class SavedSlots:
         if not isinstance(name, str) or not NAME.fullmatch(name):
             refuse(f"filename is {shown(name)}; give a name of letters, digits, dots, - and _, without a folder")
         try:
-            counts = self._save(slot, name) if action == "save" else await self._restore(slot, name, client)
+            counts = await (self._save(slot, name) if action == "save" else self._restore(slot, name, client))
         except OSError as error:
             refuse(f"filename is {shown(name)}: {self._folder / name}: {error.strerror or error}")
         took = {f"{action}_ms": round(1000 * (time.monotonic() - start_s), 3)}
@@ -256,26 +257,27 @@ class SavedSlots:
     def _checked(self, slot: Any, least: int) -> int:
         return whole("id_slot", slot, least, self._n_slots - 1, ": a slot for each text that may be open")
 
-    def _save(self, slot: int, name: str) -> dict[str, int]:
+    async def _save(self, slot: int, name: str) -> dict[str, int]:
         if not (text := self._texts.get(slot)):
             refuse(f"slot {slot} has had no text; ask for one first, with id_slot {slot}")
+        n_written = await asyncio.to_thread(self._write, name, text)  # the folder may be slow
+        return {"n_saved": len(text.tokens), "n_written": n_written}
+
+    def _write(self, name: str, text: SlotText) -> int:
+        """Returns the bytes of the file."""
         data = json.dumps({"model": self._model, "tokens": text.tokens, "adapters": text.adapters}).encode()
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        unfinished = self._folder / f".{name}.new"
+        handle, unfinished = tempfile.mkstemp(".new", f".{name}.", self._folder)
         try:
-            with open(os.open(unfinished, SAVE_FLAGS, 0o600), "wb") as file:
+            with open(handle, "wb") as file:
                 file.write(data)
             os.replace(unfinished, self._folder / name)
         finally:
-            unfinished.unlink(missing_ok=True)
-        return {"n_saved": len(text.tokens), "n_written": len(data)}
+            Path(unfinished).unlink(missing_ok=True)
+        return len(data)
 
     async def _restore(self, slot: int, name: str, client: str) -> dict[str, int]:
-        path = self._folder / name
-        if path.stat().st_size > FILE_BYTES_MAX or not path.is_file():  # a pipe or a device would stop the server
-            refuse(f"{name} is no saved slot; save one with action=save")
-        data = path.read_bytes()
-        text = self._read(name, data)
+        text, n_read = await asyncio.to_thread(self._read, name)
         request = GenerationRequest(
             text.tokens, 0, len(text.tokens) + 1, SamplingParams(0, 0.0), frozenset(), keep=True, adapters=text.adapters
         )
@@ -284,11 +286,17 @@ class SavedSlots:
         answer = self._head.ask([request], client)
         await answer.end()
         if answer.was_given_up:
-            raise Refusal(503, "the server has stopped before the slot was restored")
+            stopped = Refusal(503, "the server has stopped before the slot was restored")
+            raise self._head.outgrown([request]) or stopped
         self._texts[slot] = text
-        return {"n_restored": len(text.tokens), "n_read": len(data)}
+        return {"n_restored": len(text.tokens), "n_read": n_read}
 
-    def _read(self, name: str, data: bytes) -> SlotText:
+    def _read(self, name: str) -> tuple[SlotText, int]:
+        """(the text of a file, the bytes of the file)."""
+        path = self._folder / name
+        if path.stat().st_size > FILE_BYTES_MAX or not path.is_file():  # a pipe or a device has no end
+            refuse(f"{name} is no saved slot; save one with action=save")
+        data = path.read_bytes()
         try:
             saved = json.loads(data)
             model, tokens, adapters = saved["model"], saved["tokens"], saved["adapters"]
@@ -300,4 +308,5 @@ class SavedSlots:
         is_text = bool(tokens) and is_list_of(int, tokens)
         if not is_text or not all(is_whole(each) and 0 <= each < self._n_vocab for each in tokens):
             refuse(f"{name} is no saved slot; save one with action=save")
-        return SlotText(tuple(tokens), None if scales is None else read_scales(scales, self._adapters))
+        text = SlotText(tuple(tokens), None if scales is None else read_scales(scales, self._adapters))
+        return text, len(data)

@@ -125,6 +125,7 @@ class Metrics:
 
     def recovered(self, seconds: float) -> None:
         """Another rank 0 is ready, so long after the one before was lost."""
+        self._n_runs = 0  # it counts anew
         self._recoveries.inc()
         self._recovery_s.inc(seconds)
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import uvicorn
@@ -117,7 +118,7 @@ async def serve(process_setup: ProcessSetup, control: socket.socket, port: socke
     metrics.add_gauges(head.choices)
     info, tokenizer = read_model_info(setup.model), Tokenizer(setup.model)
     info = info.with_factors(setup.limit > info.n_ctx_short)
-    options = setup.text, setup.context
+    options = replace(setup.text, now_s=0.0), setup.context  # a service may outlive the day of its start
     prompting = Prompting(BodyPrompts(*options, info, tokenizer, setup.limit, setup.share, lambda line: None))
     app = Api(http, setup, head, prompting, metrics).app(port.getsockname()[0])
     protocol = limited_protocol(http.n_connections, http.timeout_s)

@@ -135,6 +135,8 @@ class AnswerResponse(Response):
             return Refusal(400, TOO_MUCH)
         if self.head.state is HeadState.LOST and not self.head.closing_s:
             return lost()
+        if outgrown := self.head.outgrown(choice.request for choice in self.answer.choices):
+            return outgrown
         return Refusal(503, "the server has stopped before this was complete", DRAINING_S)
 
     async def _change(self, timeout_s: float) -> None:

@@ -258,6 +258,21 @@ def test_a_turn_of_twenty_costs_its_new_tokens(
         assert request.spans == (Span(0, 99),)
 
 
+def test_what_was_never_read_leaves_no_operation() -> None:
+    """A draft that never steps has no run with which they go."""
+    pool = SequencePool(2, 1000)
+    for number in range(3):
+        pool.open(number)
+        pool.retain(number, 0)
+        pool.close(number)
+    assert not pool.take_pending()
+    for n_kept in (0, 40):  # a prompt that was stopped while it was read leaves more than cells at stages
+        pool.open(n_kept)
+        pool.place(n_kept, 64, [])
+        pool.retain(n_kept, n_kept)
+        assert pool.take_pending()[-1] == KvOp(OpKind.REMOVE, pool._texts[n_kept].seq, first=n_kept)
+
+
 def prefixes_of(blocks: bool, kept: Request) -> Prefixes:
     """Of one finished request."""
     pool = SequencePool(1, 1000)

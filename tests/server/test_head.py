@@ -72,6 +72,16 @@ def test_what_a_head_gives_up_goes_on_where_another_one_follows(is_followed: boo
     assert choice.finish == "length" and choice.tokens == [5, 6, 7]
 
 
+def test_runs_of_each_head_are_counted() -> None:
+    head = HeadClient(4, Metrics("model", 100), is_followed=True)
+    for n_runs, n_all in ((7, 7), (3, 10), (4, 14)):
+        hears(head, Ready(100))
+        (choice,) = head.ask([REQUEST], "client").choices
+        hears(head, Finished(choice.id, "length", n_runs=n_runs))
+        assert f"llamacpp:n_decode_total {n_all}.0" in head.metrics.text().decode()
+        head.recover("rank 1 died")
+
+
 def test_more_texts_than_one_may_ever_have_are_not_to_be_asked_for_again() -> None:
     head = HeadClient(4, Metrics("model", 100))
     hears(head, Ready(100))

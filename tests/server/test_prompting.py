@@ -16,8 +16,13 @@ import pytest
 
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
+from pipeinfer.job.options.text_sections import ChatOptions, ContextOptions, TextOptions
 from pipeinfer.job.requests.body import Body, Defaults
 from pipeinfer.job.requests.fields import COMPLETION, PassedOver
+from pipeinfer.job.requests.request import DEFAULT_CTX
+from pipeinfer.models.demo import TARGET
+from pipeinfer.models.text.chat_template import ChatMessage
+from pipeinfer.server import process
 from pipeinfer.server.prompting import Prompting, Turns, parse_request
 
 
@@ -171,3 +176,27 @@ def test_chats_that_nobody_awaits_are_not_rendered() -> None:
         assert rendered == ["1", "2", "3", "5"] and not server._chats
 
     asyncio.run(run())
+
+
+def test_templates_see_the_day_of_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service may outlive the day of its start; within a day chats that begin alike share a prefix."""
+    now_s, begun = 1e9, list[Prompting]()
+
+    def begin(http: Any, setup: Any, head: Any, prompting: Prompting, metrics: Any) -> Any:
+        begun.append(prompting)
+        raise KeyboardInterrupt
+
+    def shown() -> str:
+        return begun[0].prompts.format.render([ChatMessage("user", "a")]).text
+
+    monkeypatch.setattr(process, "Api", begin)
+    monkeypatch.setattr(time, "time", lambda: now_s)
+    text = TextOptions(chat=ChatOptions(), template="{{ strftime_now('%F %T') }}", now_s=1e8)
+    sizes = {"n_ctx": DEFAULT_CTX, "limit": DEFAULT_CTX, "share": 64, "parallel": 1}
+    setup: Any = SimpleNamespace(model=TARGET, text=text, context=ContextOptions(), **sizes)
+    served: Any = SimpleNamespace(http=SimpleNamespace(alias="m", n_queue=0), setup=setup, is_followed=False)
+    unused: Any = SimpleNamespace(getsockname=lambda: ("", 0))
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(process.serve(served, unused, unused))
+    for now_s, seen_s in ((1e9, 1e9), (1e9 + 1, 1e9), (1e9 + 86_400, 1e9 + 86_400)):
+        assert shown() == time.strftime("%F %T", time.localtime(seen_s)), now_s

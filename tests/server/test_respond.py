@@ -151,3 +151,33 @@ def test_an_answer_that_cannot_be_formatted_ends_alone() -> None:
         pass
 
     asyncio.run(respond_to_all())
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_text_that_no_longer_fits_is_told_why(streams: bool) -> None:
+    head, sent = HeadClient(1, Metrics("m", 99), is_followed=True), list[Any]()
+    form: Any = SimpleNamespace(parsed=SimpleNamespace(stream=streams))
+
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def hear(limit: int) -> None:
+        reader = asyncio.StreamReader()
+        reader.feed_data(channel.encode(channel.Ready(limit)))
+        reader.feed_eof()
+        await head.run(reader)
+
+    async def run() -> None:
+        await hear(99)
+        answer = head.ask([request_of(1)], "a")
+        head.recover("rank 1 died")
+        await hear(19)
+        response = AnswerResponse(head, answer, form, {}, lambda: None, lambda line: None)
+        await response({"type": "http", "http_version": "1.1", "method": "POST"}, receive, send)
+
+    asyncio.run(run())
+    assert sent[0]["status"] == 503
+    assert "has 20 tokens with the text to come, and since hosts were lost the job holds 19" in str(sent[1]["body"])

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import stat
 from pathlib import Path
+from threading import Barrier, Event
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
+from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.server.choices import Answer
+from pipeinfer.server.errors import Refusal
 from pipeinfer.server.front import HttpOptions, HttpServer
+from pipeinfer.server.head_client import HeadClient
+from pipeinfer.server.llama_cpp import SavedSlots
+from pipeinfer.server.metrics import Metrics
 from tests.support.serving import Served
 
 PROMPT = " ".join(f"{word} {at}" for at, word in enumerate(["one", "two", "three", "five"] * 30))
@@ -69,10 +79,10 @@ def test_a_slot_is_restored_after_a_restart(tmp_path: Path) -> None:
         os.truncate(tmp_path / "slots" / "huge.bin", 1 << 40)
         for name in ("pipe.bin", "device.bin", "huge.bin"):
             assert "no saved slot" in act(served, 2, "restore", name).json()["error"]["message"]
-        os.mkfifo(tmp_path / "slots" / ".other.bin.new")
+        (tmp_path / "slots" / "folder.bin").mkdir()
         ask(served, prompt="another", id_slot=3)
-        assert act(served, 3, "save", "other.bin").status_code == 400
-        assert not (tmp_path / "slots" / ".other.bin.new").exists()
+        assert act(served, 3, "save", "folder.bin").status_code == 400
+        assert not [*(tmp_path / "slots").glob(".*")], "an unfinished file is left"
         content = json.loads((tmp_path / "slots" / "talk.bin").read_text())
         for adapters, refusal in (([[0, 1.0]], "there is no adapter"), ([7], "no saved slot")):
             (tmp_path / "slots" / "other.bin").write_text(json.dumps({**content, "adapters": adapters}))
@@ -83,6 +93,35 @@ def test_a_slot_is_restored_after_a_restart(tmp_path: Path) -> None:
         assert ask(served)[0] == text
         assert ask(served)[1] > 400
         assert act(served, 0, "save", "talk.bin").json()["n_saved"] == saved["n_saved"]
+
+
+def test_a_slow_folder_keeps_nobody_else_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two texts are saved by one name at once, and read while other work ends."""
+    setup: Any = SimpleNamespace(parallel=2, version="m-exact", limit=99)
+    saved = SavedSlots(tmp_path, setup, 9, HeadClient(2, Metrics("m", 99)), ())
+    for slot, n_tokens in enumerate((3, 60)):
+        saved.note(slot, Answer([0], [GenerationRequest((5,) * n_tokens, 8, 99, SamplingParams(), frozenset())]))
+    both, replace, read, ended = Barrier(2, timeout=10), os.replace, Path.read_bytes, Event()
+
+    def replace_slowly(old: Any, new: Any) -> None:
+        both.wait()
+        replace(old, new)
+
+    def read_slowly(path: Path) -> bytes:
+        assert ended.wait(10), "all else waits"
+        return read(path)
+
+    async def act() -> None:
+        saves = await asyncio.gather(*(saved.act("save", slot, {"filename": "a"}, "") for slot in range(2)))
+        assert [each["n_saved"] for each in saves] == [3, 60]
+        assert len(json.loads(read(tmp_path / "a"))["tokens"]) in (3, 60) and len([*tmp_path.iterdir()]) == 1
+        asyncio.get_running_loop().call_soon(ended.set)
+        with pytest.raises(Refusal, match="are being loaded"):  # it was read
+            await saved.act("restore", 0, {"filename": "a"}, "")
+
+    monkeypatch.setattr(os, "replace", replace_slowly)
+    monkeypatch.setattr(Path, "read_bytes", read_slowly)
+    asyncio.run(act())
 
 
 def test_without_a_folder_or_a_disk_the_way_out_is_said(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ class TextOptions(Texts, PromptOptions, AnswerOptions):
     """The prompt, or the chat, and how their texts are read."""
 
     chat: ChatOptions | None = None
-    now_s: float = 0.0  # the time that chat templates see; 0: that of their use
+    now_s: float = 0.0  # the time that chat templates see; 0: that of a day's first chat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,9 @@
 """Prompts of bodies in tokens, chats by their format, that fit the context. Plans and runs nothing."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import date
 from functools import cached_property
 from itertools import islice, pairwise
 
@@ -45,8 +47,16 @@ class BodyPrompts:
         self.n_ctx = n_ctx or min(context.ctx_size or MAX_CTX, info.n_ctx_train)
         self._ctx_size, self._ends = context.ctx_size, end_tokens(context.ignore_eos, tokenizer)
 
-    @cached_property
+    @property
     def format(self) -> ChatFormat:
+        """Templates see the time of `text`, else that of a day's first chat. Raises UserError."""
+        template, now_s = self._opened.template, time.time()
+        if not self.text.now_s and date.fromtimestamp(now_s) != date.fromtimestamp(template.now_s):
+            self._opened = replace(self._opened, template=replace(template, now_s=now_s))
+        return self._opened
+
+    @cached_property
+    def _opened(self) -> ChatFormat:
         """Opened for the first chat. Raises UserError."""
         format = open_format(self.text, self.info, self.tokenizer, self._say)
         assert format, "options without chat"
