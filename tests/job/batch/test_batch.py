@@ -512,6 +512,43 @@ def test_a_file_that_changes_while_models_load_ends_the_batch_in_order(pair: lis
     assert not output.exists()
 
 
+KILLED = """
+import os, sys
+from pipeinfer import child
+
+ask, n = child.LimitedProcess.ask, 0
+def killed(self, request):
+    global n
+    n += 1
+    if n == N_BEFORE:  # once the lines are checked
+        child.START = "import os; os.kill(os.getpid(), 9)"
+    return ask(self, request)
+
+child.LimitedProcess.ask = killed
+from pipeinfer.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "n_before"),
+    [({"messages": [{"role": "user", "content": "a"}]}, 2), ({"prompt": "a", "grammar": GRAMMAR}, 1)],
+)
+def test_a_fault_of_the_host_is_no_result(
+    pair: list[str], tmp_path: Path, asked: dict[str, Any], n_before: int
+) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps(asked | {"max_tokens": 2}) + "\n")
+    words = ["batch", str(source), "-o", str(output), *pair[:2]]
+    code = KILLED.replace("N_BEFORE", str(n_before))
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], env=environment(), text=True, capture_output=True, timeout=60
+    )
+    assert done.returncode == 2 and "was killed or stopped, 2 times" in done.stderr, done.stderr
+    assert not output.exists() or not output.read_text()
+    assert finish(1, words).returncode == 0 and '"text"' in output.read_text()
+
+
 def test_lines_are_read_one_by_one_and_as_often_as_asked(tmp_path: Path) -> None:
     path = tmp_path / "in.jsonl"
     path.write_text('{"prompt": "a"}\n  \n{"prompt": "b"}')
