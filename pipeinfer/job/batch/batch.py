@@ -238,8 +238,8 @@ class Batch:
         about = f"policy {work.policy.name}, {requests}, up to {capacity.n_requests} at a time, {size}"
         show_start(self.console, self.plan, f"{size}, {requests}", about, self.printing.verbose)
         session = open_session(self.context, self.plan, work.prompts.tokenizer, verbose=self.printing.verbose)
-        with closing(work), session as self.session:
-            self.progress = ProgressBar(self.console, CLOCK, "batch", work.n_requests, "requests", stays=True)
+        new_bar = partial(ProgressBar, self.console, CLOCK, "batch", work.n_requests, "requests", stays=True)
+        with closing(work), session as self.session, closing(new_bar()) as self.progress:
             self.start_s = self.context.clock()
             self.uses = RankUses(self.plan, self.start_s)
             try:
@@ -249,7 +249,6 @@ class Batch:
             except UserError as error:  # a full disk, a file that was changed, or a fault of this host
                 self.context.flag.note(str(error), 2)
             self.session.stop_all()  # a resumed batch generates them again
-            self.progress.close()
             self.end_s = self.context.clock()
             self.uses.note(self.session.ranks.take_figures(), self.end_s)
         return self._report()
