@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pipeinfer.errors import HostFault
 from pipeinfer.launchers import is_stopped
 
 ROOT = str(Path(__file__).parents[1])
@@ -71,6 +72,8 @@ def answer_within(module: str, cpu_s: str, n_bytes: str) -> None:
 
 
 N_TRIES = 2  # attempts, if the process is killed or stopped from outside
+KILLED = (-signal.SIGKILL, -signal.SIGTERM)  # exit codes of a process that was ended from outside
+HELPER = "a helper process on this host"
 CHECK_EVERY_S = 1.0  # seconds between checks whether the process was stopped
 START = "import os; os.nice(int(sys.argv[1])); from pipeinfer.child import answer_within; answer_within(*sys.argv[2:])"
 
@@ -102,8 +105,7 @@ class LimitedProcess:
                 self.ahead.append(self._start())
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer; or `error`: the limit that was exceeded, and `is_lasting` if it would be again; or `broken`: what
-        is wrong with this host."""
+        """The answer; or `error`: the limit that was exceeded, as it would be again. Raises HostFault."""
         limits = self.limits
         for _ in range(N_TRIES):
             start_s = time.monotonic()
@@ -114,18 +116,17 @@ class LimitedProcess:
                     continue
                 answer = json.loads(output)
             except TimeoutError:
-                return {"error": f"is not done after {limits.wall_s:g} s"}
+                raise HostFault(f"{HELPER} is not done after {limits.wall_s:g} s") from None
             except OSError as error:
-                return {"error": f"cannot be done: {error.strerror}"}
+                raise HostFault(f"{HELPER} cannot be used: {error.strerror}") from None
             except ValueError:
-                if process.returncode == -signal.SIGKILL:
+                if process.returncode in KILLED:
                     continue
                 # or it had no memory left to report an error
-                much = f"takes more than {limits.cpu_s} s or {limits.n_bytes >> 20} MiB"
-                return {"error": much, "is_lasting": True}
+                return {"error": f"takes more than {limits.cpu_s} s or {limits.n_bytes >> 20} MiB"}
             return answer if isinstance(answer, dict) else {}
-        reason = f"its process was killed or stopped, {N_TRIES} times; the host may be short of memory"
-        return {"broken": f"is not done: {reason}"}
+        reason = "the host may be short of memory"
+        raise HostFault(f"{HELPER} was killed or stopped, {N_TRIES} times; {reason}")
 
     def _take(self) -> subprocess.Popen[bytes]:
         try:

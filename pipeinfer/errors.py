@@ -9,6 +9,10 @@ class JobError(UserError):
     """A UserError that every rank of a job raises: they leave together, and rank 0 prints the message."""
 
 
+class HostFault(UserError):
+    """This host could not do what it was asked, and may another time: it is no answer to what was asked."""
+
+
 class StopRequested(Exception):
     """The user (Ctrl-C, SIGTERM), or another rank, requests an orderly stop."""
 

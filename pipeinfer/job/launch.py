@@ -143,7 +143,11 @@ def start_job(part: Callable[[Crew], int], settings: object, placement: Placemen
     watch.open(stopper.on_request)  # not before: it would take an end by a signal for a death
     report_aborts(watch.fault)
     if rank_from_environment() == 0:
-        take_input()
+        try:
+            take_input()
+        except UserError:
+            watch.close()  # it is no death
+            raise
     if is_first_here():
         if attempt := own_attempt():
             end_attempts(attempt.job, attempt.number)

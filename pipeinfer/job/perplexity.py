@@ -1,19 +1,20 @@
 """Rank 0's part of `pipeinfer perplexity`: chunks of a text as requests whose prompts are scored, and compared."""
 
 import math
-import secrets
+import os
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
 from pipeinfer import __version__
 from pipeinfer.cluster.hosts.host import Host
-from pipeinfer.cluster.stages.log_prob_file import LEAST_CHUNK, OPTION, LogProbFile, chunk_text, create
+from pipeinfer.cluster.stages.log_prob_file import LEAST_CHUNK, OPTION, LogProbFile, check_compared, chunk_text, create
 from pipeinfer.cluster.verdicts import Comparison, ScoredToken
 from pipeinfer.errors import StopRequested, UserError
 from pipeinfer.job.launch import Context
@@ -31,6 +32,7 @@ from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.observe.report import stderr_console
 from pipeinfer.outputs import check_separate, check_writable, is_stream
 from pipeinfer.text import json_text
+from pipeinfer.unfinished import beside, sweep
 
 GEOMETRIC = ("base_perplexity", "ratio")  # means of logarithms
 TABLE = """Mean PPL(Q)                   : {perplexity:10.6f} ± {error:10.6f}
@@ -84,13 +86,13 @@ def _prepare(options: RunOptions, hosts: Sequence[Host], work: PerplexityOptions
             n_open //= 2
     new_base = base if source else None
     if base:
-        file = _unfinished(new_base) if new_base else base.absolute()
+        file = beside(base) if new_base else base.absolute()  # of this job alone; the last rank opens it by its name
         for index, each in enumerate(requests):
             sampling = replace(each.sampling, base_chunk=chunk_text(file, index, bool(source)))
             requests[index] = replace(each, sampling=sampling)
     output = options.output
-    new = (file, new_base) if new_base else None
-    return plan, PerplexityRun(plan, requests, tokenizer, output.json, output.verbose, new, chunks)
+    new = _begin(file, new_base, info.n_vocab, chunks) if new_base else None
+    return plan, PerplexityRun(plan, requests, tokenizer, output.json, output.verbose, new)
 
 
 def _checked_base(base: Path, inputs: Mapping[str, Iterable[Path]]) -> Path:
@@ -104,9 +106,10 @@ def _checked_base(base: Path, inputs: Mapping[str, Iterable[Path]]) -> Path:
     return base
 
 
-def _unfinished(base: Path) -> Path:
-    """A file beside it, of this job alone, which the last rank opens by its name."""
-    return base.with_name(f".{base.name[:40]}.{secrets.token_hex(4)}.part")
+def _begin(unfinished: Path, base: Path, n_vocab: int, chunks: Sequence[Sequence[int]]) -> "NewBase":
+    """Make the file, and remove those of killed jobs. Raises UserError."""
+    sweep(base.parent, base.name)
+    return NewBase(unfinished, base, create(unfinished, n_vocab, chunks))
 
 
 def _chunks(tokens: list[int], size: int, source: str) -> list[list[int]]:
@@ -160,6 +163,14 @@ def divergence_figures(losses: Sequence[float], comparisons: Sequence[Comparison
     return figures
 
 
+class NewBase(NamedTuple):
+    """`unfinished`: the file that rows are written to, locked by `fd`; it replaces `base` when whole."""
+
+    unfinished: Path
+    base: Path
+    fd: int
+
+
 @dataclass(slots=True)
 class PerplexityRun:
     """Rank 0's part. `requests`: one for each chunk."""
@@ -169,8 +180,7 @@ class PerplexityRun:
     tokenizer: Tokenizer
     json: bool
     verbose: bool
-    new_base: tuple[Path, Path] | None = None  # the file that rows are written to, and what it replaces when whole
-    chunks: Sequence[Sequence[int]] = ()  # as they are in the text
+    new_base: NewBase | None = None
     losses: list[float] = field(default_factory=list)
     comparisons: list[Comparison] = field(default_factory=list)
     n_done: int = 0  # chunks
@@ -180,7 +190,7 @@ class PerplexityRun:
         """Returns the exit code."""
         if not self.new_base:
             return self._score(context)
-        unfinished, base = self.new_base
+        unfinished, base, fd = self.new_base
         try:
             code = self._score(context)
             if self.n_done == len(self.requests):
@@ -188,6 +198,7 @@ class PerplexityRun:
             return code
         finally:
             unfinished.unlink(missing_ok=True)
+            os.close(fd)
 
     def _score(self, context: Context) -> int:
         size = len(self.requests[0].prompt)
@@ -195,8 +206,6 @@ class PerplexityRun:
         show_start(stderr_console(), self.plan, about, about, self.verbose)
         waiting = deque(enumerate(self.requests))
         with closing(self.tokenizer), open_session(context, self.plan, self.tokenizer, verbose=self.verbose) as session:
-            if self.new_base:
-                create(self.new_base[0], self.tokenizer.n_vocab, self.chunks)
 
             def take(outputs: Sequence[Output]) -> None:
                 for output in outputs:
@@ -216,6 +225,8 @@ class PerplexityRun:
                     session.engine.step()
             except StopRequested:
                 pass
+            except UserError as error:  # a damaged base
+                context.flag.note(str(error), 2)
             session.stop_all()
         if context.flag.reason:
             complain(f"{context.flag.reason}; the estimate is that of {self.n_done} of {len(self.requests)} chunks")
@@ -224,8 +235,11 @@ class PerplexityRun:
         return context.flag.exit_code
 
     def _note(self, index: int, tokens: Sequence[ScoredToken]) -> None:
-        """Take a chunk's tokens, all but the first: its second half counts. Chunks count in their order."""
-        self._early[index] = [*tokens[len(self.requests[index].prompt) // 2 :]]
+        """Take a chunk's tokens, all but the first: its second half counts. Chunks count in their order. Raises
+        UserError for a damaged base."""
+        request, comparisons = self.requests[index], [token.comparison for token in tokens if token.comparison]
+        check_compared(request.sampling.base_chunk, comparisons)
+        self._early[index] = [*tokens[len(request.prompt) // 2 :]]
         while (ready := self._early.pop(self.n_done, None)) is not None:
             self.losses += [-token.logprob for token in ready]
             self.comparisons += [token.comparison for token in ready if token.comparison]

@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from pipeinfer.errors import UserError
+from pipeinfer.errors import HostFault, UserError
 from pipeinfer.models.text.chat_template import TemplateFault
 
 INVALID = "invalid_request_error"
@@ -102,6 +102,8 @@ async def error_response(request: Request, error: Exception) -> Response:
             refusal = Refusal(500, f"the model's chat template: {what}")
         case TemplateFault():
             refusal = Refusal(400, f"the model's chat template: {error.what}", param="messages")
+        case HostFault():
+            refusal = Refusal(503, str(error), FULL_S)
         case UserError():
             refusal = Refusal(400, str(error), param=_param(str(error), getattr(request.state, "fields", ())))
         case ClientDisconnect():

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeinfer.cluster.hosts.launch import SHOW_CURSOR
 from pipeinfer.cluster.watch.processes import MAX_HOSTS, Inquiry, Process, first_to_die
 from pipeinfer.cluster.watch.protocol import (
     LEAST_S,
@@ -288,6 +289,15 @@ def test_an_exception_that_leaves_the_block_is_a_fault(start: Callable[[str], Jo
     job = start("raise")
     job.wait_ready()
     assert job.errors()[0].endswith("layers 8-15): RuntimeError: no such tensor")
+
+
+def test_a_fault_shows_the_cursor_of_a_terminal() -> None:
+    code = "import os; from pipeinfer.cluster.watch.watch import Watch; Watch(0, 1, os._exit).fault('no such tensor')"
+    ours, terminal = os.openpty()
+    subprocess.run([sys.executable, "-c", code], stderr=terminal, timeout=60)
+    os.close(terminal)
+    assert b"no such tensor" in (said := os.read(ours, 4096)) and SHOW_CURSOR in said
+    os.close(ours)
 
 
 def test_a_request_to_stop_reaches_rank_0_and_goodbyes_are_no_deaths(start: Callable[[str], Job]) -> None:

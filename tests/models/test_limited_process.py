@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from pipeinfer import child
 from pipeinfer.child import LimitedProcess, ProcessLimits
+from pipeinfer.errors import HostFault
 from pipeinfer.launchers import process_stat
 from pipeinfer.models.text.grammar import PROCESS as GRAMMAR_CHECK
 from tests.support.jobs import until
@@ -24,7 +26,14 @@ def test_a_stopped_process_is_started_again(tmp_path: Path) -> None:
 
 
 def test_one_that_is_always_stopped_is_the_hosts_fault(tmp_path: Path) -> None:
-    assert "stopped" in PROCESS.ask({"mark": str(tmp_path / "mark"), "always": True})["broken"]
+    with pytest.raises(HostFault, match="stopped, 2 times"):
+        PROCESS.ask({"mark": str(tmp_path / "mark"), "always": True})
+
+
+def test_so_is_one_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/python")
+    with pytest.raises(HostFault, match="cannot be used: No such file"):
+        PROCESS.ask({})
 
 
 def test_its_own_limit_is_not_taken_for_a_kill_from_outside(tmp_path: Path) -> None:
@@ -34,7 +43,7 @@ def test_its_own_limit_is_not_taken_for_a_kill_from_outside(tmp_path: Path) -> N
     (ahead,) = process.ahead
     until(lambda: sum(map(int, process_stat(ahead.pid)[11:13])) >= 0.6 * os.sysconf("SC_CLK_TCK"))
     answer = process.ask({"log": str(log)})
-    assert "takes more than 1 s" in answer["error"] and answer["is_lasting"]
+    assert "takes more than 1 s" in answer["error"]
     assert log.read_text() == "asked\n"
 
 

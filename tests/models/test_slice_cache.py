@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -131,6 +133,15 @@ def test_a_model_that_cannot_be_read_is_no_lack_of_room(tmp_path: Path) -> None:
     model.unlink()
     with pytest.raises(UserError, match=r"model.gguf cannot be read: No such file or directory; check the file"):
         open_slice(info, 1, info.n_layer)
+
+
+def test_what_went_wrong_is_said_where_nothing_can_be_removed(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "replace", Mock(side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS))))
+    monkeypatch.setattr(Path, "unlink", Mock(side_effect=OSError(errno.EROFS, os.strerror(errno.EROFS))))
+    with pytest.raises(UserError, match="cannot be written: Read-only file system"):
+        cached(model, tmp_path)
 
 
 def test_writers_may_race(model: Path, tmp_path: Path) -> None:

@@ -8,13 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from starlette.requests import Request
 
 from pipeinfer.core.sampling import SamplingParams
+from pipeinfer.errors import HostFault
 from pipeinfer.job.requests.body import Defaults
 from pipeinfer.job.requests.fields import COMPLETION, PassedOver
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.serve import channel
-from pipeinfer.server import respond
+from pipeinfer.server import errors, respond
 from pipeinfer.server.access import WRITE
 from pipeinfer.server.choices import Answer
 from pipeinfer.server.forms import OpenAIForm, event
@@ -22,6 +24,11 @@ from pipeinfer.server.head_client import HeadClient, HeadState
 from pipeinfer.server.metrics import Metrics
 from pipeinfer.server.prompting import parse_request
 from pipeinfer.server.respond import AnswerResponse
+
+
+def test_a_fault_of_the_host_is_not_the_client_s() -> None:
+    response = asyncio.run(errors.error_response(Request({"type": "http"}), HostFault("short of memory")))
+    assert response.status_code == 503 and response.headers["retry-after"]
 
 
 def request_of(n_prompt: int) -> GenerationRequest:

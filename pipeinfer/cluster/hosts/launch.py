@@ -23,6 +23,7 @@ HYDRA_FORWARDS_S, HYDRA_BUSY_S = 0.3, 0.5
 rank's pipes have unread bytes."""
 
 LOOK_EVERY_S = 0.01
+SHOW_CURSOR = b"\x1b[?25h"
 HEAD_SPEAKS_S = 4.0  # time for rank 0 to report an error before another rank does
 
 RANK_AND_SIZE = (
@@ -127,6 +128,13 @@ def _has_unread(number: int) -> bool:
             n_bytes = fcntl.ioctl(number, termios.FIONREAD, bytes(4))
             return any(n_bytes)
     return False
+
+
+def show_cursor() -> None:
+    """A progress bar may have hidden it."""
+    with contextlib.suppress(OSError):
+        if os.isatty(2):
+            os.write(2, SHOW_CURSOR)
 
 
 def fail_together(code: int, message: str) -> NoReturn:

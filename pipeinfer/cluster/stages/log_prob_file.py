@@ -19,10 +19,12 @@ from pipeinfer.core.samplers import total_weight
 from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import UserError
 from pipeinfer.outputs import write_error
+from pipeinfer.unfinished import open_locked
 
 OPTION, AGAIN = "--kl-divergence-base", "write it again"
 TOTALS = 0.9, 1.1  # of a row's probabilities, which are rounded
 MAGIC, HEAD = b"_logits_", np.dtype([("magic", "S8"), ("n_ctx", "<i4"), ("n_vocab", "<i4"), ("n_chunks", "<i4")])
+UNKNOWN = Comparison(-math.inf, 0.0, False)
 LEAST_CHUNK = 4  # tokens: with fewer none is scored
 N_STEPS, DEPTH = 65535, np.float32(16)  # logits further below the greatest are written as that far below
 
@@ -81,7 +83,7 @@ class LogProbFile:
             raise write_error(path, OPTION, error) from None
 
     def compare(self, chunk: int, position: int, logits: FloatArray, token: int) -> Comparison:
-        """`token`: of the text, at `position`. Raises UserError where the file has no numbers there."""
+        """`token`: of the text, at `position`. `UNKNOWN` where the file has no numbers there."""
         data = os.pread(self._file.fileno(), self._row_bytes, self._offset(chunk, position))
         row, greatest = np.frombuffer(data.ljust(self._row_bytes, b"\0"), np.uint16), logits.max()
         step, least = row[:4].view(np.float32)
@@ -89,7 +91,7 @@ class LogProbFile:
             base = step * row[4 : 4 + self.n_vocab].astype(np.float32) + least
             total = np.exp(base).sum(dtype=np.float64)
         if len(data) < self._row_bytes or not (np.isfinite(base).all() and TOTALS[0] < total < TOTALS[1]):
-            raise UserError(f"{OPTION} {self._file.name} is damaged: chunk {chunk + 1} has no numbers; {AGAIN}")
+            return UNKNOWN  # an error would leave the run unanswered
         counts = base > -DEPTH
         logprobs = logits[counts] - np.float32(greatest + math.log(total_weight(logits, greatest)))
         terms = np.exp(base[counts]) * (base[counts] - logprobs)
@@ -97,18 +99,32 @@ class LogProbFile:
         return Comparison(float(terms.sum(dtype=np.float64)), float(base[token]), same_top)
 
 
-def create(path: Path, n_vocab: int, chunks: Sequence[Sequence[int]]) -> None:
-    """A file of these chunks, all of one length, whose rows have yet to be written. Raises UserError."""
+def create(path: Path, n_vocab: int, chunks: Sequence[Sequence[int]]) -> int:
+    """A file of these chunks, all of one length, whose rows have yet to be written; the descriptor that keeps it
+    locked. Raises UserError."""
     head = np.array([(MAGIC, len(chunks[0]), n_vocab, len(chunks))], HEAD)
     try:
-        path.write_bytes(head.tobytes() + np.array(chunks, "<i4").tobytes())
+        fd = open_locked(path)
+        try:
+            path.write_bytes(head.tobytes() + np.array(chunks, "<i4").tobytes())
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
     except OSError as error:
         raise write_error(path, OPTION, error) from None
+    return fd
 
 
 def chunk_text(path: Path, chunk: int, is_new: bool) -> str:
     """`SamplingParams.base_chunk`: the chunk that a prompt is compared with or, in a new file, written as."""
     return f"{'+' if is_new else ''}{chunk}:{path}"
+
+
+def check_compared(chunk: str, comparisons: Sequence[Comparison]) -> None:
+    """Raises UserError where the file has no numbers for one of a chunk's."""
+    if UNKNOWN in comparisons:
+        number, _, path = chunk.partition(":")
+        raise UserError(f"{OPTION} {path} is damaged: chunk {int(number) + 1} has no numbers; {AGAIN}")
 
 
 def compared(chunk: str, position: int, logits: FloatArray, token: int) -> Comparison | None:

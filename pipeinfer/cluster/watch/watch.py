@@ -27,7 +27,7 @@ from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.cluster.hosts.launch import is_launched
+from pipeinfer.cluster.hosts.launch import is_launched, show_cursor
 from pipeinfer.cluster.watch import protocol
 from pipeinfer.cluster.watch.processes import Process, first_to_close, ranks_beside
 from pipeinfer.cluster.watch.protocol import JOIN_VARIABLE, Flow, Limits, Message, join_limit_s, send, write_line
@@ -228,6 +228,7 @@ class Watch:
         self._end()
 
     def _end(self) -> None:
+        show_cursor()
         with contextlib.suppress(OSError):  # hides the line of MPI_Abort; ours has been printed
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         try:

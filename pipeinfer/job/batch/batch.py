@@ -13,7 +13,7 @@ from typing import Any
 from pipeinfer import __version__
 from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.core.policy import Policy
-from pipeinfer.errors import StopRequested, UserError
+from pipeinfer.errors import HostFault, StopRequested, UserError
 from pipeinfer.job.batch.batch_file import WHAT, BatchFile, BatchOutput, BatchRequest, error_line, result_line
 from pipeinfer.job.launch import CLOCK, Context
 from pipeinfer.job.options.options import JobOutput, RunOptions
@@ -76,7 +76,8 @@ class BatchWork:
         return self.n_requests - self.n_done
 
     def ready(self) -> Iterator[tuple[BatchRequest, GenerationRequest | UserError]]:
-        """Checked lines without a result, as requests to the engine or errors. Raises UserError if all chats fail."""
+        """Checked lines without a result, as requests to the engine or errors. Raises UserError if all chats fail;
+        HostFault."""
         lines = takewhile(lambda each: each.index < len(self.is_done), self.file.requests())
         rest = (each for each in lines if not self.is_done[each.index])
         while group := list(islice(rest, N_AT_ONCE)):
@@ -87,6 +88,8 @@ class BatchWork:
         try:
             if not isinstance(request, UserError) and request.sampling.grammar:
                 check_grammar(self.prompts.tokenizer, request.sampling.grammar)
+        except HostFault:  # no result of this request
+            raise
         except UserError as error:
             return error
         return request if isinstance(request, UserError) else request.with_policy(self.policy)
@@ -235,18 +238,17 @@ class Batch:
         about = f"policy {work.policy.name}, {requests}, up to {capacity.n_requests} at a time, {size}"
         show_start(self.console, self.plan, f"{size}, {requests}", about, self.printing.verbose)
         session = open_session(self.context, self.plan, work.prompts.tokenizer, verbose=self.printing.verbose)
-        with closing(work), session as self.session:
-            self.progress = ProgressBar(self.console, CLOCK, "batch", work.n_requests, "requests", stays=True)
+        new_bar = partial(ProgressBar, self.console, CLOCK, "batch", work.n_requests, "requests", stays=True)
+        with closing(work), session as self.session, closing(new_bar()) as self.progress:
             self.start_s = self.context.clock()
             self.uses = RankUses(self.plan, self.start_s)
             try:
                 self._generate()
             except StopRequested:
                 pass
-            except UserError as error:  # a full disk, or a file that was changed
+            except UserError as error:  # a full disk, a file that was changed, or a fault of this host
                 self.context.flag.note(str(error), 2)
             self.session.stop_all()  # a resumed batch generates them again
-            self.progress.close()
             self.end_s = self.context.clock()
             self.uses.note(self.session.ranks.take_figures(), self.end_s)
         return self._report()

@@ -9,11 +9,11 @@ from shutil import disk_usage
 from pipeinfer.cluster.assignment import StagePlan, assign
 from pipeinfer.errors import UserError
 from pipeinfer.job.placement.job_plan import sizes_of
-from pipeinfer.models.gguf.contents import sweep
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.gguf.remote import cached_table, write_table
 from pipeinfer.models.gguf.slice import is_cached, open_slice, slice_bytes, slice_path
 from pipeinfer.text import size_text
+from pipeinfer.unfinished import sweep
 
 
 @dataclass(frozen=True, slots=True)

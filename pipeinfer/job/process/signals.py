@@ -4,18 +4,16 @@ The interpreter's own handlers run between two Python instructions of the main t
 byte that Python writes for every signal wakes a thread. Imports next to nothing, since it is used before all else.
 """
 
-import contextlib
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
 
-from pipeinfer.cluster.hosts.launch import end_job
+from pipeinfer.cluster.hosts.launch import end_job, show_cursor
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 HEAD_FIRST_S = 0.3  # how long another rank waits, so that rank 0 tells the watch of a stop first
-SHOW_CURSOR = b"\x1b[?25h"
 
 
 def on_signals(act: Callable[[int], object]) -> None:
@@ -44,13 +42,6 @@ def end_at_once(rank: int) -> Callable[[int], None]:
         end_job(128 + number)
 
     return end
-
-
-def show_cursor() -> None:
-    """A progress bar may have hidden it."""
-    with contextlib.suppress(OSError):
-        if os.isatty(2):
-            os.write(2, SHOW_CURSOR)
 
 
 def _listen(reading: int, act: Callable[[int], object]) -> None:

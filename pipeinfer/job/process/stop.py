@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from pipeinfer.cluster.hosts.launch import show_cursor
 from pipeinfer.cluster.watch.protocol import ENDING, write_line
 from pipeinfer.cluster.watch.watch import Watch
 from pipeinfer.errors import StopRequested
-from pipeinfer.job.process.signals import HEAD_FIRST_S, show_cursor
+from pipeinfer.job.process.signals import HEAD_FIRST_S
 from pipeinfer.models.gguf.contents import CHANGED_WHILE_COMPUTING
 
 NAMES = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}

@@ -26,6 +26,7 @@ error, of which Open MPI forwards whole lines only; the messages of a service; t
 INTERRUPT = b"interrupt"  # on a link for notes: a chat's user has pressed Ctrl-C; launchers end a job with the second
 SAME_MODEL, OTHER_MODEL = b"same", b"other"  # the supervisor's answers to the model that rank 0 names
 
+NO_ANSWER = "the supervisor of this job does not answer; start the job anew"
 OTHER_MODEL_TEXT = (
     "the model or its numerics are not those with which this job began, so what it began cannot go on; "
     "start the job anew"
@@ -104,7 +105,7 @@ def connect_supervisor(kind: bytes) -> Connection | None:
             raise EOFError
         link.send_bytes(kind)
     except (OSError, EOFError):
-        raise UserError("the supervisor of this job does not answer; start the job anew") from None
+        raise UserError(NO_ANSWER) from None
     return link
 
 

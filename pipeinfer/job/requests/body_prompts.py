@@ -10,7 +10,7 @@ from itertools import islice, pairwise
 from pipeinfer.core.blocks import Span, common, spans_of, spans_to_continue
 from pipeinfer.core.samplers import bias_text, read_biases
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.errors import UserError
+from pipeinfer.errors import HostFault, UserError
 from pipeinfer.job.options.limits import MAX_CTX
 from pipeinfer.job.options.text_sections import ContextOptions, TextOptions
 from pipeinfer.job.process.streams import complain
@@ -64,7 +64,7 @@ class BodyPrompts:
 
     def ask(self, bodies: Sequence[Body]) -> list[GenerationRequest | UserError]:
         """A request or an error for each body. All chats are rendered together, in a process that is started for them.
-        The grammar of forced calls is not checked yet. Raises UserError for files of templates."""
+        The grammar of forced calls is not checked yet. Raises UserError for files of templates; HostFault."""
         errors = [self._too_long(body) for body in bodies]
         turns = [[] if error else _turns(body) for body, error in zip(bodies, errors, strict=True)]
         chats = [(turn, body.tools, body.variables) for body, part in zip(bodies, turns, strict=True) for turn in part]
@@ -98,6 +98,8 @@ class BodyPrompts:
     def _or_error(self, body: Body, rendered: Sequence[Rendered | UserError]) -> GenerationRequest | UserError:
         try:
             return self._ask(body, rendered)
+        except HostFault:
+            raise
         except UserError as error:
             return error
 

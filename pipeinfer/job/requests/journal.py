@@ -25,6 +25,7 @@ from pipeinfer.job.placement.job_plan import JobPlan
 from pipeinfer.job.process.streams import MAX_LENGTH, complain
 from pipeinfer.job.process.supervised import (
     INTERRUPT,
+    NO_ANSWER,
     NOTES,
     OTHER_MODEL,
     OTHER_MODEL_TEXT,
@@ -224,14 +225,17 @@ class LinkJournal(Journal):
     """Notes that the supervisor keeps. If it is lost the job ends, since it starts another one elsewhere."""
 
     def __init__(self, link: Connection, model: ModelId) -> None:
-        """Raises UserError where the texts are of another model."""
+        """Raises UserError where the texts are of another model, or the supervisor has ended."""
         super().__init__()
         self._link = link
-        link.send_bytes(f"{model.fingerprint}-{model.numerics}\n{model.fitted}".encode())
-        if link.recv_bytes() == OTHER_MODEL:
-            raise UserError(OTHER_MODEL_TEXT)
-        while note := link.recv_bytes():
-            self.take(note)
+        try:
+            link.send_bytes(f"{model.fingerprint}-{model.numerics}\n{model.fitted}".encode())
+            if link.recv_bytes() == OTHER_MODEL:
+                raise UserError(OTHER_MODEL_TEXT)
+            while note := link.recv_bytes():
+                self.take(note)
+        except (OSError, EOFError):
+            raise UserError(NO_ANSWER) from None
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:

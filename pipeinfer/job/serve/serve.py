@@ -13,7 +13,7 @@ from typing import Any
 from pipeinfer.cluster.hosts.host import Host
 from pipeinfer.cluster.hosts.launch import is_by_open_mpi
 from pipeinfer.core.policy import Policy
-from pipeinfer.errors import JobError, StopRequested
+from pipeinfer.errors import HostFault, JobError, StopRequested
 from pipeinfer.job.launch import CLOCK, Context
 from pipeinfer.job.options.options import RunOptions
 from pipeinfer.job.placement.job_plan import JobPlan
@@ -150,6 +150,8 @@ def _check_template(format: ChatFormat | None) -> None:
             format.template.check()
     except TemplateFault as fault:
         complain(f"{fault}; until then chats are refused")
+    except HostFault as fault:  # each chat tries again
+        complain(str(fault))
 
 
 def run_serve(service: ServeOptions, open_front: OpenFront) -> int:

@@ -4,18 +4,15 @@ nothing, but means nothing on another host. A digest of samples is the same ever
 without reading all of them."""
 
 import contextlib
-import fcntl
 import hashlib
 import os
-import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from glob import glob
 from pathlib import Path
 
 from pipeinfer.errors import ModelFault, UserError
+from pipeinfer.unfinished import beside, open_locked, sweep
 
 BLOCK_BYTES = 4096
 CHECKS_OF_BLAME, BETWEEN_CHECKS_S = 5, 0.1
@@ -232,49 +229,21 @@ def slice_samples(n_bytes: int) -> Iterator[Extent]:
     yield max(0, n_bytes - BLOCK_BYTES), min(BLOCK_BYTES, n_bytes)
 
 
-# -- temporary files: a writer locks its own as long as it lives, so that others can tell when it died
-
-
 @contextlib.contextmanager
-def _temporary(path: Path) -> Iterator[tuple[int, str]]:
+def _temporary(path: Path) -> Iterator[tuple[int, Path]]:
     """A locked file beside `path`, to be renamed to it; removed if it was not."""
-    fd, temporary = _make_temporary(path)
+    temporary = beside(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = open_locked(temporary, 0o600)
+    except OSError as error:
+        raise _unwritable(path.parent, error) from None
     try:
         yield fd, temporary
     finally:
-        Path(temporary).unlink(missing_ok=True)
-        os.close(fd)
-
-
-def _make_temporary(path: Path) -> tuple[int, str]:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        while True:
-            fd, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=_suffix(), dir=path.parent)
-            with contextlib.suppress(OSError):  # a file system without locks, where nothing is swept either
-                fcntl.flock(fd, fcntl.LOCK_EX)
-            if os.fstat(fd).st_nlink:
-                return fd, temporary
-            os.close(fd)  # another process swept it before it was locked
-    except OSError as error:
-        raise _unwritable(path.parent, error) from None
-
-
-def _suffix() -> str:
-    """With the host's name: others may not see its locks."""
-    return f".{socket.gethostname()}.part"
-
-
-def sweep(folder: Path) -> None:
-    """Remove the temporary files of killed writers on this host: those without a lock."""
-    for name in glob(f".*{_suffix()}", root_dir=folder):
         with contextlib.suppress(OSError):
-            fd = os.open(folder / name, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                (folder / name).unlink()
-            finally:
-                os.close(fd)
+            temporary.unlink()
+        os.close(fd)
 
 
 def _unwritable(folder: Path, error: OSError) -> UserError:

@@ -172,14 +172,14 @@ class ChatTemplate:
     process: LimitedProcess = field(default=LimitedProcess("pipeinfer.models.text.template_child"), compare=False)
 
     def check(self) -> None:
-        """Raises TemplateFault when the template cannot be parsed."""
+        """Raises TemplateFault when the template cannot be parsed; HostFault."""
         result = self._ask([])
         if "answers" not in result:
             raise self._fault(result)
 
     def render(self, messages: Messages, tokenizer: Tokenizer) -> Rendered:
         """The text up to the assistant's next answer. Raises TemplateFault when the template fails, exceeds the limits
-        or refuses the messages."""
+        or refuses the messages; HostFault."""
         (result,) = self.render_all([messages], tokenizer)
         if isinstance(result, TemplateFault):
             raise result
@@ -189,7 +189,7 @@ class ChatTemplate:
         self, conversations: Sequence[Messages], tokenizer: Tokenizer, variables: Sequence[Mapping[str, Any]] = ()
     ) -> Sequence[Rendered | TemplateFault]:
         """The text, or the fault, of each of several conversations, in about the time of one. `variables`: further
-        ones of each conversation."""
+        ones of each conversation. Raises HostFault."""
         common = {
             "add_generation_prompt": True,
             "bos_token": tokenizer.spelled_out(tokenizer.bos),

@@ -47,7 +47,7 @@ CONTROL = b"\xff"  # the prefix of tokens that are not text, for llguidance
 
 
 def check_grammar(tokenizer: Tokenizer, text: str) -> None:
-    """Raises UserError for a grammar that is invalid, or cannot be used with this vocabulary."""
+    """Raises UserError for a grammar that is invalid, or cannot be used with this vocabulary; HostFault."""
     if (n_bytes := len(text.encode("utf-8", "replace"))) > MAX_BYTES:
         limit = f"{MAX_BYTES} are possible, give a shorter one"
         raise UserError(f"a grammar or JSON schema of {n_bytes} bytes is too long; {limit}")
@@ -72,18 +72,14 @@ def token_id(tokenizer: Tokenizer, name: str) -> int:
 
 @lru_cache(maxsize=64)
 def _checked(text: str, n_vocab: int) -> tuple[str, ...] | str:
-    """Tokens that a grammar names, or why it cannot be used. Raises UserError for what may pass another time."""
+    """Tokens that a grammar names, or why it cannot be used. Raises HostFault."""
     try:
         text.encode()
     except UnicodeEncodeError:
         reason = "a grammar has half of a character (a lone surrogate), which no text has"
-        raise UserError(f"{reason}; leave it out") from None
+        return f"{reason}; leave it out"
     result = PROCESS.ask({"text": text, "n_vocab": n_vocab})
-    if "broken" in result:
-        raise UserError(f"the grammar's check {result['broken']}")
     if "wrong" not in result:
-        if not result.get("is_lasting"):
-            raise UserError(TOO_MUCH)
         return TOO_MUCH
     if result["wrong"]:
         return str(result["wrong"]) if "tokens" not in result else _message(text, result["wrong"])

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipeinfer.child import LimitedProcess, ProcessLimits
-from pipeinfer.errors import UserError
+from pipeinfer.errors import HostFault, UserError
 
 WHITESPACE = r"\x20|\n{1,2}[\x20\t]{0,20}"
 """llama.cpp's whitespace between the parts of a JSON text: small models would write spaces without end."""
@@ -170,7 +170,10 @@ def _relaxed(schema: Any, reasons: dict[str, None]) -> Any:
 
 def mismatch(schema: Any, text: str) -> str:
     """Why a text does not fit the whole schema; empty if it fits, or if the comparison fails."""
-    result = PROCESS.ask({"schema": schema, "text": text})
+    try:
+        result = PROCESS.ask({"schema": schema, "text": text})
+    except HostFault:
+        return ""
     return " ".join(str(result.get("wrong", "")).split())[:300]
 
 

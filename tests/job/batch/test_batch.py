@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -510,6 +511,77 @@ def test_a_file_that_changes_while_models_load_ends_the_batch_in_order(pair: lis
     assert done.returncode == 2 and "line 1: prompt is 5" in done.stderr, done.stderr
     assert "pipeinfer: rank 0" not in done.stderr, "it has not died"
     assert not output.exists()
+
+
+KILLED = """
+import os, sys
+from pipeinfer import child
+
+ask, n = child.LimitedProcess.ask, 0
+def killed(self, request):
+    global n
+    n += 1
+    if n == N_BEFORE:  # once the lines are checked
+        child.START = "import os; os.kill(os.getpid(), 9)"
+    return ask(self, request)
+
+child.LimitedProcess.ask = killed
+from pipeinfer.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "n_before"),
+    [({"messages": [{"role": "user", "content": "a"}]}, 2), ({"prompt": "a", "grammar": GRAMMAR}, 1)],
+)
+def test_a_fault_of_the_host_is_no_result(
+    pair: list[str], tmp_path: Path, asked: dict[str, Any], n_before: int
+) -> None:
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text(json.dumps(asked | {"max_tokens": 2}) + "\n")
+    words = ["batch", str(source), "-o", str(output), *pair[:2]]
+    code = KILLED.replace("N_BEFORE", str(n_before))
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words], env=environment(), text=True, capture_output=True, timeout=60
+    )
+    assert done.returncode == 2 and "was killed or stopped, 2 times" in done.stderr, done.stderr
+    assert not output.exists() or not output.read_text()
+    assert finish(1, words).returncode == 0 and '"text"' in output.read_text()
+
+
+FAULT = """
+from pipeinfer.errors import ModelFault
+from pipeinfer.job.batch.batch import Batch
+from pipeinfer.observe import report
+
+report.PATIENCE_S = 0.0
+
+def fail(self):
+    self.progress.update(0, 1)
+    raise ModelFault("its file was changed")
+
+Batch._generate = fail
+from pipeinfer.cli import main
+main()
+"""
+
+
+def test_a_fault_ends_the_bar_before_it_is_said(pair: list[str], tmp_path: Path) -> None:
+    (source := tmp_path / "in.jsonl").write_text('{"prompt": "a"}\n')
+    words = ["batch", str(source), "-o", str(tmp_path / "out.jsonl"), *pair[:2]]
+    environ = {name: value for name, value in environment().items() if name != "CI"} | {"TERM": "xterm"}
+    ours, terminal = os.openpty()
+    with subprocess.Popen([sys.executable, "-c", FAULT, *words], env=environ, stderr=terminal) as job:
+        os.close(terminal)
+        said = b""
+        with contextlib.suppress(OSError):  # all have closed it
+            while data := os.read(ours, 4096):
+                said += data
+    os.close(ours)
+    bar, message = said.rsplit(b"pipeinfer: ", 1)
+    assert job.returncode == 1 and b"its file was changed" in message
+    assert bar.rfind(b"\x1b[?25h") > bar.rfind(b"\x1b[?25l") > 0
 
 
 def test_lines_are_read_one_by_one_and_as_often_as_asked(tmp_path: Path) -> None:

@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from pipeinfer.cluster.watch.protocol import SUPERVISOR
+from pipeinfer.cluster.watch.rendezvous import Rendezvous
+from pipeinfer.job.process.supervised import NO_ANSWER, Attempt
 from tests.support.jobs import COMMAND, environment, launcher
 
 # bash redirects a command in its process, other shells in their own
@@ -68,6 +71,14 @@ def test_a_chat_ends_with_its_input() -> None:
     words = [*launcher(2), *COMMAND, "chat", "-n", "4", "-t", "1"]
     done = subprocess.run(words, input="def\n", capture_output=True, text=True, env=environment(), timeout=60)
     assert done.returncode == 0 and done.stderr.count("prompt tokens read") == 1, done.stderr
+
+
+def test_a_supervisor_that_keeps_the_input_and_has_ended_is_one_line() -> None:
+    attempt = Attempt("job", 2, Rendezvous("", (), 0, ""), has_input=True)
+    environ = environment() | {SUPERVISOR: attempt.text()}
+    words = [*COMMAND, "run", "-f", "-", "-n", "4"]
+    done = subprocess.run(words, input="", capture_output=True, text=True, env=environ, timeout=60)
+    assert (done.returncode, done.stderr) == (2, f"pipeinfer: {NO_ANSWER}\n")
 
 
 @pytest.mark.parametrize(("place", "code"), [("/dev/full", 2), ("/dev/null", 0)])

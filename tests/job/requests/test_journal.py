@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import time
+from multiprocessing import Pipe
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from pipeinfer.cluster.watch.rendezvous import Rendezvous
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.process.supervised import Attempt
-from pipeinfer.job.requests.journal import Journal, JournalFile, kept_settings
+from pipeinfer.job.requests.journal import Journal, JournalFile, LinkJournal, ModelId, kept_settings
 from pipeinfer.job.requests.request import GenerationRequest
 from tests.support.cases import in_long
 from tests.support.jobs import command_of, descendants, finish, start, until
@@ -123,6 +124,14 @@ def test_templates_see_the_time_at_which_texts_were_begun(tmp_path: Path, monkey
     monkeypatch.undo()
     file.end("x")
     assert kept_settings(path)["now_s"] >= start_s, "all are complete"
+
+
+def test_a_supervisor_that_ends_meanwhile_is_one_line() -> None:
+    ours, theirs = Pipe()
+    theirs.close()
+    with pytest.raises(UserError, match="the supervisor of this job does not answer"):
+        LinkJournal(ours, ModelId("", ""))
+    ours.close()
 
 
 def test_one_job_writes_it(tmp_path: Path) -> None:

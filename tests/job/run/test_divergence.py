@@ -13,9 +13,10 @@ import llama_cpp
 import numpy as np
 import pytest
 
-from pipeinfer.cluster.stages.log_prob_file import LogProbFile, create
+from pipeinfer.cluster.stages.log_prob_file import LogProbFile, check_compared, chunk_text, create
 from pipeinfer.errors import UserError
 from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.unfinished import beside
 from tests.support.jobs import finish
 
 SIZE, N_CHUNKS = 64, 4
@@ -133,6 +134,7 @@ def test_a_damaged_base_is_refused(base: Path, tmp_path: Path, at: int, data: li
         _ = LogProbFile(tmp_path / "damaged").tokens
 
 
+ROWS_AT = 20 + 4 * N_CHUNKS * SIZE
 HEADS = [b"\xff" * 9, np.array([3e38, 0], "<f4").tobytes(), np.array([-0.0, 0], "<f4").tobytes(), None]
 
 
@@ -140,13 +142,24 @@ HEADS = [b"\xff" * 9, np.array([3e38, 0], "<f4").tobytes(), np.array([-0.0, 0], 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
 def test_rows_without_numbers_are_named(base: Path, tmp_path: Path, head: bytes | None) -> None:
     (path := tmp_path / "damaged").write_bytes(base.read_bytes())
-    file, at = LogProbFile(path), 20 + 4 * N_CHUNKS * SIZE
+    file, at = LogProbFile(path), ROWS_AT
     logits = np.zeros(N_VOCAB, np.float32)
     assert math.isfinite(file.compare(0, SIZE // 2 + 1, logits, 5).divergence)
     with path.open("r+b") as rows:
         rows.truncate(at + 99) if head is None else os.pwrite(rows.fileno(), head, at)
-    with pytest.raises(UserError, match="chunk 1 has no numbers"):
-        file.compare(0, SIZE // 2 + 1, logits, 5)
+    comparison = file.compare(0, SIZE // 2 + 1, logits, 5)
+    with pytest.raises(UserError, match=f"{path} is damaged: chunk 1 has no numbers"):
+        check_compared(chunk_text(path, 0, False), [comparison])
+
+
+@pytest.mark.parametrize("n_ranks", [1, 2])
+def test_a_damaged_base_ends_the_job_in_order(base: Path, tmp_path: Path, n_ranks: int) -> None:
+    data = bytearray(base.read_bytes())
+    data[ROWS_AT : ROWS_AT + 8] = bytes(8)
+    (path := tmp_path / "damaged").write_bytes(data)
+    done = finish(n_ranks, ["perplexity", "-m", str(DRAFT), "--kl-divergence", BASE, str(path)])
+    assert done.returncode == 2 and "chunk 1 has no numbers" in done.stderr, done.stderr
+    assert "rank 0 (" not in done.stderr and "rank 1 (" not in done.stderr
 
 
 def test_what_the_job_reads_and_devices_are_not_replaced(tmp_path: Path) -> None:
@@ -165,9 +178,11 @@ def test_what_the_job_reads_and_devices_are_not_replaced(tmp_path: Path) -> None
 
 
 def test_the_file_that_a_link_names_is_written(tmp_path: Path) -> None:
-    (link := tmp_path / "link").symlink_to(tmp_path / "made")
+    (link := tmp_path / "link").symlink_to(made := tmp_path / "made")
+    beside(made).touch()  # what a killed job has left
     done = finish(1, ["perplexity", "-m", str(DRAFT), "-f", __file__, "-c", "64", "--chunks", "1", BASE, str(link)])
-    assert done.returncode == 0 and link.is_symlink() and LogProbFile(tmp_path / "made").n_chunks == 1, done.stderr
+    assert done.returncode == 0 and link.is_symlink() and LogProbFile(made).n_chunks == 1, done.stderr
+    assert sorted(tmp_path.iterdir()) == [link, made]
 
 
 def test_two_jobs_in_one_folder_write_their_own_files(tmp_path: Path) -> None:
@@ -181,6 +196,17 @@ def test_two_jobs_in_one_folder_write_their_own_files(tmp_path: Path) -> None:
     with ThreadPoolExecutor() as pool:
         (first, one), (second, other) = pool.map(write, paths, texts)
     assert first == second == 0 and one != other and sorted(tmp_path.iterdir()) == paths
+
+
+def test_a_file_without_room_is_not_begun(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (9, limits[1]))
+    try:
+        with pytest.raises(UserError, match="name a file where there is room"):
+            create(tmp_path / "new", N_VOCAB, [[1] * SIZE])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_without_room_is_removed(tmp_path: Path) -> None:
