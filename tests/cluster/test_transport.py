@@ -24,6 +24,9 @@ from pipeinfer.errors import ModelFault, StopRequested, UserError
 from tests.support.jobs import until
 
 
+NEVER = 1 << 40  # looks
+
+
 class Coming:
     """A request of MPI's that is done after so many looks, and then has put `content` into its buffer."""
 
@@ -110,7 +113,7 @@ def test_a_head_that_computes_a_stage_hears_verdicts_meanwhile() -> None:
 def test_what_fails_between_the_layers_of_a_head_fails_when_the_run_is_sent() -> None:
     """A run that is neither sent nor answered is waited for for ever: a batch whose disk was full did so."""
     n_calls: list[None] = []
-    comm, worker = SlowComm(N_LOOKS, b""), StageWorker(ThreeLayers(lambda: None), lambda: 0.0, True)
+    comm, worker = SlowComm(NEVER, b""), StageWorker(ThreeLayers(lambda: None), lambda: 0.0, True)
     pipeline = HeadPipeline(cast(Comm, comm), [0, 1], worker, verdict_bytes(1), decode_verdict)
 
     def fail() -> None:
@@ -128,7 +131,7 @@ def test_what_fails_between_the_layers_of_a_head_fails_when_the_run_is_sent() ->
 
 def test_a_run_of_the_head_is_cancelled_where_it_is_asked_to_stop() -> None:
     """It may take longer than an orderly end may."""
-    comm, asked = SlowComm(N_LOOKS, b""), iter([None, None])
+    comm, asked = SlowComm(NEVER, b""), iter([None, None])
 
     def check() -> None:
         if next(asked, "stop"):
@@ -149,7 +152,7 @@ def test_what_a_stage_of_the_head_lacks_is_a_fault() -> None:
         raise UserError("no memory")
 
     worker = StageWorker(ThreeLayers(fail), lambda: 0.0, True)
-    pipeline = HeadPipeline(slow_comm(N_LOOKS, b""), [0, 1], worker, verdict_bytes(1), decode_verdict)
+    pipeline = HeadPipeline(slow_comm(NEVER, b""), [0, 1], worker, verdict_bytes(1), decode_verdict)
     pipeline.submit(Run(1, [Row(0, 5, 0, (0,))]))
     with pytest.raises(ModelFault, match="no memory"):
         pipeline.work()
