@@ -23,7 +23,6 @@ from pipeinfer.core.types import FloatArray
 from pipeinfer.errors import ModelFault, StopRequested, UserError
 from tests.support.jobs import until
 
-
 NEVER = 1 << 40  # looks
 
 
