@@ -12,5 +12,5 @@ RUN python -m venv /opt/pipeinfer \
 FROM python:3.12-slim-bookworm
 RUN apt-get update && apt-get install --yes --no-install-recommends libgomp1 openssh-client && rm -rf /var/lib/apt/lists/*
 COPY --from=build /opt/pipeinfer /opt/pipeinfer
-ENV PATH=/opt/pipeinfer/bin:$PATH
+ENV PATH=/opt/pipeinfer/bin:$PATH OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
 CMD ["pipeinfer", "--help"]

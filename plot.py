@@ -29,7 +29,7 @@ UNDATED: dict[str, dict[str, str | None]] = {"svg": {"Date": None}, "pdf": {"Cre
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument(
         "results",
         nargs="*",

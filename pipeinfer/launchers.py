@@ -38,7 +38,7 @@ def processes_above(pid: int) -> Iterator[tuple[int, str]]:
     """The id and the name of a process's parent, of its parent, and so on, on this host."""
     with contextlib.suppress(OSError):
         while pid := parent_of(pid):
-            yield pid, Path(f"/proc/{pid}/comm").read_text().strip()
+            yield pid, Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
 
 
 def launcher_at_terminal(number: int = 0) -> int:

@@ -17,10 +17,10 @@ def beside(path: Path) -> Path:
     return path.with_name(f"{_prefix(path.name)}{secrets.token_hex(4)}{_suffix()}")
 
 
-def open_locked(unfinished: Path, mode: int = 0o666) -> int:
+def open_locked(unfinished: Path) -> int:
     """The descriptor of this new file, which is locked until that is closed. Raises OSError."""
     while True:
-        fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        fd = os.open(unfinished, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with contextlib.suppress(OSError):  # a file system without locks, where nothing is swept either
             fcntl.flock(fd, fcntl.LOCK_EX)
         if os.fstat(fd).st_nlink:

@@ -60,6 +60,19 @@ def participles() -> Counter[str]:
     return counts
 
 
+CHANGES = {"add", "append", "discard", "extend", "insert", "pop", "popleft", "remove", "setdefault", "update", "write"}
+
+
+def test_assertions_have_no_effect() -> None:
+    """PYTHONOPTIMIZE leaves them out."""
+    for path, tree in TREES.items():
+        for test in (node.test for node in ast.walk(tree) if isinstance(node, ast.Assert)):
+            calls = (node.func for node in ast.walk(test) if isinstance(node, ast.Call))
+            names = {call.attr for call in calls if isinstance(call, ast.Attribute)}
+            binds = any(isinstance(node, ast.NamedExpr) for node in ast.walk(test))
+            assert not binds and not CHANGES & names, f"{path}:{test.lineno}"
+
+
 def test_participles_name_nothing() -> None:
     more = {room: (n, LIMITS.get(room, 0)) for room, n in participles().items() if n > LIMITS.get(room, 0)}
     assert not more, f"(names, limit) of rooms: {more}"

@@ -242,7 +242,7 @@ class JobState:
 def submit_script(script: Path) -> str:
     """The job's id. Raises UserError with what sbatch says."""
     answer = _query("sbatch", "--parsable", str(script)).strip()
-    job = answer.partition(";")[0]
+    job = answer.rpartition("\n")[2].partition(";")[0]  # sites may print a banner before it
     if not job.isdecimal():
         raise UserError(f"sbatch gave no job's number but {answer!r}")
     return job

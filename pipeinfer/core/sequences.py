@@ -259,8 +259,8 @@ class SequencePool:
         """Take back the newest placement, of nodes alone, whose operations were applied but not its rows evaluated."""
         for node in reversed(nodes):
             path = self._paths[self._seq_of.pop(node)]
-            assert path.chain.pop() is node, "only the newest placement can be taken back"
-            path.end -= 1
+            assert path.chain[-1] is node, "only the newest placement can be taken back"
+            path.chain, path.end = path.chain[:-1], path.end - 1
         for seq in placement.leased:
             self._release(seq)
 

@@ -190,6 +190,9 @@ def _query(hub: ModuleType, name: HubName, ask: Callable[[], object]) -> Any:
         raise UserError(f"{endpoint} answers with error {code} when asked for {name.repo}; {TOKEN}") from None
     except (errors.HTTPError, errors.LocalEntryNotFoundError, RuntimeError) as error:  # hf_xet's have no class
         raise Unreachable(f"{endpoint} cannot be reached ({_first_line(error)})") from None
+    except (ImportError, ValueError) as error:
+        way_out = "check HF_ENDPOINT, the token, and the proxies (HTTPS_PROXY, ALL_PROXY)"
+        raise Unreachable(f"{endpoint} cannot be asked ({_first_line(error)}); {way_out}") from None
     except OSError as error:
         if error.errno in NO_PLACE:
             cache = f"the hub's cache {hub.constants.HF_HUB_CACHE}"
@@ -221,6 +224,10 @@ def _repos(hub: ModuleType) -> list[Any]:
         cache = hub.scan_cache_dir(hub.constants.HF_HUB_CACHE)
     except (hub.errors.CacheNotFound, ValueError):  # there is none, or a file in its place
         return []
+    except OSError as error:
+        place = f"the hub's cache {hub.constants.HF_HUB_CACHE}"
+        way_out = "give the .gguf file, or name another cache with HF_HOME"
+        raise UserError(f"{place} cannot be read: {error.strerror} ({error.filename}); {way_out}") from None
     return sorted((repo for repo in cache.repos if repo.repo_type == "model"), key=lambda repo: repo.repo_id)
 
 

@@ -188,3 +188,12 @@ def test_a_job_runs_on_models_of_the_hub(hub: HubServer, tmp_path: Path, monkeyp
     ]
     missing = finish(1, ["run", "-hf", "big/t:Q2_K", "--offline", *common])
     assert missing.returncode == 2 and "big/t has no Q2_K; there are t.gguf" in missing.stderr, missing.stderr
+
+
+@pytest.mark.parametrize("proxy", ["socks5://127.0.0.1:1", "socks://127.0.0.1:1", "ftp://127.0.0.1:1"])
+def test_a_proxy_that_cannot_be_used_is_said(proxy: str, tmp_path: Path) -> None:
+    environ = environment() | dict.fromkeys(("ALL_PROXY", "HTTP_PROXY"), proxy)
+    environ |= {"HF_ENDPOINT": "http://hub.invalid", "HF_HOME": str(tmp_path), "NO_PROXY": ""}
+    done = subprocess.run([*COMMAND, "plan", "-m", "hf:u/m"], capture_output=True, text=True, env=environ, timeout=60)
+    assert done.returncode == 2 and "http://hub.invalid cannot be asked" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr

@@ -51,6 +51,7 @@ def test_srun_excludes_them(tmp_path: Path) -> None:
     words = ["srun", "-N", "3", "--ntasks=6", *RUN]
     assert without(words, ["node09"], tmp_path, nodes) == ["srun", "--exclude=node09", "-N", "3", "--ntasks=6", *RUN]
     assert without(words, ["node09", "x"], tmp_path, nodes)[2:5] == ["-N", "2", "--ntasks=4"]
+    assert without(["srun", "-N4", "-n8", *RUN], ["x"], tmp_path, nodes)[2:4] == ["-N3", "-n6"]
     assert without(["srun", "-n", "3", *RUN], ["x"], tmp_path, nodes)[2:4] == ["-n", "3"], "there is a node to spare"
 
 

@@ -157,7 +157,7 @@ def _hydra_socket() -> int | None:
     number = os.environ.get("PMI_FD", "")
     if not number.isdecimal():
         return None
-    with contextlib.suppress(OSError), open(f"/proc/{os.getppid()}/comm") as name:
+    with contextlib.suppress(OSError), open(f"/proc/{os.getppid()}/comm", errors="replace") as name:
         if name.read().startswith("hydra"):  # Slurm sets PMI_FD too and speaks version 2
             return int(number)
     return int(number) if "HYDI_CONTROL_FD" in os.environ else None

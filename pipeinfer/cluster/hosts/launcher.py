@@ -83,6 +83,8 @@ def find_option(words: Sequence[str], names: Sequence[str]) -> tuple[int, str]:
         name, equals, _ = word.partition("=")
         if name in names:
             return (at, f"{name}=") if equals else (at + 1 if at + 1 < len(words) else -1, "")
+        if word[:2] in names and word[2:].isdigit():  # -N2
+            return at, word[:2]
     return -1, ""
 
 

@@ -116,7 +116,7 @@ def n_started(pid: int, n_here: int) -> int:
     """How many of `n_here` ranks the launcher has started on this host, `pid` one of them; all if nobody can say: a
     container may hide the others."""
     with contextlib.suppress(OSError):
-        if Path(f"/proc/{_launcher_above(pid)}/comm").read_text().startswith(STARTERS):
+        if Path(f"/proc/{_launcher_above(pid)}/comm").read_text(errors="replace").startswith(STARTERS):
             return len(ranks_beside(pid))
     return n_here
 
@@ -158,13 +158,20 @@ def _describe(status: int) -> str:
         return f" of signal {number}"
 
 
-def end_slurm_step() -> None:
-    """Kill all tasks of this process's Slurm step, if it is in one, and perhaps this process: srun leaves its tasks
-    running when one of them has died. Raises nothing."""
+def slurm_steps(pid: int) -> list[str]:
+    """The steps of a job whose rank `pid` srun has started, by their names for Slurm; none where another launcher has,
+    maybe within a step of something else."""
     step = os.environ.get("SLURM_STEP_ID")
     jobs = {value for name, value in os.environ.items() if name.startswith("SLURM_JOB_ID")}  # each group is a job
-    if step and jobs:
-        command = ["scancel", "--signal=KILL", *(f"{job}.{step}" for job in jobs)]
+    is_launched = any(name.startswith(LAUNCHERS) for _, name in processes_above(pid))
+    return [f"{job}.{step}" for job in jobs] if step and not is_launched else []
+
+
+def end_slurm_steps(steps: Sequence[str]) -> None:
+    """Kill all tasks of these steps, and perhaps this process: srun leaves its tasks running when one of them has died.
+    Raises nothing."""
+    if steps:
+        command = ["scancel", "--signal=KILL", *steps]
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SCANCEL_TIMEOUT_S)
 

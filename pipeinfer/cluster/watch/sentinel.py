@@ -65,7 +65,7 @@ class Sentinel:
 
     def __post_init__(self) -> None:
         self._silence = f"{self.limits.silent_s:g} s (--rank-timeout)"
-        self._start_s = time.monotonic()
+        self._start_s, self._steps = time.monotonic(), processes.slurm_steps(self.head_pid)
         self._notice_s, self._count_s = NOTICE_S, COUNT_S
         self._heartbeats = protocol.HeartbeatMonitor(self.limits.silent_s)
         self._flows = protocol.FlowMonitor(protocol.BEATS)
@@ -305,7 +305,7 @@ class Sentinel:
             os.kill(self.head_pid, signal.SIGKILL)
         self._clear_up()
         if len(self._links) < self.size:
-            processes.end_slurm_step()  # missing ranks could not be told
+            processes.end_slurm_steps(self._steps)  # missing ranks could not be told
         os._exit(EXIT_CODE)
 
     def _await_head(self, timeout_s: float) -> None:

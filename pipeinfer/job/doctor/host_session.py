@@ -45,6 +45,7 @@ LOG = (b"debug1: ", b"OpenSSH_", b"Authenticated to ", b"Transferred: ", b"Bytes
 CONNECTING, CONNECTED = b"debug1: Connecting to ", b"debug1: Connection established"
 GREETED = b"debug1: Remote protocol version"
 STEPS = (CONNECTING, CONNECTED, GREETED)
+MOST_CHARACTERS = 37  # of a folder for sockets: with the names in it, and what ssh adds, a socket's path has up to 107
 AGENT_VARIABLES = {"mpich": "HYDRA_LAUNCHER_EXEC", "openmpi": "OMPI_MCA_plm_rsh_agent"}  # what names a launcher's ssh
 
 
@@ -67,9 +68,12 @@ def one_connection(launcher: str) -> Iterator[Mapping[str, str]]:
         environ: Mapping[str, str] = os.environ
         with contextlib.suppress(OSError):
             if name and name not in os.environ and ssh:
-                folder = files.enter_context(tempfile.TemporaryDirectory(prefix="pi-", ignore_cleanup_errors=True))
+                is_long = len(tempfile.gettempdir()) > MOST_CHARACTERS
+                new_folder = tempfile.TemporaryDirectory("", "pi-", "/tmp" if is_long else None, True)
+                folder = files.enter_context(new_folder)
                 script = Path(folder, "ssh")
-                script.write_text(f'#!/bin/sh\nexec {ssh} -oControlMaster=auto -oControlPath={folder}/%C "$@"\n')
+                words = shlex.join([ssh, "-oControlMaster=auto", f'-oControlPath="{folder}/%C"'])
+                script.write_text(f'#!/bin/sh\nexec {words} "$@"\n')
                 script.chmod(0o700)
                 environ = os.environ | {name: str(script)} if os.access(script, os.X_OK) else environ
         yield environ

@@ -1,5 +1,6 @@
 """The slices of a model for the stages of a plan, written before any job runs. Loads no weights and prints nothing."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -47,7 +48,7 @@ def write_slices(
         raise UserError(f"--output {output} cannot be a directory: {error.strerror}; name another one") from None
     for stage in stages.values():
         path = slice_path(info, stage.first, stage.last, output)
-        before = path.stat().st_ino if path.exists() else None
+        before = path.stat().st_ino if os.path.exists(path) else None
         part = open_slice(info, stage.first, stage.last, output)
         part.close()
         yield WrittenFile(path, stage.layers, part.n_bytes, path.stat().st_ino != before)

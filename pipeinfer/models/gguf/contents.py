@@ -235,7 +235,7 @@ def _temporary(path: Path) -> Iterator[tuple[int, Path]]:
     temporary = beside(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        fd = open_locked(temporary, 0o600)
+        fd = open_locked(temporary)
     except OSError as error:
         raise _unwritable(path.parent, error) from None
     try:
