@@ -86,9 +86,6 @@ def check_cache_types(
 ) -> None:
     """Raises UserError for types that the numerics, a backend or a model does not allow."""
     target, draft = options.cache, options.draft_cache
-    if options.numerics == "exact" and target != F16_CACHE and not any(rank.target.uses_gpus for rank in devices):
-        types_are, needed = f"--cache-type-k {target.k} --cache-type-v {target.v}", "types of its own, 16 bits a number"
-        raise UserError(f"{types_are}: --numerics exact needs {needed}; give --numerics fast, or {F16_WAY_OUT}")
     if (target, draft) != (F16_CACHE, F16_CACHE):
         for rank, device in enumerate(rank.target for rank in devices):
             if device.is_torch:
@@ -101,6 +98,14 @@ def check_cache_types(
             if wrong := sorted(length for length in lengths if length % block_length(name)):
                 needs = f"takes {block_length(name)} numbers together, and a head of {model.path.name} has {wrong[0]}"
                 raise UserError(f"--cache-type-{letter}{end} {name} {needs}; give f16, bf16 or f32")
+
+
+def check_exact_cache(options: Numerics, is_on_gpus: bool) -> None:
+    """Raises UserError for a target's types that exact numerics do not have. `is_on_gpus`: some of its layers are."""
+    if options.cache != F16_CACHE and not is_on_gpus:
+        types_are = f"--cache-type-k {options.cache.k} --cache-type-v {options.cache.v}"
+        needed = "types of its own, 16 bits a number"
+        raise UserError(f"{types_are}: --numerics exact needs {needed}; give --numerics fast, or {F16_WAY_OUT}")
 
 
 def check_adapters(

@@ -16,6 +16,7 @@ from pipeinfer.job.placement.checks import (
     check_adapters,
     check_cache_types,
     check_draft_gpu_layers,
+    check_exact_cache,
     check_features,
     check_head,
     check_one_backend,
@@ -141,14 +142,13 @@ def lay_out(inputs: PlanInputs) -> JobPlan:
     placement, speculation, n_requests = options.placement, options.speculation, options.traffic.parallel
     devices = plan_devices(placement, hosts)
     _check(inputs, devices)
-    target_devices = [devices[rank].target for rank in options.target_ranks(len(hosts))]
-    traffic, name = options.traffic, options.required_numerics
-    numerics = unnamed_numerics(options.numerics, hosts, info, target_devices, traffic.n_expected, name)
+    ranks, n_expected, name = options.target_ranks(len(hosts)), options.traffic.n_expected, options.required_numerics
+    target_devices, target_hosts = [devices[rank].target for rank in ranks], [hosts[rank] for rank in ranks]
+    numerics = unnamed_numerics(options.numerics, target_hosts, info, target_devices, n_expected, name)
     adapters = read_adapters(options.models, info)
     if adapters:  # devices were tried without
         numerics = replace(numerics, at_once=0)
-    by_adapter = [adapter.layer_bytes(info.n_layer) for adapter, _ in adapters]
-    adapter_bytes = tuple(map(sum, zip(*by_adapter, strict=True)))
+    adapter_bytes = tuple(map(sum, zip(*[each.layer_bytes(info.n_layer) for each, _ in adapters], strict=True)))
     rewinds = info.layers.rewinds
     capacity = capacity_of(speculation, n_requests, options.context.batch_size, inputs.n_ctx, rewinds)
     if placement.planned:
@@ -161,6 +161,9 @@ def lay_out(inputs: PlanInputs) -> JobPlan:
     kinds = has_samplers, adapter_bytes, kv_disk + kv_ram > 0, kv_ram
     needs = MemoryNeeds(info, drafts, capacity, numerics, devices, n_in_blocks, lacks, in_cache, *kinds)
     assignment = _assign(inputs, needs)
+    draft_rank = assignment.drafts[0][0].rank if assignment.drafts else 0
+    if draft_rank != (placement.draft_rank or 0):  # it was chosen: other ranks have the target
+        return lay_out(replace(inputs, options=options.changed(draft_rank=draft_rank)))
     target = [devices[stage.rank].target for stage in assignment.stages]
     _check_computable(inputs, assignment, devices, adapters)
     threads = threads_of_ranks(placement.threads, assignment.computing, hosts)
@@ -286,6 +289,7 @@ def _check_computable(
     options, ranks = inputs.options, [stage.rank for stage in assignment.stages]
     if options.numerics.numerics == "exact":
         check_one_backend(devices, ranks)
+        check_exact_cache(options.numerics, any(devices[rank].target.uses_gpus for rank in ranks))
     check_features(assignment, devices, inputs.drafts)
     if inputs.drafts:
         drafting = [stage.rank for stages in assignment.drafts for stage in stages]

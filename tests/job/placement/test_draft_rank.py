@@ -14,6 +14,7 @@ import pytest
 from pipeinfer.cluster.assignment import Sizes, assign
 from pipeinfer.cluster.hosts.host import Host, LayerSpeed
 from pipeinfer.errors import UserError
+from pipeinfer.job.options.limits import ALL_LAYERS, AUTO_LAYERS
 from pipeinfer.job.options.values import Pace
 from pipeinfer.job.planning.deploy import CLEAR_GAIN, choose_draft_rank
 from pipeinfer.models.demo import DRAFT, TARGET
@@ -51,6 +52,29 @@ def test_a_rank_that_is_too_slow_for_the_draft_does_not_get_it() -> None:
     heavy = Sizes((90,) * 3, 10)
     assert chosen(1.0, 1.0, 5.0, 1.0) == chosen(1.0, 1.0, 5.0, 1.0, draft=SMALL) == 2
     assert chosen(1.0, 1.0, 5.0, 1.0, draft=heavy) == 0
+
+
+def test_numerics_are_those_of_the_ranks_that_have_the_target() -> None:
+    """Rank 0 has a GPU, is the fastest, and therefore no draft."""
+    target, drafts, asked = (
+        read_model_info(TARGET),
+        [read_model_info(DRAFT)],
+        ASKED.changed(n_gpu_layers=(AUTO_LAYERS,)),
+    )
+    first, *others = ranks(1e-12, 2e-12, 4e-12)
+    hosts = [replace(first, offloads=True, gpus=(("CUDA0", 8 << 30),), exact_rows=((4, "abcdef"),)), *others]
+    plan = lay_out(asked, hosts, target, drafts, 512, 100)
+    assert [stages[0].rank for stages in plan.assignment.drafts] == [1] and not plan.numerics.blocks
+    assert plan == lay_out(asked.changed(draft_rank=1), hosts, target, drafts, 512, 100)
+    assert plan.numerics.name == "exact-gpu-abcd" and plan.numerics.at_once == 4
+
+
+def test_cache_types_are_those_of_the_ranks_that_have_the_target() -> None:
+    first, *others = ranks(1.0, 1.0, 1.0)
+    hosts = [replace(first, offloads=True, gpu_names=("CUDA0",), gpus=(("CUDA0", 8 << 30),)), *others]
+    asked = ASKED.changed(n_gpu_layers=(ALL_LAYERS, 0, 0), cache_type_k="q8_0", cache_type_v="q8_0")
+    with pytest.raises(UserError, match="--numerics exact needs types of its own"):
+        lay_out(asked, hosts, read_model_info(TARGET), [read_model_info(DRAFT)], 512, 100)
 
 
 def test_what_was_said_stands() -> None:

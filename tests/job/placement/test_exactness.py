@@ -19,11 +19,12 @@ from pipeinfer.errors import UserError
 from pipeinfer.job.placement.job_plan import CELLS_PADDING, N_CELLS_SPARE, JobPlan
 from pipeinfer.job.placement.numerics import NumericsPlan
 from pipeinfer.job.planning.deploy import NOT_REPACKED, OTHER_NUMERICS, DoesNotFit
+from pipeinfer.models.demo import DRAFT
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.gguf.slice import slice_bytes
 from pipeinfer.models.llama.params import GROUP, GROUP_CELLS, MANY, MANY_TILED, TILED_ROWS, TypeRows, matrix_bytes
 from pipeinfer.models.llama.repacking import grouped_types, repacked_types
-from pipeinfer.policies import Iterative
+from pipeinfer.policies import Iterative, PipeInfer
 from tests.support.gguf_factory import Shape, write_model
 from tests.support.jobs import finish, run_json, start
 from tests.support.planned import deploy, lay_out, options_of
@@ -55,6 +56,14 @@ def test_all_ranks_must_repack_alike(info: ModelInfo) -> None:
         assert plan(info, *hosts).numerics.repacked == ()
     for changed in ({"repack": False}, {"numerics": "fast"}):
         assert plan(info, HERE, **changed).numerics.repacked == ()
+
+
+def test_a_rank_that_drafts_alone_may_repack_otherwise(info: ModelInfo) -> None:
+    other = replace(HERE, repacked=((Q4_0, 32, "x"), (Q4_K, 3, "z")))
+    options = options_of(model=info.path, drafts=(DRAFT,), policy=PipeInfer())
+    drafts = [read_model_info(DRAFT)]
+    alike, mixed = (lay_out(options, [first, HERE, HERE], info, drafts, 512, 100) for first in (HERE, other))
+    assert alike.numerics == mixed.numerics and mixed.numerics.repacked
 
 
 def test_repacked_weights_are_counted(info: ModelInfo) -> None:
