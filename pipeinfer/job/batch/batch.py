@@ -4,7 +4,7 @@ checks every line, the results so far and the context before models load."""
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
@@ -25,6 +25,7 @@ from pipeinfer.job.process.streams import complain
 from pipeinfer.job.requests.answers import Entry, speller
 from pipeinfer.job.requests.body import Defaults
 from pipeinfer.job.requests.body_prompts import BodyPrompts
+from pipeinfer.job.requests.chat_format import contents_of
 from pipeinfer.job.requests.journal import Journal, ModelId, model_id, open_journal
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.job.session.ranks import MAX_RECORDS
@@ -152,7 +153,7 @@ def _prepare(options: RunOptions, hosts: Sequence[Host], batch: BatchOptions) ->
 
 
 def _defaults(batch: BatchOptions, options: RunOptions, info: ModelInfo, prompts: BodyPrompts) -> Defaults:
-    text, chat = options.text, options.text.chat
+    text = options.text
     others = "".join(f" {backend}" for backend in options.placement.backend if backend.is_torch)
     others += "" if text.parse_special else " no-special"
     adapters = read_adapters(options.models, info)
@@ -162,9 +163,8 @@ def _defaults(batch: BatchOptions, options: RunOptions, info: ModelInfo, prompts
     if text.reasoning_budget >= 0:
         others += f" reasoning-{text.reasoning_budget} {text.reasoning_message or ''}"
     others += f" template-{text.template}" if text.template else ""
-    if chat and (chat.system_file or chat.template_file):  # results depend on what is in them
-        others += f" template-file-{prompts.format.template.source}" if chat.template_file else ""
-        chat = replace(chat, system=prompts.format.system, system_file=None, template_file=None)
+    chat, source = contents_of(text.chat, lambda: prompts.format)
+    others += "" if source is None else f" template-file-{source}"
     salt = f"{info.fingerprint} {options.numerics.rounding} {chat}{others}"
     return defaults_of(options, as_chat=batch.as_chat, salt=salt, strict=batch.strict, adapters=adapters)
 

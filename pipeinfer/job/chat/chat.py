@@ -19,7 +19,7 @@ from pipeinfer.job.planning.deploy import deploy
 from pipeinfer.job.planning.plan_table import show_start
 from pipeinfer.job.planning.prepare import open_job, start_prepared
 from pipeinfer.job.process.streams import complain
-from pipeinfer.job.requests.chat_format import ChatFormat, open_format
+from pipeinfer.job.requests.chat_format import ChatFormat, contents_of, open_format
 from pipeinfer.job.requests.journal import model_id, open_journal
 from pipeinfer.job.requests.request import (
     DEFAULT_CTX,
@@ -79,10 +79,8 @@ def _prepare(options: RunOptions, hosts: Sequence[Host]) -> "tuple[JobPlan, Chat
     if text.reasoning_budget >= 0:
         further.append(f"reasoning {text.reasoning_budget} {text.reasoning_message}")
     further += [f"template {text.template}"] if text.template else []
-    chat = text.chat
-    if chat and (chat.system_file or chat.template_file):  # answers depend on what is in them
-        further += [f"template-file {format.template.source}"] if chat.template_file else []
-        chat = replace(chat, system=format.system, system_file=None, template_file=None)
+    chat, source = contents_of(text.chat, lambda: format)
+    further += [] if source is None else [f"template-file {source}"]
     key = digest((as_given, chat, model[0], options.numerics.rounding, *further))
     notes = ChatNotes(open_journal(options.output.resume, model, text.now_s), key)
     request = request.within(plan.capacity.n_ctx)

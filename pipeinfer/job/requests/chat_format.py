@@ -179,6 +179,15 @@ def open_format(
     return ChatFormat(template, tokenizer, system, stops, text.reasoning_budget, text.reasoning_message or "")
 
 
+def contents_of(chat: ChatOptions | None, format: Callable[[], ChatFormat]) -> tuple[ChatOptions | None, str | None]:
+    """The options with the contents of their files in place of the paths, as answers depend on these: the system
+    message in them, and the template, None without its file. `format`: asked for where there are files."""
+    if not chat or not (chat.system_file or chat.template_file):
+        return chat, None
+    source = format().template.source if chat.template_file else None
+    return replace(chat, system=format().system, system_file=None, template_file=None), source
+
+
 def _variables(chat: ChatOptions) -> dict[str, Any]:
     if chat.variables is None:
         return {}
