@@ -174,7 +174,7 @@ class Api:
             refuse(f"action is {shown(action)}; it is one of {', '.join(llama_cpp.ACTIONS)}")
         self.head.check_ready()
         fields = {} if action == "erase" else await self._body(request, dict)
-        return JsonResponse(await self.saved.act(action, slot, fields, _client(request)))
+        return JsonResponse(await while_connected(request, self.saved.act(action, slot, fields, _client(request))))
 
     async def adapters(self, request: Request) -> Response:
         """llama-server's: the adapters, and what applies where a request does not say."""

@@ -284,7 +284,10 @@ class SavedSlots:
         if request.n_ctx > self._limit:
             refuse(f"{name} has {len(text.tokens)} tokens, and a text with one more has up to {self._limit}; raise -c")
         answer = self._head.ask([request], client)
-        await answer.end()
+        try:
+            await answer.end()
+        finally:
+            self._head.cancel(answer)  # of a client that has gone
         if answer.was_given_up:
             stopped = Refusal(503, "the server has stopped before the slot was restored")
             raise self._head.outgrown([request]) or stopped

@@ -104,8 +104,8 @@ class Links:
     def interrupt(self) -> bool:
         """Tell rank 0 to act as on Ctrl-C. False if it cannot be told."""
         with contextlib.suppress(OSError):
-            if self._notes:
-                self._notes.send_bytes(INTERRUPT)
+            if notes := self._notes:  # which another thread may take away
+                notes.send_bytes(INTERRUPT)
                 return True
         return False
 

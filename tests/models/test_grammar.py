@@ -7,6 +7,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import permutations
 from pathlib import Path
@@ -201,6 +202,24 @@ def test_a_vocabulary_stays_though_its_file_goes(tmp_path: Path, tokenizer: Toke
     assert found.pieces == whole.pieces and found.encode("the model a b") == whole.encode("the model a b")
     shipped = VocabularyFile(Path(TARGET)).open()
     assert shipped.pieces == tokenizer.pieces and shipped.is_end(2)
+
+
+def test_threads_that_need_a_vocabulary_at_once_open_it_once(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    openings = []
+
+    def open_slowly(file: VocabularyFile) -> Tokenizer:
+        openings.append(file)
+        time.sleep(0.1)
+        return tokenizer
+
+    monkeypatch.setattr(VocabularyFile, "_open", open_slowly)
+    file = VocabularyFile(Path(TARGET))
+    with ThreadPoolExecutor(2) as threads:
+        assert [each.result() for each in [threads.submit(file.open) for _ in range(2)]] == [tokenizer] * 2
+    file.close()
+    assert len(openings) == 1
 
 
 @pytest.mark.parametrize(

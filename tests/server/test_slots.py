@@ -13,15 +13,17 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import ClientDisconnect, Request
 
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.models.demo import DRAFT, TARGET
+from pipeinfer.server.app import Api
 from pipeinfer.server.choices import Answer
 from pipeinfer.server.errors import Refusal
 from pipeinfer.server.front import HttpOptions, HttpServer
-from pipeinfer.server.head_client import HeadClient
+from pipeinfer.server.head_client import HeadClient, HeadState
 from pipeinfer.server.llama_cpp import SavedSlots
 from pipeinfer.server.metrics import Metrics
 from tests.support.serving import Served
@@ -121,6 +123,33 @@ def test_a_slow_folder_keeps_nobody_else_waiting(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(os, "replace", replace_slowly)
     monkeypatch.setattr(Path, "read_bytes", read_slowly)
+    asyncio.run(act())
+
+
+def test_a_restore_ends_when_its_client_leaves(tmp_path: Path) -> None:
+    setup: Any = SimpleNamespace(parallel=1, version="m-exact", limit=99)
+    head = HeadClient(2, Metrics("m", 99))
+    head.state, told = HeadState.READY, Event()
+    head.writer = SimpleNamespace(write=lambda message: b"Cancel" in message and told.set())  # type: ignore[assignment]
+    (tmp_path / "a").write_text(json.dumps({"model": "m", "tokens": [5, 6], "adapters": None}))
+
+    async def body(*_: object) -> dict[str, str]:
+        return {"filename": "a"}
+
+    async def receive() -> dict[str, str]:
+        while not head.choices:
+            await asyncio.sleep(0)
+        return {"type": "http.disconnect"}
+
+    api: Any = SimpleNamespace(saved=SavedSlots(tmp_path, setup, 9, head, ()), head=head, _body=body)
+    scope = {"type": "http", "path_params": {"id": "0"}, "query_string": b"action=restore", "headers": []}
+
+    async def act() -> None:
+        with pytest.raises(ClientDisconnect):
+            await asyncio.wait_for(Api.act_on_slot(api, Request(scope, receive)), 10)
+        await asyncio.sleep(0)
+        assert not head.choices and told.is_set()
+
     asyncio.run(act())
 
 

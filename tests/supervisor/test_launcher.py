@@ -57,8 +57,12 @@ def test_srun_excludes_them(tmp_path: Path) -> None:
 
 def test_a_colon_of_the_command_is_no_group() -> None:
     assert read_launcher(["mpirun", "-np", "3", *RUN, "--stop", ":"]).command[-1] == ":"
+
+
+@pytest.mark.parametrize("first", [["x"], RUN])
+def test_a_job_of_several_groups_is_refused(first: list[str]) -> None:
     with pytest.raises(UserError, match="several groups"):
-        read_launcher(["mpirun", "-np", "1", "x", ":", "-np", "3", *RUN])
+        read_launcher(["mpirun", "-np", "1", *first, ":", "-np", "3", *RUN])
 
 
 def test_lists_of_nodes_may_have_several_ranges() -> None:

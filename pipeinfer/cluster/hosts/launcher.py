@@ -199,7 +199,7 @@ def read_launcher(words: Sequence[str], environ: Mapping[str, str] = os.environ)
     """Raises UserError for words that start no command of pipeinfer that can be supervised."""
     at = index_of_pipeinfer(words)
     first = at - 2 if at > 1 and words[at - 1] == "-m" else at
-    if ":" in words[:first]:
+    if ":" in words[:first] or _has_groups(words[first:]):
         raise UserError("a job of several groups (:) cannot be supervised; give the launcher one group")
     if not {*words[at + 1 : at + 2]} & {*COMMANDS}:
         raise UserError(f"give the launcher and the command, as in mpirun -np 3 pipeinfer {'|'.join(COMMANDS)} …")
@@ -211,6 +211,12 @@ def read_launcher(words: Sequence[str], environ: Mapping[str, str] = os.environ)
         reason = "--json of a chat has other figures after each start, so it cannot be supervised"
         raise UserError(f"{reason}; leave --json out, or supervise serve")
     return launcher
+
+
+def _has_groups(command: Sequence[str]) -> bool:
+    """Whether a colon begins another group: the command itself may have such a word."""
+    groups = (command[at:] for at, word in enumerate(command) if word == ":")
+    return any(index_of_pipeinfer(group) < len(group) for group in groups)
 
 
 def _number(words: Sequence[str], names: Sequence[str]) -> int:

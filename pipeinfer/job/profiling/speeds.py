@@ -256,8 +256,9 @@ class _RankTimer:
         room = min(memory.process, memory.host // len(ranks_there(self.hosts, self.rank)))
         if n_bytes > room:
             raise UserError(f"{n_bytes / 1e6:.0f} MB of layers are more than the {room / 1e6:.0f} MB that it has")
-        target = [self.schedule.devices[rank].target for rank in self.schedule.target_ranks]
-        numerics = unnamed_numerics(self.options, self.hosts, info, target)  # a row is timed, and no group of rows
+        ranks = self.schedule.target_ranks
+        hosts, target = [self.hosts[rank] for rank in ranks], [self.schedule.devices[rank].target for rank in ranks]
+        numerics = unnamed_numerics(self.options, hosts, info, target)  # a row is timed, and no group of rows
         threads = self.schedule.threads[self.rank]
         params = timing_params(numerics, device, n_cells=N_CELLS, n_batch=1, n_outputs_max=1, n_threads=threads)
         return load_layers(lambda: open_blank(info, *span), params, device)

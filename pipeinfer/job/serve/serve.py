@@ -222,6 +222,7 @@ class Service:
 
     def _stop(self) -> str:
         """Stop what is still open, in order. Returns why the front was lost, or an empty text."""
+        self.front.has_news()  # a heartbeat may have come during a long run
         lost = self.front.lost()
         self.session.stop_all()
         for id in [*self._open, *(ask.id for ask, *_ in self._waiting)]:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
@@ -240,6 +241,7 @@ class VocabularyFile:
         """Raises UserError when it cannot be read."""
         self._source, self.path = source, source.path if isinstance(source, FileHead) else source
         self._tokenizer: Tokenizer | None = None
+        self._lock = threading.Lock()  # threads that open grammars ahead read the same file
         try:
             self._file: BinaryIO = io.BytesIO(source.data) if isinstance(source, FileHead) else source.open("rb")
         except OSError as error:
@@ -247,8 +249,9 @@ class VocabularyFile:
 
     def open(self) -> Tokenizer:
         """The tokenizer, always the same. Raises UserError."""
-        self._tokenizer = self._tokenizer or self._open()
-        return self._tokenizer
+        with self._lock:
+            self._tokenizer = self._tokenizer or self._open()
+            return self._tokenizer
 
     def _open(self) -> Tokenizer:
         source = self._source
