@@ -23,7 +23,8 @@ from typing import Any
 
 from pipeinfer.job.requests.chat_format import ChatFormat
 from pipeinfer.models.gguf.model_info import read_model_info
-from pipeinfer.models.text.chat_template import ChatMessage, ChatTemplate, Rendered, encode_rendered, template_of
+from pipeinfer.models.text.chat_template import ChatTemplate, Rendered, encode_rendered, template_of
+from pipeinfer.models.text.messages import ChatMessage
 from pipeinfer.models.text.tokenizer import Tokenizer
 
 N_RAW, N_CHATS, PORT, START_S = 200, 60, 9911, 60.0

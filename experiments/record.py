@@ -32,7 +32,8 @@ from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
-from pipeinfer.models.text.chat_template import PLAIN_TEMPLATE, ChatMessage, ChatTemplate, encode_rendered, template_of
+from pipeinfer.models.text.chat_template import PLAIN_TEMPLATE, ChatTemplate, encode_rendered, template_of
+from pipeinfer.models.text.messages import ChatMessage
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.virtual.choices import Guesses, RecordedChoices, write_choices
 

@@ -62,6 +62,7 @@ def answer_within(module: str, cpu_s: str, n_bytes: str) -> None:
     from importlib import import_module
 
     work = import_module(module)  # before the request is read: the process may have been started ahead
+    print(flush=True)  # what ends it from here on is the work
     request = json.load(sys.stdin)
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)  # ends it at its limit of time; SIGKILL comes from outside
     limits = ((resource.RLIMIT_CPU, cpu_s, 1), (resource.RLIMIT_AS, n_bytes, 0), (resource.RLIMIT_CORE, 0, 0))
@@ -120,13 +121,13 @@ class LimitedProcess:
             except OSError as error:
                 raise HostFault(f"{HELPER} cannot be used: {error.strerror}") from None
             except ValueError:
-                if process.returncode in KILLED:
+                if process.returncode in KILLED or not output:
                     continue
                 # or it had no memory left to report an error
                 return {"error": f"takes more than {limits.cpu_s} s or {limits.n_bytes >> 20} MiB"}
             return answer if isinstance(answer, dict) else {}
         reason = "the host may be short of memory"
-        raise HostFault(f"{HELPER} was killed or stopped, {N_TRIES} times; {reason}")
+        raise HostFault(f"{HELPER} was killed, stopped or not started, {N_TRIES} times; {reason}")
 
     def _take(self) -> subprocess.Popen[bytes]:
         try:

@@ -31,14 +31,8 @@ from pipeinfer.core.samplers import largest
 from pipeinfer.core.sampling import SamplingParams, choose
 from pipeinfer.core.types import FloatArray
 from pipeinfer.models.gguf.model_info import read_model_info
-from pipeinfer.models.text.chat_template import (
-    PLAIN_TEMPLATE,
-    ChatMessage,
-    ChatTemplate,
-    Rendered,
-    encode_rendered,
-    template_of,
-)
+from pipeinfer.models.text.chat_template import PLAIN_TEMPLATE, ChatTemplate, Rendered, encode_rendered, template_of
+from pipeinfer.models.text.messages import ChatMessage
 from pipeinfer.models.text.tokenizer import Tokenizer
 
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)

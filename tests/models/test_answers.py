@@ -190,6 +190,12 @@ def test_without_tools_calls_are_text(name: str) -> None:
         assert read(pieces, None, None) == ("", text, [])
 
 
+def test_channels_that_are_text_are_not_held_back_for_calls() -> None:
+    reader, text = AnswerReader(TOOLS, None), f"{ANALYSIS}<|channel|>final<|message|>It is 23."
+    assert "".join(part.text for part in reader.push(text)) == text
+    assert read(list(f"{ANALYSIS}{COMMENTARY}"), TOOLS, None)[2]
+
+
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("end", ["", "<|end|>"])
 def test_an_answer_may_have_many_channels(tools: Any, end: str) -> None:

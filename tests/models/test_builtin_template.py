@@ -14,7 +14,8 @@ from pipeinfer.job.requests.chat_format import ChatFormat, open_format
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.llama.ggml import load_library
-from pipeinfer.models.text.chat_template import ChatMessage, Rendered, builtin_names
+from pipeinfer.models.text.chat_template import Rendered, builtin_names
+from pipeinfer.models.text.messages import ChatMessage
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.models.text.tools import Tools
 from tests.support.jobs import finish, run_json

@@ -15,13 +15,13 @@ from pipeinfer.child import LimitedProcess, ProcessLimits
 from pipeinfer.errors import HostFault, UserError
 from pipeinfer.models.text.chat_template import (
     PLAIN_TEMPLATE,
-    ChatMessage,
     ChatTemplate,
     Rendered,
     TemplateFault,
     encode_continuation,
     encode_rendered,
 )
+from pipeinfer.models.text.messages import ChatMessage
 from pipeinfer.models.text.stops import StopStrings
 from pipeinfer.models.text.tokenizer import TextStream, Tokenizer
 from tests.support.gguf_factory import CHAT_TEMPLATE, MARKERS, Shape, write_model
@@ -141,7 +141,7 @@ def test_a_process_that_somebody_kills_is_started_again_once(
     template.process.ahead[0].wait()
     assert template.render(TURNS, tokenizer).text == "the <b>"
     monkeypatch.setattr("pipeinfer.child.START", "import os; os.kill(os.getpid(), 9)")
-    with pytest.raises(HostFault, match="was killed or stopped, 2 times"):
+    with pytest.raises(HostFault, match="was killed, stopped or not started, 2 times"):
         template.render(TURNS, tokenizer)
 
 
@@ -269,6 +269,7 @@ def test_stop_strings_are_cut_out_wherever_they_are_cut(pieces: list[str], stops
         ("<think>b</think>", "", "<think>b</think>"),
         ("b</thin", "</think>", "b</thin"),
         ("\n\na", "", ""),
+        ("\n\n<think>b</think>a b", "", "\n\n<think>b</think>a "),
         ("<think>b", None, "<think>"),
     ],
 )
@@ -358,6 +359,8 @@ CALLED = [
         # as DeepSeek's, which joins texts
         "{% for m in messages %}{% if m.content is none or m.tool_calls %}{{ '' + m.tool_calls[0]['function']"
         "['arguments'] }}{% endif %}{% endfor %}",
+        "{% for m in messages %}{% if m.content is not none or 'y' in m.content %}{% endif %}"
+        "{% for c in m.tool_calls %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}",
     ],
 )
 def test_a_template_gets_the_arguments_of_calls_as_it_wants_them(source: str, tokenizer: Tokenizer) -> None:
@@ -376,6 +379,12 @@ def test_ids_of_calls_have_the_form_that_a_template_asks_for(arguments: str, tok
         text = little(source).render([ChatMessage("assistant", "", {"tool_calls": [call]}), result], tokenizer).text
         first, second = text[-18:-9], text[-9:]
         assert first == second and first.isalnum() and (first == id) is (len(id) == 9)
+
+
+def test_a_template_may_expect_a_description_of_each_tool(tokenizer: Tokenizer) -> None:
+    template = little("{% for each in tools %}{{ '|' + each.function.description }}{% endfor %}")
+    tools = [{"function": {"name": "f"}}, {"function": {"name": "g", "description": "d"}}]
+    assert template.render_all([TURNS], tokenizer, [{"tools": tools}]) == [Rendered("||d")]
 
 
 def test_each_conversation_has_its_own_variables(tokenizer: Tokenizer) -> None:

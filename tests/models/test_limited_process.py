@@ -26,7 +26,7 @@ def test_a_stopped_process_is_started_again(tmp_path: Path) -> None:
 
 
 def test_one_that_is_always_stopped_is_the_hosts_fault(tmp_path: Path) -> None:
-    with pytest.raises(HostFault, match="stopped, 2 times"):
+    with pytest.raises(HostFault, match="stopped or not started, 2 times"):
         PROCESS.ask({"mark": str(tmp_path / "mark"), "always": True})
 
 
@@ -34,6 +34,11 @@ def test_so_is_one_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "executable", "/no/python")
     with pytest.raises(HostFault, match="cannot be used: No such file"):
         PROCESS.ask({})
+
+
+def test_and_one_that_ends_before_it_begins() -> None:
+    with pytest.raises(HostFault, match="not started, 2 times"):
+        LimitedProcess("tests.support.no_such_module").ask({})
 
 
 def test_its_own_limit_is_not_taken_for_a_kill_from_outside(tmp_path: Path) -> None:

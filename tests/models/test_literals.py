@@ -9,14 +9,8 @@ from typing import Any
 
 import pytest
 
-from pipeinfer.models.text.chat_template import (
-    ChatMessage,
-    ChatTemplate,
-    Rendered,
-    TemplateFault,
-    answer_text,
-    encode_rendered,
-)
+from pipeinfer.models.text.chat_template import ChatTemplate, Rendered, TemplateFault, answer_text, encode_rendered
+from pipeinfer.models.text.messages import ChatMessage
 from pipeinfer.models.text.tokenizer import Tokenizer
 from tests.support.gguf_factory import CHAT_TEMPLATE, Shape, write_model
 

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from pipeinfer.models.text.answers import AnswerReader
-from pipeinfer.models.text.chat_template import ChatMessage
 from pipeinfer.models.text.grammar_text import answer, lark_of, matcher, open_tokens
+from pipeinfer.models.text.messages import ChatMessage
 from pipeinfer.models.text.tokenizer import ATTR_CONTROL
 from pipeinfer.models.text.tools import (
     CALLS,

@@ -21,7 +21,7 @@ from pipeinfer.job.requests.body import Body, Defaults
 from pipeinfer.job.requests.fields import COMPLETION, PassedOver
 from pipeinfer.job.requests.request import DEFAULT_CTX
 from pipeinfer.models.demo import TARGET
-from pipeinfer.models.text.chat_template import ChatMessage
+from pipeinfer.models.text.messages import ChatMessage
 from pipeinfer.server import process
 from pipeinfer.server.prompting import Prompting, Turns, parse_request
 

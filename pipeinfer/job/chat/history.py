@@ -19,7 +19,8 @@ from pipeinfer.job.requests.chat_format import ChatFormat
 from pipeinfer.job.requests.journal import WHAT, Journal
 from pipeinfer.job.requests.request import GenerationRequest
 from pipeinfer.models.text.answers import opened_thought
-from pipeinfer.models.text.chat_template import ChatMessage, Rendered, encode_continuation, encode_rendered
+from pipeinfer.models.text.chat_template import Rendered, encode_continuation, encode_rendered
+from pipeinfer.models.text.messages import ChatMessage
 
 CLEAR = "/clear"
 

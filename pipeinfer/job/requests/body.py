@@ -37,9 +37,9 @@ from pipeinfer.job.requests.fields import (
     whole,
 )
 from pipeinfer.models.gguf.adapter import ScaledAdapter
-from pipeinfer.models.text.chat_template import ChatMessage
 from pipeinfer.models.text.grammar_text import ANY_TOKENS
 from pipeinfer.models.text.json_schema import relaxations, schema_grammar
+from pipeinfer.models.text.messages import ChatMessage
 from pipeinfer.models.text.stops import check_stops
 from pipeinfer.models.text.tokenizer import BREAKERS_FIELD, breakers_json
 from pipeinfer.models.text.tools import AUTO, Tools

@@ -20,7 +20,8 @@ from pipeinfer.job.requests.request import GenerationRequest, check_constraints,
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.text.answers import closes_thought, opened_thought
 from pipeinfer.models.text.arguments import as_json
-from pipeinfer.models.text.chat_template import MIXED, ChatMessage, Rendered, encode_rendered
+from pipeinfer.models.text.chat_template import MIXED, Rendered, encode_rendered
+from pipeinfer.models.text.messages import ChatMessage
 from pipeinfer.models.text.tokenizer import Tokenizer
 
 WAY_OUT = "say less, or start with a larger -c"

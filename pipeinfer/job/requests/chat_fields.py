@@ -20,7 +20,7 @@ from pipeinfer.job.requests.fields import (
     whole,
     without_null,
 )
-from pipeinfer.models.text.chat_template import ChatMessage
+from pipeinfer.models.text.messages import ChatMessage
 from pipeinfer.models.text.tools import AUTO, NONE, REQUIRED, Tools
 
 SAME_ROLES = ("system", "user", "assistant", "tool")

@@ -20,17 +20,16 @@ from pipeinfer.models.text.chat_template import (
     PLAIN_STOP,
     PLAIN_TEMPLATE,
     BuiltinTemplate,
-    ChatMessage,
     ChatTemplate,
     Rendered,
     TemplateFault,
     answer_text,
     builtin_names,
     encode_rendered,
-    orders,
     template_of,
 )
 from pipeinfer.models.text.grammar_text import ANSWER
+from pipeinfer.models.text.messages import ChatMessage, orders
 from pipeinfer.models.text.reasoning import budget_text, check_message, thought_marks
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.models.text.tools import AUTO, Tools, behind_reasoning, calls_grammar, knows_tools, plain_conversation

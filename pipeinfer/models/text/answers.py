@@ -161,7 +161,8 @@ class AnswerReader:
             return [AnswerPart("content", self._take(len(self._rest[:at].rstrip())))]
         if (channel := self._next_channel(at)) is not False:
             return channel
-        if self.tools is not None and (call := self._call(at)) is not False:
+        is_channel = not self._splits and CHANNEL.match(self._rest[at:].removeprefix(CHANNEL_END))
+        if self.tools is not None and not is_channel and (call := self._call(at)) is not False:
             return call
         mark = next(mark for mark in self._marks if self._rest.startswith(mark, at))
         return [AnswerPart("content", self._take(at + len(mark)))]  # a mark without a call is text

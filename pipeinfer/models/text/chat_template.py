@@ -1,5 +1,5 @@
-"""Chat templates: find them in a model file, render messages to text and tokens, and reorder roles where a template
-refuses an order. Names of control tokens in messages are text, hidden while a template renders. Runs no model."""
+"""Chat templates: find them in a model file, render messages to text and tokens. Names of control tokens in messages
+are text, hidden while a template renders. Runs no model."""
 
 import ctypes
 import re
@@ -7,15 +7,16 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 from pipeinfer.child import LimitedProcess
 from pipeinfer.errors import UserError
 from pipeinfer.models.gguf.header import Value, value_of
 from pipeinfer.models.llama.ggml import load_library
 from pipeinfer.models.text.answer_forms import MARKS
+from pipeinfer.models.text.messages import Messages, fields_of
 from pipeinfer.models.text.tokenizer import Span, Tokenizer
 
 MIXED = (
@@ -146,18 +147,6 @@ class TemplateFault(UserError):
         self.what, self.is_broken = what, is_broken
 
 
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """`more`: further fields for the template, such as tool_calls; a content in it replaces the text."""
-
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str
-    more: Mapping[str, Any] = field(default_factory=dict)
-
-
-Messages = Sequence[ChatMessage]
-
-
 @dataclass(frozen=True)
 class ChatTemplate:
     """`source`: in Jinja. `name`: where it is from, for errors. `variables`: further ones for the template. The
@@ -200,7 +189,7 @@ class ChatTemplate:
         }
         contexts, masks = list[list[dict[str, Any]]](), list[Sequence[Mask]]()
         for messages, more in zip(conversations, variables or [{}] * len(conversations), strict=True):
-            fields = [{"role": each.role, "content": each.content, **each.more} for each in messages]
+            fields = fields_of(messages, self.source)
             masks.append(masks_of(fields, more, tokenizer, self.parses_messages))
             contexts.append([])
             with suppress(RecursionError):  # it is nested too deeply, and is not rendered
@@ -266,54 +255,6 @@ def _encode(tokenizer: Tokenizer, rendered: Rendered) -> list[int]:
     if rendered.literals:
         return tokenizer.encode_with_literals(rendered.text, rendered.literals)
     return tokenizer.encode(rendered.text, add_special=False, parse_special=True)
-
-
-# -- orders of roles
-
-
-def orders(messages: Messages) -> list[Messages]:
-    """Conversations to try, in order, where a template refuses the messages: with one system message at the beginning,
-    with that as the beginning of the user's first message, and with one message for neighbours of one role."""
-    conversations: list[Messages] = [messages]
-    for change in (_system_first, _without_system, _alternating):
-        if (changed := change(conversations[-1])) != list(messages) and changed != list(conversations[-1]):
-            conversations.append(changed)
-    return conversations[1:]
-
-
-def _system_first(messages: Messages) -> list[ChatMessage]:
-    system = [each for each in messages if each.role == "system"]
-    rest = [each for each in messages if each.role != "system"]
-    return [replace(system[0], content=_joined(system)), *rest] if system else rest
-
-
-def _without_system(messages: Messages) -> list[ChatMessage]:
-    """`messages`: with at most one system message, the first."""
-    if not messages or messages[0].role != "system":
-        return list(messages)
-    system, *rest = messages
-    if rest and rest[0].role == "user":
-        return [replace(rest[0], content=_joined([system, rest[0]])), *rest[1:]]
-    return [replace(system, role="user"), *rest]
-
-
-def _alternating(messages: Messages) -> list[ChatMessage]:
-    merged = list[ChatMessage]()
-    for message in messages:
-        if merged and merged[-1].role == message.role and message.role in ("user", "assistant"):
-            last = merged[-1]
-            calls = [*last.more.get("tool_calls", ()), *message.more.get("tool_calls", ())]
-            more = {**last.more, **message.more, **({"tool_calls": calls} if calls else {})}
-            if content := _joined([last, message]):
-                more.pop("content", None)  # of one that has calls alone
-            merged[-1] = replace(last, content=content, more=more)
-        else:
-            merged.append(message)
-    return merged
-
-
-def _joined(messages: Messages) -> str:
-    return "\n\n".join(each.content for each in messages if each.content)
 
 
 # -- llama.cpp's built-in templates, by their names, which libllama formats: without tools, reasoning and variables

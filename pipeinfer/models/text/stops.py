@@ -69,7 +69,7 @@ class StopStrings:
             if mark:
                 before += self._release(self._held.index(mark) + len(mark))
                 self._thought, self._is_blank = thought, True
-            elif may_start(text) and not any(stop in self._held for stop in self.stops):
+            elif may_start(text):
                 return before
             else:
                 self._thought = None

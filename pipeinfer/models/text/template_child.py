@@ -50,33 +50,45 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     return {"answers": [render(template, context) for context in request["contexts"]]}
 
 
-def _others(context: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Contexts to try where a template refuses one: with the arguments of calls as texts in JSON, which some templates
-    expect, with ids of calls as Mistral's ask for them, and with both."""
-    contexts = [context]
-    for change in (_give_text, _shorten_ids):
+def _others(context: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Contexts to try where a template refuses one: with descriptions of tools that have none, a text for a content of
+    null, the arguments of calls as texts in JSON, ids of calls as Mistral's ask for them; and with several of these."""
+    contexts = [dict(context)]
+    for change in (_describe_tools, _give_content, _write_arguments, _shorten_ids):
         for each in tuple(contexts):
-            messages = json.loads(json.dumps(each["messages"]))
-            for message in messages:
-                change(message)
-            if messages != each["messages"]:
-                contexts.append({**each, "messages": messages})
+            changed = json.loads(json.dumps(each))
+            change(changed)
+            if changed != each:
+                contexts.append(changed)
     return contexts[1:]
 
 
-def _give_text(message: dict[str, Any]) -> None:
-    for call in message.get("tool_calls", ()):
+def _describe_tools(context: dict[str, Any]) -> None:
+    for tool in context.get("tools") or ():
+        tool["function"].setdefault("description", "")
+
+
+def _give_content(context: dict[str, Any]) -> None:
+    for message in context["messages"]:
+        message["content"] = message["content"] or ""
+
+
+def _write_arguments(context: dict[str, Any]) -> None:
+    for call in _calls(context):
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    message["content"] = message["content"] or ""
 
 
-def _shorten_ids(message: dict[str, Any]) -> None:
+def _shorten_ids(context: dict[str, Any]) -> None:
     """An id that is not 9 letters and digits is replaced by a digest, the same for a call and its result."""
-    result = [(message, "tool_call_id")] if message["role"] == "tool" else []
-    for owner, name in [*((call, "id") for call in message.get("tool_calls", ())), *result]:
+    results = [(each, "tool_call_id") for each in context["messages"] if each["role"] == "tool"]
+    for owner, name in [*((call, "id") for call in _calls(context)), *results]:
         id = str(owner.get(name) or "")
         if not SHORT_ID.fullmatch(id):
             owner[name] = hashlib.sha256(id.encode("utf-8", "replace")).hexdigest()[:9]
+
+
+def _calls(context: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [call for message in context["messages"] for call in message.get("tool_calls", ())]
 
 
 def _give_up(number: int, frame: FrameType | None) -> None:

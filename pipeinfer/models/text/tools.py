@@ -9,9 +9,9 @@ from typing import Any
 
 from pipeinfer.models.text.answer_forms import DEEPSEEK, MARK, NO_TEXT, THOUGHTS
 from pipeinfer.models.text.arguments import as_json
-from pipeinfer.models.text.chat_template import ChatMessage
 from pipeinfer.models.text.grammar_text import ANSWER, ANY_TOKENS
 from pipeinfer.models.text.json_schema import json_rule
+from pipeinfer.models.text.messages import ChatMessage
 from pipeinfer.models.text.tokenizer import ATTR_CONTROL, Tokenizer
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"

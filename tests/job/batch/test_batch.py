@@ -28,8 +28,9 @@ from pipeinfer.job.placement.checks import open_models
 from pipeinfer.job.requests import fields
 from pipeinfer.job.requests.body import Defaults
 from pipeinfer.job.requests.body_prompts import BodyPrompts
-from pipeinfer.models.text.chat_template import ChatMessage, ChatTemplate
+from pipeinfer.models.text.chat_template import ChatTemplate
 from pipeinfer.models.text.json_schema import schema_grammar
+from pipeinfer.models.text.messages import ChatMessage
 from pipeinfer.models.text.tokenizer import Tokenizer
 from tests.support.gguf_factory import CHAT_TEMPLATE, Shape, write_model
 from tests.support.jobs import but_waiting, environment, finish, launcher, run_json, start
@@ -545,7 +546,7 @@ def test_a_fault_of_the_host_is_no_result(
     done = subprocess.run(
         [sys.executable, "-c", code, *words], env=environment(), text=True, capture_output=True, timeout=60
     )
-    assert done.returncode == 2 and "was killed or stopped, 2 times" in done.stderr, done.stderr
+    assert done.returncode == 2 and "was killed, stopped or not started, 2 times" in done.stderr, done.stderr
     assert not output.exists() or not output.read_text()
     assert finish(1, words).returncode == 0 and '"text"' in output.read_text()
 

@@ -34,7 +34,8 @@ from pipeinfer.models.gguf.model_info import read_model_info
 from pipeinfer.models.gguf.slice import open_slice
 from pipeinfer.models.llama.params import LlamaParams
 from pipeinfer.models.llama.stage import LlamaStage
-from pipeinfer.models.text.chat_template import ChatMessage, ChatTemplate, Rendered, encode_rendered
+from pipeinfer.models.text.chat_template import ChatTemplate, Rendered, encode_rendered
+from pipeinfer.models.text.messages import ChatMessage
 from pipeinfer.models.text.tokenizer import TextStream, Tokenizer
 from pipeinfer.policies import POLICIES, make_policy
 from tests.core.test_engine import toy_engine

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from pipeinfer.core.blocks import BLOCK, Span, spans_of
 from pipeinfer.job.requests.body_prompts import MAX_TURNS, spans_of_turns, turns_of
-from pipeinfer.models.text.chat_template import ChatMessage
+from pipeinfer.models.text.messages import ChatMessage
 
 SYSTEM, USER, ASSISTANT = ChatMessage("system", "s"), ChatMessage("user", "u"), ChatMessage("assistant", "a")
 

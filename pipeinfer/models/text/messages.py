@@ -1,0 +1,109 @@
+"""Messages of a chat, in the forms that templates ask for: fields by what a template reads, and other orders of roles
+where it refuses one."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """`more`: further fields for the template, such as tool_calls; a content in it replaces the text."""
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+Messages = Sequence[ChatMessage]
+
+
+# -- fields
+
+ASKS_FOR_NONE = re.compile(r"(?<!\w)content['\"\])]*\s*(?:is(?: not)?|[!=]=)\s*none", re.IGNORECASE)
+FIRST_CALL = re.compile(r"tool_calls['\"]?\]?\[0\]")
+EACH_CALL = re.compile(r"(?:\bin|=)\s*[\w.'\"\[\]]*tool_calls(?!['\"\]]*\[)|tool_calls['\"\]]*\s*\|\s*tojson")
+THINKING = re.compile(r"message(?:\.|\[['\"])thinking\b")
+
+
+def fields_of(messages: Messages, source: str) -> list[dict[str, Any]]:
+    """What the template `source` sees. Beside calls a content of null is an empty text where the template does not ask
+    for null: it would write None. Calls are in messages of their own where it writes the first of each alone, as those
+    of Llama 3 and gpt-oss. Reasoning is `thinking` where it reads that, as gpt-oss's, which allows no content then."""
+    result = [{"role": each.role, "content": each.content, **each.more} for each in messages]
+    for fields in result:
+        if fields["content"] is None and not ASKS_FOR_NONE.search(source):
+            fields["content"] = ""
+        if "reasoning_content" in fields and THINKING.search(source):
+            fields["thinking"] = fields["reasoning_content"]
+            fields["content"] = "" if fields.get("tool_calls") else fields["content"]
+    return _one_call_each(result) if FIRST_CALL.search(source) and not EACH_CALL.search(source) else result
+
+
+def _one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each call is followed by its result: the one with its id, or the next without any."""
+    result, moved_up = list[dict[str, Any]](), set[int]()
+    for at, message in enumerate(messages):
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            result += [] if at in moved_up else [message]
+            continue
+        results = list(takewhile(lambda n: messages[n]["role"] == "tool", range(at + 1, len(messages))))
+        for n, call in enumerate(calls):
+            first = {"role": message["role"], "content": ""} if n else message
+            result.append({**first, "tool_calls": [call]})
+            ids = None, call.get("id")
+            if matches := [n for n in results if n not in moved_up and messages[n].get("tool_call_id") in ids]:
+                result.append(messages[matches[0]])
+                moved_up.add(matches[0])
+    return result
+
+
+# -- orders of roles
+
+
+def orders(messages: Messages) -> list[Messages]:
+    """Conversations to try, in order, where a template refuses the messages: with one system message at the beginning,
+    with that as the beginning of the user's first message, and with one message for neighbours of one role."""
+    conversations: list[Messages] = [messages]
+    for change in (_system_first, _without_system, _alternating):
+        if (changed := change(conversations[-1])) != list(messages) and changed != list(conversations[-1]):
+            conversations.append(changed)
+    return conversations[1:]
+
+
+def _system_first(messages: Messages) -> list[ChatMessage]:
+    system = [each for each in messages if each.role == "system"]
+    rest = [each for each in messages if each.role != "system"]
+    return [replace(system[0], content=_joined(system)), *rest] if system else rest
+
+
+def _without_system(messages: Messages) -> list[ChatMessage]:
+    """`messages`: with at most one system message, the first."""
+    if not messages or messages[0].role != "system":
+        return list(messages)
+    system, *rest = messages
+    if rest and rest[0].role == "user":
+        return [replace(rest[0], content=_joined([system, rest[0]])), *rest[1:]]
+    return [replace(system, role="user"), *rest]
+
+
+def _alternating(messages: Messages) -> list[ChatMessage]:
+    merged = list[ChatMessage]()
+    for message in messages:
+        if merged and merged[-1].role == message.role and message.role in ("user", "assistant"):
+            last = merged[-1]
+            calls = [*last.more.get("tool_calls", ()), *message.more.get("tool_calls", ())]
+            more = {**last.more, **message.more, **({"tool_calls": calls} if calls else {})}
+            if content := _joined([last, message]):
+                more.pop("content", None)  # of one that has calls alone
+            merged[-1] = replace(last, content=content, more=more)
+        else:
+            merged.append(message)
+    return merged
+
+
+def _joined(messages: Messages) -> str:
+    return "\n\n".join(each.content for each in messages if each.content)
