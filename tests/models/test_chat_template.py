@@ -90,7 +90,6 @@ def test_templates_say_what_they_say_elsewhere(tokenizer: Tokenizer, source: str
         ("{{ cycler.__init__.__globals__.os.system('touch escaped') }}", "unsafe"),
         ("{{ lipsum.__globals__['os'].system('touch escaped') }}", "unsafe"),
         ("{{ ('{0.__class__.__mro__}').format(messages) }}", "unsafe"),
-        ("{{ messages.append(1) }}", "unsafe"),
         ("{% include '/etc/passwd' %}", "no loader"),
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "more than 1 s"),
         ("{{ range(10**9) | list }}", "too big"),
@@ -381,10 +380,26 @@ def test_ids_of_calls_have_the_form_that_a_template_asks_for(arguments: str, tok
         assert first == second and first.isalnum() and (first == id) is (len(id) == 9)
 
 
-def test_a_template_may_expect_a_description_of_each_tool(tokenizer: Tokenizer) -> None:
-    template = little("{% for each in tools %}{{ '|' + each.function.description }}{% endfor %}")
-    tools = [{"function": {"name": "f"}}, {"function": {"name": "g", "description": "d"}}]
-    assert template.render_all([TURNS], tokenizer, [{"tools": tools}]) == [Rendered("||d")]
+def test_a_template_may_expect_what_tools_may_leave_out(tokenizer: Tokenizer) -> None:
+    """As Command R's."""
+    template = little(
+        "{% for each in tools %}{{ '|' + each.function.description }}{% for name, about in each.function.parameters"
+        ".properties.items() %}{{ name + about.description }}{% endfor %}{% endfor %}"
+    )
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"description": "c"}}}
+    tools = [{"function": {"name": "f"}}, {"function": {"name": "g", "description": "d", "parameters": schema}}]
+    assert template.render_all([TURNS], tokenizer, [{"tools": tools}]) == [Rendered("||dabc")]
+    (fault,) = template.render_all([TURNS], tokenizer, [{"tools": [2]}])
+    assert "has no attribute" in str(fault)
+
+
+def test_a_template_may_append_to_lists_and_write_what_map_returns(tokenizer: Tokenizer) -> None:
+    """As Kimi K2's and one of llama.cpp's for DeepSeek R1. What a failed try appended is in no other."""
+    source = "{% set _ = x.append(3) %}{{ x | map('int') | tojson }}{{ '' + messages[0].content }}"
+    said = [ChatMessage("assistant", "", {"content": None})]
+    for asks in ("", "{% if messages[0].content is none %}{% endif %}"):
+        found = little(source + asks).render_all([said], tokenizer, [{"x": [2]}])
+        assert found == [Rendered("[2, 3]")]
 
 
 def test_each_conversation_has_its_own_variables(tokenizer: Tokenizer) -> None:

@@ -33,6 +33,10 @@ def said(*pairs: tuple[str, str]) -> list[ChatMessage]:
             ],
         ),
         (said(("user", "a"), ("user", "b")), [said(("user", "a\n\nb"))]),
+        (
+            said(("user", "a"), ("assistant", "b"), ("tool", "c"), ("user", "d")),
+            [said(("user", "a"), ("assistant", "b"), ("tool", "c\n\nd"))],
+        ),
     ],
 )
 def test_orders_come_from_the_least_change_to_the_largest(

@@ -66,9 +66,10 @@ def _one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def orders(messages: Messages) -> list[Messages]:
     """Conversations to try, in order, where a template refuses the messages: with one system message at the beginning,
-    with that as the beginning of the user's first message, and with one message for neighbours of one role."""
+    with that as the beginning of the user's first message, with one message for neighbours of one role, and with what
+    a user says behind a tool's result as its end."""
     conversations: list[Messages] = [messages]
-    for change in (_system_first, _without_system, _alternating):
+    for change in (_system_first, _without_system, _alternating, _within_results):
         if (changed := change(conversations[-1])) != list(messages) and changed != list(conversations[-1]):
             conversations.append(changed)
     return conversations[1:]
@@ -100,6 +101,16 @@ def _alternating(messages: Messages) -> list[ChatMessage]:
             if content := _joined([last, message]):
                 more.pop("content", None)  # of one that has calls alone
             merged[-1] = replace(last, content=content, more=more)
+        else:
+            merged.append(message)
+    return merged
+
+
+def _within_results(messages: Messages) -> list[ChatMessage]:
+    merged = list[ChatMessage]()
+    for message in messages:
+        if merged and merged[-1].role == "tool" and message.role == "user":
+            merged[-1] = replace(merged[-1], content=_joined([merged[-1], message]))
         else:
             merged.append(message)
     return merged

@@ -1,13 +1,15 @@
 """Render chat templates in a sandbox, in a process of its own: a template from a model file may loop forever, or try to
 leave the sandbox. Knows no model."""
 
+import copy
 import hashlib
 import json
 import re
 import resource
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -15,7 +17,7 @@ from jinja2 import Template, TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import SandboxedEnvironment
 
 T = TypeVar("T")
 
@@ -38,7 +40,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
     def attempt(template: Template, context: Mapping[str, Any]) -> dict[str, str]:
         signal.setitimer(signal.ITIMER_VIRTUAL, CHAT_S)
-        text = _attempt("error", lambda: template.render(**context))
+        text = _attempt("error", lambda: template.render(**copy.deepcopy(context)))
         signal.setitimer(signal.ITIMER_VIRTUAL, 0)
         if isinstance(text, dict) or len(text) <= n_characters:
             return text if isinstance(text, dict) else {"text": text}
@@ -51,21 +53,26 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _others(context: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Contexts to try where a template refuses one: with descriptions of tools that have none, a text for a content of
-    null, the arguments of calls as texts in JSON, ids of calls as Mistral's ask for them; and with several of these."""
+    """Contexts to try where a template refuses one: with what tools may leave out, a text for a content of null, the
+    arguments of calls as texts in JSON, ids of calls as Mistral's ask for them; and with several of these."""
     contexts = [dict(context)]
-    for change in (_describe_tools, _give_content, _write_arguments, _shorten_ids):
+    for change in (_complete_tools, _give_content, _write_arguments, _shorten_ids):
         for each in tuple(contexts):
             changed = json.loads(json.dumps(each))
-            change(changed)
+            with suppress(AttributeError, KeyError, TypeError):  # --chat-template-kwargs may have any tools
+                change(changed)
             if changed != each:
                 contexts.append(changed)
     return contexts[1:]
 
 
-def _describe_tools(context: dict[str, Any]) -> None:
+def _complete_tools(context: dict[str, Any]) -> None:
     for tool in context.get("tools") or ():
-        tool["function"].setdefault("description", "")
+        function = tool["function"] = {"description": "", "parameters": {"type": "object"}, **tool["function"]}
+        properties = function["parameters"].setdefault("properties", {})
+        for each in properties.values() if isinstance(properties, dict) else ():
+            if isinstance(each, dict):
+                each.setdefault("description", "")
 
 
 def _give_content(context: dict[str, Any]) -> None:
@@ -132,9 +139,10 @@ def parse(source: str, now_s: float) -> Template:
         sort_keys: bool = False,
     ) -> str:
         pair = (str(separators[0]), str(separators[1])) if separators else None
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=pair, sort_keys=sort_keys)
+        plain = list(value) if isinstance(value, Iterator) else value  # of jinja2's map
+        return json.dumps(plain, ensure_ascii=ensure_ascii, indent=indent, separators=pair, sort_keys=sort_keys)
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = SandboxedEnvironment(  # lists may be appended to, as in llama.cpp: nothing here outlives a chat
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
     environment.filters["tojson"] = as_json  # jinja2's own is for HTML
