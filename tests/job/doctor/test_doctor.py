@@ -31,7 +31,7 @@ from pipeinfer.job.doctor.host_checks import check_this_host
 from pipeinfer.job.doctor.host_list import HostList, read_host_list
 from pipeinfer.job.doctor.host_session import HostSession, NoAnswer, remote_words
 from pipeinfer.models.demo import TARGET
-from tests.support.jobs import COMMAND, ROOT, environment
+from tests.support.jobs import COMMAND, ROOT, environment, until
 from tests.support.planned import options_of
 
 LIMITS = {OPEN_FILES: 4096, LOCKED_MEMORY: -1, ADDRESS_SPACE: -1, FILE_SIZE: -1}
@@ -498,6 +498,8 @@ def test_ranks_of_a_job_are_found_by_their_variables() -> None:
         )
     ]
     try:
+        # the kernel shows variables a moment after a program has replaced another
+        until(lambda: all(Path(f"/proc/{child.pid}/environ").read_bytes() for child in children))
         assert agent.ranks("77", names) == {"ranks": [3, 5]}  # type: ignore[arg-type]
     finally:
         for child in children:
