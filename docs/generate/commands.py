@@ -10,7 +10,7 @@ import click
 
 from docs.generate.tables import code, table
 from pipeinfer.cli.commands import COMMANDS, cli
-from pipeinfer.cli.options.llama_cpp import ANY, ARGUMENTS, HARMLESS, INSTEAD, OPTIONAL
+from pipeinfer.cli.options.llama_cpp import ANY, ARGUMENTS, HARMLESS, INSTEAD, OF_COMMAND, OPTIONAL
 from pipeinfer.cli.run import chat_command, run
 from pipeinfer.cli.serve import serve_command
 
@@ -121,12 +121,21 @@ def llama_cpp() -> str:
             harmless.append([_spelled(accepted), "any" if ANY in values else ", ".join(values)])
         for flag in filter(INSTEAD.get, others):
             missing.setdefault(INSTEAD[flag], []).append(flag)
+    otherwise: dict[tuple[str, str, str], list[str]] = {}
+    for command, (harmless_there, instead) in OF_COMMAND.items():
+        for flag in {**harmless_there, **instead}:
+            values_there = ", ".join(harmless_there.get(flag) or ())
+            otherwise.setdefault((command, values_there, instead.get(flag, "it is so anyway")), []).append(flag)
     theirs = {flag for _, flags in ARGUMENTS for flag in flags}
     further = {id(param): param for param in ours.values() if not theirs.intersection(_flags(param))}
     parts = {
         "Here, with the same name": table(["option", "variable", "here"], shared),
         "Taken, without effect: it is so anyway": table(["option", "values"], harmless),
         "Not here": table(["option", "instead"], [[_spelled(flags), hint] for hint, flags in missing.items()]),
+        "Otherwise by command": table(
+            ["command", "option", "values taken", "why, or instead"],
+            [[command, _spelled(flags), values, why] for (command, values, why), flags in otherwise.items()],
+        ),
         "Here, and not in llama.cpp": table(
             ["option", "what it does"], [[_spelled(_flags(param)), _help(param)] for param in further.values()]
         ),

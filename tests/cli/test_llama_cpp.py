@@ -116,6 +116,24 @@ def test_who_batches_anyway_may_be_asked_to(command: click.Command, monkeypatch:
         parsed(run, ["-p", "x", "-cb"], monkeypatch)
 
 
+def test_a_server_takes_what_it_does_anyway_and_answers_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    parsed(serve_command, ["--reasoning-format", "deepseek", "--prefill-assistant", "--cache-prompt"], monkeypatch)
+    for words, says in (
+        (["--reasoning-format", "none"], "requests say reasoning_format"),
+        (["-rea", "off"], "requests say reasoning_format"),
+        (["--verbose-prompt"], "POST /tokenize"),
+    ):
+        with pytest.raises(click.UsageError, match=says):
+            parsed(serve_command, words, monkeypatch)
+    with pytest.raises(click.UsageError, match="printed as the model writes it"):
+        parsed(run, ["-p", "x", "--reasoning-format", "deepseek"], monkeypatch)
+    taken = {"LLAMA_ARG_CONT_BATCHING": "1", "LLAMA_ARG_THINK": "deepseek", "LLAMA_ARG_CACHE_PROMPT": "1"}
+    assert not list(ignored_variables(serve_command, taken))
+    (line,) = ignored_variables(serve_command, {"LLAMA_ARG_THINK": "none"})
+    assert "requests say reasoning_format" in line
+    assert any("one prompt a run" in line for line in ignored_variables(run, taken))
+
+
 def test_a_chat_takes_or_answers_what_run_has_for_chats(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parsed(chat_command, ["-cnv", "-p", "-cnv"], monkeypatch).params["prompt"] == "-cnv"
     for flag, says in (("-st", "run --chat` asks"), ("--chat", "run --chat` asks"), ("--trace", "`pipeinfer run` has")):

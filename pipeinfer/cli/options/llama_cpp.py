@@ -22,7 +22,9 @@ HARMLESS: dict[str, tuple[str, ...] | None] = {}
 INSTEAD: dict[str, str] = {}  # flag -> the nearest option that there is, or why there is none
 HINTS: dict[str, str] = {}  # the texts of `INSTEAD` by name
 OF_RUN: dict[str, str] = {}  # flags of `run` -> a hint for other commands
-IMPLIED: dict[str, list[str]] = {}  # command -> flags for what it does in any case
+OF_COMMAND: dict[str, tuple[dict[str, tuple[str, ...] | None], dict[str, str]]] = {}
+"""Command -> what is other there in `HARMLESS` and in `INSTEAD`."""
+
 ANY, OPTIONAL = "*", "?"  # among values of a harmless flag: any value; the value may be left out
 
 
@@ -33,24 +35,36 @@ def _read_data() -> None:
         rest, _, name = rest.partition(" : ")
         words, is_harmless, values = rest.partition(" =")
         flags = words.split()
+        accepted = dict.fromkeys(flags, tuple(values.split()) or None) if is_harmless else {}
         if first.endswith(":"):
             HINTS[first[:-1]] = line.partition(" ")[2]
         elif first == "run":
             OF_RUN.update(dict.fromkeys(flags, name))
         elif first.islower():
-            IMPLIED[first] = flags
+            harmless, instead = OF_COMMAND.setdefault(first, ({}, {}))
+            harmless.update(accepted)
+            instead.update(dict.fromkeys(flags, name) if name else {})
         elif first not in ("", "#"):
             names |= dict.fromkeys(flags, name) if name else {}
-            HARMLESS.update(dict.fromkeys(flags, tuple(values.split()) or None) if is_harmless else {})
+            HARMLESS.update(accepted)
             if first == "+":
                 ARGUMENTS[-1][1].extend(flags)
             elif first != "*":
                 ARGUMENTS.append((first, flags))
     INSTEAD.update({flag: HINTS[name] for flag, name in names.items()})
-    OF_RUN.update({flag: HINTS[name] for flag, name in OF_RUN.items()})
+    for hints in (OF_RUN, *(instead for _, instead in OF_COMMAND.values())):
+        hints.update({flag: HINTS[name] for flag, name in hints.items()})
 
 
 _read_data()
+
+
+def _of_command(name: str | None) -> tuple[Mapping[str, tuple[str, ...] | None], Mapping[str, str]]:
+    """(`HARMLESS`, `INSTEAD`) of a command."""
+    harmless, instead = OF_COMMAND.get(str(name), ({}, {}))
+    others = {flag: values for flag, values in HARMLESS.items() if flag not in instead}
+    return others | harmless, {**INSTEAD, **instead}
+
 
 RANKS = "-np"  # llama.cpp's option for texts at a time, mpirun's for ranks
 COUNTS = {"--nodes": "nodes", "--stages": "stages"}  # options of commands without ranks, and what these count instead
@@ -81,24 +95,25 @@ def ignored_variables(command: click.Command, environment: Mapping[str, str]) ->
     read = {name for option in command.params for name in _listed(option.envvar)}
     read |= negations(read)
     of_server = (HINTS["server"], HINTS["no-server"]) if command.name != "serve" else ()
+    harmless, instead = _of_command(command.name)
     for name, value in sorted(environment.items()):
-        is_ignored = name.startswith(PREFIX) and name not in read and value
-        if is_ignored and INSTEAD.get(VARIABLES.get(name, "")) not in of_server and (line := _ignored(name, value)):
+        flag = VARIABLES.get(name, "")
+        is_ignored = name.startswith(PREFIX) and name not in read and value and instead.get(flag) not in of_server
+        if is_ignored and (line := _ignored(name, value, harmless.get(flag, OFF), instead.get(flag))):
             yield line
 
 
-def _ignored(name: str, value: str) -> str:
-    """Why a variable has no effect; empty if no effect is expected."""
+def _ignored(name: str, value: str, values: Collection[str] | None, reason: str | None) -> str:
+    """Why a variable has no effect; empty if no effect is expected. `values`: those that have none."""
     flag = VARIABLES.get(name, "")
     if not flag:
         is_negation = name.replace(NEGATION, PREFIX, 1) in VARIABLES  # it switches off what is not there anyway
         return "" if is_negation else f"{name} is set, which is not known here"
     if flag in GUESSING:
         return f"{name} is set and not read: which options guesses have depends on --policy; give {flag}"
-    values = HARMLESS.get(flag, OFF)  # a missing option is switched off
     if not values or ANY in values or value in values:
         return ""
-    return f"{name} is set and not read: {INSTEAD.get(flag, f'{flag} {value} cannot be had here')}"
+    return f"{name} is set and not read: {reason or f'{flag} {value} cannot be had here'}"
 
 
 def negations(names: str | Iterable[str] | None) -> set[str]:
@@ -140,8 +155,7 @@ class Command(click.Command):
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words = args
         if not ctx.resilient_parsing:
-            implied = IMPLIED.get(str(self.name), [])
-            words = list(read_words(args, self.get_params(ctx), implied, ctx.allow_interspersed_args))
+            words = list(read_words(args, self.get_params(ctx), self.name, ctx.allow_interspersed_args))
             ctx.meta[WORDS] = tuple(words)
         try:
             rest = super().parse_args(ctx, words)
@@ -198,16 +212,16 @@ class CommandGroup(click.Group):
         return super().resolve_command(ctx, args)
 
 
-def read_words(args: list[str], params: list[click.Parameter], implied: list[str], interspersed: bool) -> Iterator[str]:
-    """The words that click parses. `implied`: flags without effect. Unless `interspersed`, all words from the first
-    argument on are passed unchanged."""
+def read_words(
+    args: list[str], params: list[click.Parameter], command: str | None, interspersed: bool
+) -> Iterator[str]:
+    """The words that click parses. Unless `interspersed`, all words from the first argument on are passed unchanged."""
+    harmless, instead = _of_command(command)
     options = {name: param for param in params for name in (*param.opts, *param.secondary_opts)}
     words = deque(args)
     while words:
         word = words.popleft()
         name = _name(word, options)
-        if word in implied:
-            continue
         if name in SWITCHES and name in options:
             yield _switch(name, word[len(name) + 1 :], words)
         elif name in options:
@@ -226,9 +240,10 @@ def read_words(args: list[str], params: list[click.Parameter], implied: list[str
         elif name == RANKS and (flags := COUNTS.keys() & options.keys()):
             flag = flags.pop()
             raise click.UsageError(f"{RANKS}: here {flag} N says how many {COUNTS[flag]} there are")
-        elif name in HARMLESS:
-            _check_harmless(name, HARMLESS[name], word[len(name) + 1 :], words)
-        elif hint := INSTEAD.get(name) or OF_RUN.get(name):
+        elif name in harmless:
+            reason = instead.get(name, "it cannot be had here")
+            _check_harmless(name, harmless[name], reason, word[len(name) + 1 :], words)
+        elif hint := instead.get(name) or OF_RUN.get(name):
             raise click.UsageError(f"{name}: {hint}")
         else:
             raise click.NoSuchOption(name, possibilities=_near_misses(name, options))
@@ -275,9 +290,9 @@ def _takes_value(param: click.Parameter) -> bool:
     return isinstance(param, click.Option) and not param.is_flag and not param.count
 
 
-def _check_harmless(name: str, values: tuple[str, ...] | None, value: str, words: deque[str]) -> None:
-    """Take the flag's value, the next word unless it is `value`. Raises click.UsageError for one that is not
-    harmless."""
+def _check_harmless(name: str, values: tuple[str, ...] | None, reason: str, value: str, words: deque[str]) -> None:
+    """Take the flag's value, the next word unless it is `value`. Raises click.UsageError, with the `reason`, for one
+    that is not harmless."""
     if values is None or (OPTIONAL in values and not value and (not words or words[0] not in values)):
         return
     value = value or (words.popleft() if words else "")
@@ -286,5 +301,4 @@ def _check_harmless(name: str, values: tuple[str, ...] | None, value: str, words
     choices = "" if ANY in values else ", ".join(values)
     if not value or value.startswith("-"):
         raise click.UsageError(f"{name} needs a value: {choices}; it has no effect here and may be left out")
-    reason = INSTEAD.get(name, "it cannot be had here")
     raise click.UsageError(f"{name} {value}: {reason}; accepted, and without effect: {choices}")
