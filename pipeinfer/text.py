@@ -37,6 +37,11 @@ def shortened(text: str, n_most: int = 60) -> str:
     return text if len(text) <= n_most else f"{text[:n_most]}…"
 
 
+def printable(text: str) -> str:
+    """With ? for what a terminal acts on: files from elsewhere may have it."""
+    return "".join(sign if sign.isprintable() else "?" for sign in text)
+
+
 def or_dash(value: object) -> str:
     return "-" if value is None else str(value)
 

@@ -183,6 +183,6 @@ def _fetch(path: Path) -> Path:
 
 
 def _print(report: dict[str, Any], lines: Iterable[str], json: bool) -> None:
-    from pipeinfer.text import json_text, printed
+    from pipeinfer.text import json_text, printable, printed
 
-    click.echo(json_text(report) if json else printed(lines))
+    click.echo(json_text(report) if json else printed(map(printable, lines)))

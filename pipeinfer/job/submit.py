@@ -28,6 +28,7 @@ def submit(job: SlurmJob, wait: bool, source: Path | None = None) -> int:
     script = job.folder / "job.sh"
     try:
         write_file(script, "the job's script", script_text(job).encode())
+        script.chmod(0o700)  # its command may have keys
         for index, part in enumerate(parts):
             write_file(Path(str(job.folder / PART).replace(INDEX, str(index))), "a part of the requests", part)
         number = submit_script(script)

@@ -313,5 +313,5 @@ class Api:
 
 
 def _client(request: Request) -> str:
-    """The address of a client, which cannot be forged."""
+    """The address of a client, or what a client of this host, such as a proxy, says that it is."""
     return request.client.host if request.client else ""

@@ -54,6 +54,7 @@ class HeadClient:
         try:
             while line := await reader.readline():
                 self._receive(channel.decode(line))
+                await asyncio.sleep(0)  # buffered lines are read at once, and heartbeats must not wait for all
         except (OSError, ValueError):  # ValueError: a line that is too long, or no message
             pass
 

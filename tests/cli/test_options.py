@@ -292,6 +292,11 @@ def test_what_is_about_guesses_is_without_effect_where_there_are_none() -> None:
     assert not asked.changed(policy=PipeInfer()).without_effect(1)
 
 
+def test_threads_that_sample_are_without_effect_beside_all_layers() -> None:
+    options = options_of(model=Path("m"), samplers=2)
+    assert "--sampler-threads is without effect" in options.without_effect(1)[0] and not options.without_effect(2)
+
+
 def test_a_wire_type_is_without_effect_where_nothing_is_sent() -> None:
     options = options_of(model=Path("m"), numerics="fast", wire_type=WireType.BF16)
     assert "--wire-type bf16 is without effect" in options.without_effect(1)[0]

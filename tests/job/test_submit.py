@@ -340,6 +340,7 @@ def test_a_job_is_left_to_itself_and_what_slurm_refuses_is_told(slurm: Slurm, tm
     job = submitted(slurm, tmp_path, "-n", "1", "--sbatch=--hold", *SHORT)
     number, folder = job.stdout.split()
     assert (Path(folder) / "id").read_text().strip() == number and job.stderr == ""
+    assert (Path(folder) / "job.sh").stat().st_mode & 0o777 == 0o700, "it may have keys"
     assert number in slurm.output("squeue", "--noheader", "--format=%i")
     slurm.finish("scancel", number)
     refused = submitted(slurm, tmp_path, "-n", "1", "-p", "nowhere", *SHORT)

@@ -1,6 +1,7 @@
 """Answers as models write them: reasoning, content and calls, read alike wherever a stream cuts them."""
 
 import json
+import time
 from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
@@ -312,6 +313,28 @@ def test_arguments_that_were_cut_are_no_whole_call() -> None:
         reader.push(text)
         reader.finish(is_cut=True)
         assert reader.n_calls == 1 and reader.is_in_call is is_in_call
+
+
+HEADS = ["```json", "", "<tool_call>", "[TOOL_CALLS]", "[TOOL_CALLS]add", "[TOOL_CALLS]add[CALL_ID]"]
+LONG = [
+    *(head + "\n" * 40_000 + end for head in HEADS for end in ("", "x")),
+    "<tool_call>add\n" + "<arg_key>a</arg_key><arg_value>" * 1000 + "</tool_call>",
+    "<tool_call>add\n" + "<arg_key>a</arg_key>" * 1000 + "</tool_call>",
+    "<tool_call>\n<function=add>\n" + "<parameter=a>" * 1500 + "</function>",
+    "<tool_call>\n<function=add>\n" + "<parameter=" * 1500 + "</function>",
+    "<function=" * 1500,
+    "<|end|><|start|>assistant to=f" * 500,
+]
+
+
+@pytest.mark.parametrize("text", LONG, ids=range(len(LONG)))
+def test_reading_takes_time_by_an_answers_length(text: str) -> None:
+    """A regular expression that searches from each place anew took seconds, or minutes."""
+    for is_cut in (False, True):
+        reader, start_s = AnswerReader(TOOLS), time.process_time()
+        reader.push(text)
+        reader.finish(is_cut)
+        assert time.process_time() - start_s < 5
 
 
 def test_pairs_that_were_cut_are_arguments_without_their_end() -> None:

@@ -72,6 +72,20 @@ def test_what_a_head_gives_up_goes_on_where_another_one_follows(is_followed: boo
     assert choice.finish == "length" and choice.tokens == [5, 6, 7]
 
 
+def test_a_queue_of_messages_leaves_turns_to_others() -> None:
+    async def count() -> int:
+        head, reader, n_turns = HeadClient(4, Metrics("model", 100)), asyncio.StreamReader(), 0
+        reader.feed_data(encode(Ready(100)) * 50)
+        reader.feed_eof()
+        hearing = asyncio.ensure_future(head.run(reader))
+        while not hearing.done():
+            n_turns += 1
+            await asyncio.sleep(0)
+        return n_turns
+
+    assert asyncio.run(count()) >= 50
+
+
 def test_runs_of_each_head_are_counted() -> None:
     head = HeadClient(4, Metrics("model", 100), is_followed=True)
     for n_runs, n_all in ((7, 7), (3, 10), (4, 14)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -18,10 +19,12 @@ from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.text_sections import ChatOptions, ContextOptions, TextOptions
 from pipeinfer.job.requests.body import Body, Defaults
+from pipeinfer.job.requests.body_prompts import BodyPrompts
 from pipeinfer.job.requests.fields import COMPLETION, PassedOver
 from pipeinfer.job.requests.request import DEFAULT_CTX
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.text.messages import ChatMessage
+from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import process
 from pipeinfer.server.prompting import Prompting, Turns, parse_request
 
@@ -200,3 +203,23 @@ def test_templates_see_the_day_of_a_chat(monkeypatch: pytest.MonkeyPatch) -> Non
         asyncio.run(process.serve(served, unused, unused))
     for now_s, seen_s in ((1e9, 1e9), (1e9 + 1, 1e9), (1e9 + 86_400, 1e9 + 86_400)):
         assert shown() == time.strftime("%F %T", time.localtime(seen_s)), now_s
+
+
+@pytest.mark.parametrize(
+    ("n_ctx", "ctx_size", "share", "said"),
+    [
+        (4096, None, 4096, "the context without -c holds 4096; .*, or start with a larger -c, up to 8192$"),
+        (4096, 4096, 1024, "-c 4096 holds 4096; .*, or start with a larger -c, up to 8192$"),
+        (8192, None, 4096, "the model holds 8192; shorten it to less than 8192$"),
+        (2048, None, 1024, "the memory of the ranks holds 2048; shorten it to less than 2048$"),
+        (2048, 4096, 1024, "the memory of the ranks holds 2048; shorten it to less than 2048$"),
+    ],
+)
+def test_what_limits_a_prompt_is_said(n_ctx: int, ctx_size: int | None, share: int, said: str) -> None:
+    info: Any = SimpleNamespace(n_ctx_train=8192, n_ctx_most=8192)
+    tokenizer = Tokenizer(TARGET)
+    options = TextOptions(), ContextOptions(ctx_size=ctx_size)
+    prompts = BodyPrompts(*options, info, tokenizer, n_ctx, share)
+    (error,) = prompts.ask([Body((5,) * 8200, (), 8, SamplingParams(), (), ignore_eos=False)])
+    assert isinstance(error, UserError) and re.search(said, str(error)), error
+    tokenizer.close()

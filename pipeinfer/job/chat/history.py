@@ -184,6 +184,6 @@ class ChatNotes:
         except ValueError:
             chat_digest, job, n_read, message = "", "", 0, ""
         if chat_digest != self._digest:
-            others = "the notes are not of this chat: model, -c, -n, template, -r or sampling differ"
+            others = "the notes are not of this chat: model, -sys, -c, -n, template, -r, sampling or --numerics differ"
             raise UserError(f"{WHAT}: {others}; give the same options, or name another file")
         return job, n_read, message

@@ -209,6 +209,8 @@ class RunOptions:
             )
         if wire_type is not WireType.F32 and n_stages == 1:
             lines.append(f"--wire-type {wire_type} is without effect: one rank has all layers, no activations travel")
+        if self.placement.samplers and n_stages == 1:
+            lines.append("--sampler-threads is without effect: one rank has all layers, and samples by itself")
         return tuple(lines)
 
 

@@ -16,7 +16,7 @@ from pipeinfer.job.options.text_sections import ContextOptions, TextOptions
 from pipeinfer.job.process.streams import complain
 from pipeinfer.job.requests.body import Body
 from pipeinfer.job.requests.chat_format import ChatFormat, open_format
-from pipeinfer.job.requests.request import GenerationRequest, check_constraints, end_tokens, settled
+from pipeinfer.job.requests.request import DEFAULT_CTX, GenerationRequest, check_constraints, end_tokens, settled
 from pipeinfer.models.gguf.model_info import ModelInfo
 from pipeinfer.models.text.answers import closes_thought, opened_thought
 from pipeinfer.models.text.arguments import as_json
@@ -174,10 +174,12 @@ class BodyPrompts:
         """The limit that a request exceeds, and what to do."""
         is_trained = self.n_ctx == self.info.n_ctx_train
         is_option = self.n_ctx == self._ctx_size
+        is_default = not self._ctx_size and self.share == min(self.info.n_ctx_train, DEFAULT_CTX)
         source = f"-c {self.n_ctx}" if is_option else "the model" if is_trained else "the memory of the ranks"
+        source = "the context without -c" if is_default and not is_trained else source
         n_left = self.n_ctx - n_prompt
         less = f"ask for up to {n_left} tokens" if n_left > 0 else f"shorten it to less than {self.n_ctx}"
-        may_grow = self.n_ctx < self.info.n_ctx_most and (is_option or is_trained)
+        may_grow = self.n_ctx < self.info.n_ctx_most and (is_option or is_trained or is_default)
         more = f", or start with a larger -c, up to {self.info.n_ctx_most}" if may_grow else ""
         return f"{source} holds {self.n_ctx}; {less}{more}"
 

@@ -22,6 +22,7 @@ from pipeinfer.disk_cache import user_cache
 from pipeinfer.errors import UserError
 from pipeinfer.models.llama.params import NUMA_STRATEGIES
 from pipeinfer.models.llama.threads import spin_briefly
+from pipeinfer.text import printable
 
 LOG_ERROR = 4
 PROBE_TIMEOUT_S = 20.0
@@ -128,7 +129,7 @@ def last_errors() -> str:
     """libllama's last complaints, on one line; forgotten afterwards."""
     text = "; ".join(_errors)
     _errors.clear()
-    return "".join(sign if sign.isprintable() else "?" for sign in text)  # it quotes from damaged files
+    return printable(text)  # it quotes from damaged files
 
 
 def use_nodes(strategy: str) -> None:

@@ -5,27 +5,30 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import product
 
+from pipeinfer.models.text.arguments import PairMarks
+
 
 @dataclass(frozen=True, slots=True)
 class CallForm:
-    """How a call is written. `head`: up to its arguments, with the function's `name`. `close`: the end of calls without
-    a head. `pairs`: arguments that are no JSON, one by one, up to `close`."""
+    """How a call is written. `head`: up to its arguments, with the function's `name`; takes time by a text's length
+    alone. `close`: the end of calls without a head. `pairs`: of arguments that are no JSON, one by one, up to `close`.
+    """
 
     mark: str
     head: re.Pattern[str]
     close: str = ""
-    pairs: re.Pattern[str] | None = None
+    pairs: PairMarks | None = None
 
 
-def _form(mark: str, head: str, close: str = "", pairs: str = "") -> CallForm:
-    return CallForm(mark, re.compile(head, re.DOTALL), close, re.compile(pairs, re.DOTALL) if pairs else None)
+def _form(mark: str, head: str, close: str = "", pairs: PairMarks | None = None) -> CallForm:
+    return CallForm(mark, re.compile(head, re.DOTALL), close, pairs)
 
 
 NAMED = (
     r'(?P<object>\{)\s*(?:"type"\s*:\s*"function"\s*,\s*)?(?:"id"\s*:\s*"[^"]{0,64}"\s*,\s*)?"(?:name|function)"\s*:\s*'
     r'"(?P<name>[^"\\]+)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)'
 )
-BARE = re.compile(rf"(?:```(?:json)?\s*)?\[?\s*{NAMED}")
+BARE = re.compile(rf"(?:```(?:json)?\s*(?:\[\s*)?|\[\s*|\s*){NAMED}")
 MEMBER = re.compile(r',\s*"[^"\\]{1,64}"\s*:')  # behind the arguments of such an object
 MEMBER_BEGINS = re.compile(r'(?:,\s*(?:"[^"\\]{0,64}(?:"\s*)?)?)?')
 FENCES, KINDS, IDS = ("", "```", "```json"), ("", '"type":"function",'), ("", '"id":"",')
@@ -59,7 +62,7 @@ HARMONY = (
     rf"(?:<\|end\|>)?{TURN}{TO}<\|channel\|>(?:commentary|analysis)(?: to=[\w.-]+)?{TYPE}(?=\{{)",
     rf"(?:<\|end\|>)?{TURN}<\|channel\|>(?:commentary|analysis){TO}{TYPE}(?=\{{)",
 )
-PARAMETERS = r"<parameter=(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>"
+PARAMETERS = PairMarks("<parameter=", ">", "", "</parameter>")
 GLM = r"<tool_call>\n?(?P<name>[\w.-]+)\s*(?=<arg_key>|</tool_call>)"
 DEEPSEEK_CALL = (
     rf"(?:{DEEPSEEK[0]})?\s*{DEEPSEEK[1]}(?:function<｜tool▁sep｜>)?(?P<name>[\w.-]+)"
@@ -67,14 +70,12 @@ DEEPSEEK_CALL = (
 )
 FORMS = (
     _form("<tool_call>", rf"<tool_call>\s*{NAMED}", "</tool_call>"),  # Hermes, Qwen
-    _form("<tool_call>", r"<tool_call>\s*<function=(?P<name>[^>\s]+)>", "</function>", PARAMETERS),  # Qwen3-Coder
-    _form(
-        "<tool_call>", GLM, "</tool_call>", r"<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>"
-    ),
-    _form("<function=", r"<function=(?P<name>[^>\s]+)>\s*(?=\{)"),  # Llama
+    _form("<tool_call>", r"<tool_call>\s*<function=(?P<name>[^>\s]{1,256})>", "</function>", PARAMETERS),  # Qwen3-Coder
+    _form("<tool_call>", GLM, "</tool_call>", PairMarks("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")),
+    _form("<function=", r"<function=(?P<name>[^>\s]{1,256})>\s*(?=\{)"),  # Llama
     _form("<|python_tag|>", rf"<\|python_tag\|>\s*{NAMED}"),
-    _form("[TOOL_CALLS]", rf"\[TOOL_CALLS\]\s*\[?\s*{NAMED}"),  # Mistral
-    _form("[TOOL_CALLS]", r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\][^\[{]*)?\s*(?:\[ARGS\])?\s*(?=\{)"),
+    _form("[TOOL_CALLS]", rf"\[TOOL_CALLS\]\s*(?:\[\s*)?{NAMED}"),  # Mistral
+    _form("[TOOL_CALLS]", r"\[TOOL_CALLS\]\s*(?P<name>[\w.-]+)(?:\[CALL_ID\][^\[{\s]*)?\s*(?:\[ARGS\]\s*)?(?=\{)"),
     *(_form(mark, DEEPSEEK_CALL) for mark in DEEPSEEK),
     *(_form(mark, head) for mark in TURN_MARKS for head in HARMONY),  # gpt-oss
 )

@@ -23,7 +23,7 @@ from pipeinfer.models.text.answer_forms import (
     may_start,
     start_of,
 )
-from pipeinfer.models.text.arguments import argument_value, as_json, kinds_of, read_value
+from pipeinfer.models.text.arguments import PairMarks, argument_value, as_json, kinds_of, read_value
 from pipeinfer.models.text.stops import n_partial
 
 Kind = Literal["content", "reasoning", "call", "arguments"]
@@ -58,7 +58,7 @@ def unclosed_thought(answer: str) -> str:
 def _is_closed(text: str, close: str) -> bool:
     """Whether a mark, which may be empty, ends the JSON that a text begins with, whose strings may have marks too."""
     at, is_quoted = text.find(close) if close else -1, False
-    for match in QUOTE.finditer(text):
+    for match in QUOTE.finditer(text) if at >= 0 else ():
         while 0 <= at < match.end():
             if not is_quoted:
                 return True
@@ -153,10 +153,10 @@ class AnswerReader:
         return self._take_certain("reasoning", [self._thought])
 
     def _content(self) -> Step:
-        places = [at for mark in self._marks if (at := self._rest.find(mark)) >= 0]
-        if not places:
+        match = re.search("|".join(map(re.escape, self._marks)), self._rest) if self._marks else None
+        if not match:
             return self._take_certain("content", self._marks)
-        at = min(places)
+        at = match.start()
         if self._rest[:at].strip():
             return [AnswerPart("content", self._take(len(self._rest[:at].rstrip())))]
         if (channel := self._next_channel(at)) is not False:
@@ -332,13 +332,12 @@ class AnswerReader:
         self._rest, self._state = text, self._content
         return []
 
-    def _arguments_of(self, pairs: re.Pattern[str], name: str, text: str) -> str:
+    def _arguments_of(self, pairs: PairMarks, name: str, text: str) -> str:
         """Arguments as JSON."""
         tool = (self.tools or {}).get(name)
         properties = tool.get("properties") if isinstance(tool, dict) else None
         arguments: dict[str, Any] = {}
-        for match in pairs.finditer(text):
-            key, value = match["key"].strip(), match["value"]
+        for key, value in pairs.read(text):
             schema = properties.get(key) if isinstance(properties, dict) else None
             arguments[key] = argument_value(value, kinds_of(schema, tool))
         return as_json(arguments)

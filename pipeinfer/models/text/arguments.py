@@ -2,9 +2,37 @@
 
 import contextlib
 import json
-from typing import Any
+import re
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 WHITE = " \t\n\r"  # of JSON
+SPACE = re.compile(r"\s*")
+
+
+class PairMarks(NamedTuple):
+    """The marks around a name and around its value. The value's first may be empty, and newlines are marks then."""
+
+    name: str
+    behind_name: str
+    value: str
+    behind_value: str
+
+    def read(self, text: str) -> Iterator[tuple[str, str]]:
+        """Names and values up to one that has no end: a regular expression would search from each place anew."""
+        at = 0
+        while (begin := text.find(self.name, at)) >= 0 and (end := text.find(self.behind_name, begin)) >= 0:
+            name, at = text[begin + len(self.name) : end].strip(), end + len(self.behind_name)
+            if self.value:
+                at = SPACE.match(text, at).end()  # type: ignore[union-attr]
+            if not text.startswith(self.value, at):
+                continue
+            at += len(self.value)
+            if (end := text.find(self.behind_value, at)) < 0:
+                return
+            value = text[at:end]
+            yield name, value if self.value else value.removeprefix("\n").removesuffix("\n")
+            at = end + len(self.behind_value)
 
 
 def kinds_of(schema: Any, root: Any) -> set[str]:

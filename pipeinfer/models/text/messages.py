@@ -2,8 +2,10 @@
 where it refuses one."""
 
 import re
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import takewhile
 from typing import Any, Literal
 
@@ -24,7 +26,7 @@ Messages = Sequence[ChatMessage]
 
 ASKS_FOR_NONE = re.compile(r"(?<!\w)content['\"\])]*\s*(?:is(?: not)?|[!=]=)\s*none", re.IGNORECASE)
 FIRST_CALL = re.compile(r"tool_calls['\"]?\]?\[0\]")
-EACH_CALL = re.compile(r"(?:\bin|=)\s*[\w.'\"\[\]]*tool_calls(?!['\"\]]*\[)|tool_calls['\"\]]*\s*\|\s*tojson")
+EACH_CALL = re.compile(r"(?:\bin|=)\s{0,9}[\w.'\"\[\]]{0,99}tool_calls(?!['\"\]]*\[)|tool_calls['\"\]]*\s*\|\s*tojson")
 THINKING = re.compile(r"message(?:\.|\[['\"])thinking\b")
 
 
@@ -32,32 +34,44 @@ def fields_of(messages: Messages, source: str) -> list[dict[str, Any]]:
     """What the template `source` sees. Beside calls a content of null is an empty text where the template does not ask
     for null: it would write None. Calls are in messages of their own where it writes the first of each alone, as those
     of Llama 3 and gpt-oss. Reasoning is `thinking` where it reads that, as gpt-oss's, which allows no content then."""
+    asks_for_none, reads_thinking, is_of_one_call = _asks(source)
     result = [{"role": each.role, "content": each.content, **each.more} for each in messages]
     for fields in result:
-        if fields["content"] is None and not ASKS_FOR_NONE.search(source):
+        if fields["content"] is None and not asks_for_none:
             fields["content"] = ""
-        if "reasoning_content" in fields and THINKING.search(source):
+        if "reasoning_content" in fields and reads_thinking:
             fields["thinking"] = fields["reasoning_content"]
             fields["content"] = "" if fields.get("tool_calls") else fields["content"]
-    return _one_call_each(result) if FIRST_CALL.search(source) and not EACH_CALL.search(source) else result
+    return _one_call_each(result) if is_of_one_call else result
+
+
+@lru_cache(maxsize=8)
+def _asks(source: str) -> tuple[bool, bool, bool]:
+    """Whether a template asks for a content of null, reads `thinking`, and writes one call a message."""
+    is_of_one_call = FIRST_CALL.search(source) and not EACH_CALL.search(source)
+    return bool(ASKS_FOR_NONE.search(source)), bool(THINKING.search(source)), bool(is_of_one_call)
 
 
 def _one_call_each(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Each call is followed by its result: the one with its id, or the next without any."""
-    result, moved_up = list[dict[str, Any]](), set[int]()
-    for at, message in enumerate(messages):
+    result, rest = list[dict[str, Any]](), deque(messages)
+    while rest:
+        message = rest.popleft()
         calls = message.get("tool_calls", ())
         if len(calls) < 2:
-            result += [] if at in moved_up else [message]
+            result.append(message)
             continue
-        results = list(takewhile(lambda n: messages[n]["role"] == "tool", range(at + 1, len(messages))))
+        results = list(takewhile(lambda each: each["role"] == "tool", rest))
+        by_id: dict[str | None, deque[dict[str, Any]]] = defaultdict(deque)
+        for each in results:
+            by_id[each.get("tool_call_id")].append(rest.popleft())
         for n, call in enumerate(calls):
             first = {"role": message["role"], "content": ""} if n else message
             result.append({**first, "tool_calls": [call]})
-            ids = None, call.get("id")
-            if matches := [n for n in results if n not in moved_up and messages[n].get("tool_call_id") in ids]:
-                result.append(messages[matches[0]])
-                moved_up.add(matches[0])
+            if matches := by_id[call.get("id")] or by_id[None]:
+                result.append(matches.popleft())
+        rest_ids = {id(each) for matches in by_id.values() for each in matches}
+        result += [each for each in results if id(each) in rest_ids]
     return result
 
 

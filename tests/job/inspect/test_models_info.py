@@ -51,6 +51,12 @@ def test_info_tells_what_the_file_is(tmp_path: Path) -> None:
     assert f"template      {len(CHAT_TEMPLATE)} characters" in lines and "sliceable     yes" in lines
 
 
+def test_what_a_terminal_would_act_on_is_not_printed(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m\x1b]0;x\x07.gguf", Shape(n_layer=2))
+    text = call("info", path).stdout
+    assert "m?]0;x?.gguf: " in text and "\x1b" not in text
+
+
 def test_a_stage_weighs_its_layers_and_its_context(tmp_path: Path) -> None:
     path = write_model(tmp_path / "model.gguf", Shape(n_layer=4))
     info = read_model_info(path)
