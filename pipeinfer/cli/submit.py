@@ -32,8 +32,8 @@ HELP = {
     "group": "A group of like ranks, in the order of ranks; give it several times for a heterogeneous job. KEY=VALUE "
     f"with commas between, of {', '.join(GROUP_KEYS)}.",
     "sbatch": "One more option of sbatch, as --sbatch=--exclusive.",
-    "restarts": "Start it again so often when a rank or a node is lost: `run`, `batch` and `serve` go on where they "
-    "were.",
+    "restarts": "Start it again, so often within ten minutes, when a rank or a node is lost: `run`, `batch` and "
+    "`serve` go on where they were.",
     "requeue": "Slurm may start it again, as after a preemption: `run` and `batch` go on from notes in its directory, "
     f"and SIGTERM comes {NOTICE_S} s before its time is over.",
     "array": "As many jobs of a `batch`, each with a part of its requests; results: OUT-0.jsonl, OUT-1.jsonl, …",
