@@ -95,6 +95,7 @@ SAMPLES: dict[str, tuple[str, Read]] = {
     "mistral, id alone": (f"[TOOL_CALLS]list_files[CALL_ID]123456789{LIST_ARGUMENTS}", ("", "", [LIST])),
     "mistral, plain name": ('[TOOL_CALLS]add{"a": 1, "b": 22}', ("", "", [ADD])),
     "magistral": (f"[THINK]Add.[/THINK]So: [TOOL_CALLS][{ADD_JSON}]", ("Add.", "So:", [ADD])),
+    "gemma 4": ("<|channel>thought\nHm.\n<channel|>Yes", ("Hm.", "Yes", [])),
     # DeepSeek
     "deepseek v3": (
         V3 + V3_CALL.format("add", '{"a": 1, "b": 22}') + "\n" + V3_CALL.format("list_files", LIST_ARGUMENTS) + V3_END,

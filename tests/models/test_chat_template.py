@@ -389,6 +389,7 @@ def test_a_template_may_expect_what_tools_may_leave_out(tokenizer: Tokenizer) ->
     schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"description": "c"}}}
     tools = [{"function": {"name": "f"}}, {"function": {"name": "g", "description": "d", "parameters": schema}}]
     assert template.render_all([TURNS], tokenizer, [{"tools": tools}]) == [Rendered("||dabc")]
+    assert template.render_all([TURNS], tokenizer) == [Rendered("")]
     (fault,) = template.render_all([TURNS], tokenizer, [{"tools": [2]}])
     assert "has no attribute" in str(fault)
 

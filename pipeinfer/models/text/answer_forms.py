@@ -92,6 +92,7 @@ THOUGHTS: Mapping[str, str] = {
     "[THINK]": "[/THINK]",
     "<seed:think>": "</seed:think>",
     "<|START_THINKING|>": "<|END_THINKING|>",
+    "<|channel>thought": "<channel|>",  # Gemma 4
     "<|channel|>analysis<|message|>": "<|end|>",
     f"{ASSISTANT}<|channel|>analysis<|message|>": "<|end|>",
 }

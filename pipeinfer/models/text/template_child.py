@@ -67,7 +67,8 @@ def _others(context: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _complete_tools(context: dict[str, Any]) -> None:
-    for tool in context.get("tools") or ():
+    context["tools"] = context.get("tools") or []
+    for tool in context["tools"]:
         function = tool["function"] = {"description": "", "parameters": {"type": "object"}, **tool["function"]}
         properties = function["parameters"].setdefault("properties", {})
         for each in properties.values() if isinstance(properties, dict) else ():
