@@ -178,6 +178,21 @@ NODE = {
         ),
         ({"properties": {"a": {}}, "additionalProperties": True}, ['{"a":1,"b":2}'], ['{"a"}']),
         ({"type": "array", "items": {"type": "integer"}}, ["[ 1, 2]", "[\n 1]"], ["[  1]", "[\n\n\n1]"]),
+        # without a type, which keywords mean
+        ({"items": {"type": "string"}, "minItems": 1}, ['["a"]'], ["2", '"a"', "[]"]),
+        ({"items": [{"type": "integer"}, {"const": "a"}]}, ['[1,"a"]'], ["[1]", '["a",1]', '[1,"a",2]', "1"]),
+        ({"prefixItems": [{"type": "integer"}], "items": False}, ["[1]"], ["1", '["a"]', "[1,2]"]),
+        ({"additionalProperties": {"type": "integer"}}, ['{"a":1}', "{}"], ["1", '{"a":"b"}']),
+        ({"patternProperties": {"^a": {"const": 1}}}, ['{"ab":1}'], ["1", '{"ab":2}']),
+        (
+            {"properties": {"p": {"properties": {"n": {"const": 1}}, "required": ["n"]}}, "required": ["p"]},
+            ['{"p":{"n":1}}'],
+            ['"p"', '{"p":"x"}', '{"p":{}}'],
+        ),
+        ({"allOf": [{"properties": {"a": {"const": 1}}, "required": ["a"]}]}, ['{"a":1}'], ["1", '"x"', "{}"]),
+        ({"anyOf": [{"items": {"const": 1}}, {"type": "null"}]}, ["[1]", "null"], ["1", '"x"']),
+        ({"const": 1, "properties": {}}, ["1"], ["{}"]),
+        ({"minItems": 1, "required": ["a"]}, ["1", '"x"'], []),
     ],
 )
 def test_what_is_held_to(tokenizer: Tokenizer, schema: dict[str, Any], texts: list[str], others: list[str]) -> None:

@@ -516,3 +516,14 @@ def test_pictures_are_refused_with_what_to_do(kind: str) -> None:
         with pytest.raises(UserError, match="models here read text alone"):
             parsed_of(COMPLETION, **prompt)
     assert parsed_of(COMPLETION, prompt="a", image_data=[]).bodies
+
+
+def test_what_llama_server_reads_or_passes_over() -> None:
+    text = {"prompt_string": "a b"}
+    assert parsed_of(COMPLETION, prompt=text).bodies[0].prompt == "a b"
+    assert [body.prompt for body in parsed_of(COMPLETION, prompt=[[5, text], [6]]).bodies] == [(5, "a b"), (6,)]
+    with pytest.raises(UserError, match="read text alone"):
+        parsed_of(COMPLETION, prompt={**text, "multimodal_data": ["AA=="]})
+    assert parsed_of(COMPLETION, prompt="a", stop=["", "x"]).bodies[0].stops == ("x",)
+    body = parsed_of(COMPLETION, prompt="a", response_format={"type": "text"}, grammar='root ::= "a"').bodies[0]
+    assert body.sampling.grammar == 'root ::= "a"'

@@ -144,12 +144,19 @@ def prompt_parts(value: Any) -> PromptParts:
     """Raises UserError for anything but one text, or token ids with texts between them."""
     if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
         value = value[0]
+    value = _without_media(value)
     if isinstance(value, str):
         return value
-    parts = value if isinstance(value, list) else []
+    parts = list(map(_without_media, value)) if isinstance(value, list) else []
     if any(map(is_whole, parts)) and all(isinstance(each, str) or _is_token(each) for each in parts):
         return tuple(parts)
     refuse(f"prompt is {shown(value)}; give one text, or a list of token ids")
+
+
+def _without_media(value: Any) -> Any:
+    """The text of llama-server's prompts with media, which have none."""
+    is_text = isinstance(value, dict) and isinstance(value.get("prompt_string"), str)
+    return value["prompt_string"] if is_text and not value.get("multimodal_data") else value
 
 
 def _is_token(value: Any) -> TypeGuard[int]:
@@ -199,6 +206,7 @@ def _stops(value: Any, default: tuple[str, ...]) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else value
     if not is_list_of(str, stops):
         refuse(f"stop is {shown(value)}; give a text, or a list of texts")
+    stops = [stop for stop in stops if stop]  # as llama.cpp
     check_stops("stop", stops)
     return tuple(stops)
 
@@ -231,6 +239,8 @@ def _sampling(fields: Mapping[str, Any], passed: PassedOver) -> tuple[dict[str, 
     if "grammar" in fields:
         params["grammar"] = ""
     forms = [name for name in FORMS if fields.get(name, "") != ""]  # an empty grammar is none
+    if len(forms) > 1:  # any text is one form, where there is another
+        forms = [name for name in forms if fields[name] != {"type": "text"}]
     if len(forms) > 1:
         refuse(f"{' and '.join(forms)} both say what the text must be; give one of them")
     if forms:

@@ -15,6 +15,7 @@ WHITESPACE = r"\x20|\n{1,2}[\x20\t]{0,20}"
 MERGED = ("allOf", "anyOf", "oneOf", "$ref")
 
 MAPS = ("properties", "patternProperties", "$defs", "definitions")  # keywords whose objects have schemas by name
+OF_OBJECTS, OF_ARRAYS = ("properties", "patternProperties"), ("items", "prefixItems")
 VALUES = ("const", "enum", "default", "examples")  # keywords whose values are no schemas
 DROPPED = (
     *"propertyNames uniqueItems not if then else dependentRequired dependentSchemas dependencies contains".split(),
@@ -67,8 +68,8 @@ def as_schema(grammar: str) -> Any:
 
 def json_rule(schema: Any) -> str:
     """The right side of a rule in Lark for a schema. As in llama.cpp, objects with given properties have no others,
-    unless the schema allows them or is a part of another one; `oneOf` is `anyOf`. Raises RecursionError for a schema
-    that is too deep."""
+    unless the schema allows them or is a part of another one; `oneOf` is `anyOf`; a schema with properties or items
+    is of an object or an array. Raises RecursionError for a schema that is too deep."""
     enforced, _ = relaxed(schema)
     closed = _closed(enforced, {*_parts(enforced)}, "#")
     return "%json " + json.dumps({**closed, "x-guidance": {"whitespace_pattern": WHITESPACE, "coerce_one_of": True}})
@@ -108,7 +109,21 @@ def _closed(schema: Any, open_places: set[str], place: str, is_part: bool = Fals
         closed["additionalProperties"] = False
         if missing := _missing(schema):
             closed["properties"] = {**closed["properties"], **missing}
+    if not is_map and isinstance(closed.get("items"), list):  # of older drafts
+        closed |= {"prefixItems": closed["items"], "items": closed.pop("additionalItems", False)}
+        closed.setdefault("minItems", len(closed["prefixItems"]))
+    if not is_map and (kind := _meant_type(schema)):
+        closed["type"] = kind
     return closed
+
+
+def _meant_type(schema: Mapping[str, Any]) -> str:
+    """The type that a schema without one means by its keywords; without it these would allow any number or text."""
+    if not {"type", *VALUES[:2]}.isdisjoint(schema):
+        return ""
+    if not {*OF_OBJECTS}.isdisjoint(schema) or schema.get("additionalProperties", True) not in (True, {}):
+        return "object"
+    return "array" if not {*OF_ARRAYS}.isdisjoint(schema) else ""
 
 
 def _missing(schema: Mapping[str, Any]) -> dict[str, Any]:

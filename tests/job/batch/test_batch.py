@@ -386,7 +386,7 @@ def read(line: str, defaults: Defaults = DEFAULTS) -> Any:
         ('{"prompt": "a", "seed": 4294967296}', "seed is 4294967296; give a whole number from -1 to 4294967295"),
         ('{"prompt": "a", "n_predict": -2}', "give a whole number from 0 on"),
         ('{"prompt": "a", "max_tokens": 1, "n_predict": 2}', "max_tokens 1 and n_predict 2 are not the same"),
-        ('{"prompt": "a", "stop": ["x", ""]}', "stop has an empty text"),
+        ('{"prompt": "a", "stop": ["x", 1]}', "stop is "),
         (json.dumps({"prompt": "a", "stop": ["x"] * 33}), "stop has 33 texts, and at most 32 are possible"),
         (json.dumps({"prompt": "a", "stop": "x" * 257}), "stop has a text of 257 characters, and at most 256"),
         ('{"prompt": "a", "n": 2}', "only 1 can be served"),
