@@ -242,7 +242,11 @@ class Api:
             if self.saved:
                 self.saved.note(parsed.slot, answer)
 
-        return AnswerResponse(self.head, answer, form, passed_over_header(parsed.passed_over), end, warn)
+        headers = passed_over_header(parsed.passed_over) | {
+            "x-request-id": id,
+            "request-id": id,
+        }  # OpenAI's, Anthropic's
+        return AnswerResponse(self.head, answer, form, headers, end, warn)
 
     async def count_tokens(self, request: Request) -> Response:
         """Anthropic's, OpenAI's and llama-server's, of a conversation."""

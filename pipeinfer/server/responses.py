@@ -5,7 +5,7 @@ from typing import Any
 
 from pipeinfer.job.requests.chat_fields import content_of
 from pipeinfer.job.requests.fields import PassedOver, is_list_of, refuse, shown, text_of
-from pipeinfer.server.forms import DONE, Block, BlockForm, named_event, renamed
+from pipeinfer.server.forms import DONE, Block, BlockForm, ChoiceOutput, named_event, renamed
 
 RESPONSES = "/v1/responses"
 NAMES = {"max_output_tokens": "max_tokens"}
@@ -49,11 +49,7 @@ def chat_of(body: Mapping[str, Any], passed: PassedOver) -> dict[str, Any]:
             refuse(f"tools is {shown(tools)}; give a list of functions")
         fields["tools"] = [{"type": tool.get("type", "function"), "function": {**tool, "type": None}} for tool in tools]
     if isinstance(choice := fields.get("tool_choice"), dict) and choice.get("type") == "allowed_tools":
-        fields["tool_choice"] = choice.get("mode", "auto")
-        if not is_list_of(dict, chosen := choice.get("tools") or []):
-            refuse(f"tool_choice.tools is {shown(chosen)}; give a list of functions")
-        allowed = [each.get("name") for each in chosen]
-        fields["tools"] = [each for each in fields.get("tools", []) if each["function"].get("name") in allowed]
+        fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": choice}
     elif isinstance(choice, dict):
         fields["tool_choice"] = {"type": choice.get("type"), "function": {"name": choice.get("name")}}
     return {**fields, "messages": messages}
@@ -62,8 +58,8 @@ def chat_of(body: Mapping[str, Any], passed: PassedOver) -> dict[str, Any]:
 def _messages(name: str, item: Any, passed: PassedOver) -> Iterator[dict[str, Any]]:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
-        text = text_of(f"{name}.content", item.get("content"), TEXTS)
-        yield {"role": item.get("role"), "content": text}
+        role = item.get("role")
+        yield {"role": role, "content": content_of(f"{name}.content", item.get("content"), role, passed, TEXTS)}
     elif kind in ("function_call", "custom_tool_call"):
         arguments = item.get("arguments") if kind == "function_call" else {"input": item.get("input")}
         function = {"name": item.get("name"), "arguments": arguments}
@@ -97,7 +93,7 @@ def _joined(messages: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class ResponseForm(BlockForm):
-    prefix, number = "resp", 0
+    prefix, number, is_over = "resp", 0, False
 
     def _event(self, kind: str, /, **data: Any) -> bytes:
         self.number += 1
@@ -107,25 +103,37 @@ class ResponseForm(BlockForm):
         body, usage = self.parsed.bodies[0], self.usage()
         cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
         functions = body.tools.functions if body.tools else ()
-        tools = [{"type": "function", "strict": False, **each["function"]} for each in functions]
+        tools = [{"type": "function", "strict": False, "parameters": None, **each["function"]} for each in functions]
         response: dict[str, Any] = {"id": self.common["id"], "object": "response", "created_at": self.common["created"]}
         response |= {"status": status, "model": self.common["model"], "output": output, "error": None}
         response |= {"incomplete_details": cut, "instructions": None, "metadata": {}, "tools": tools}
         response |= {"parallel_tool_calls": not body.tools or body.tools.parallel}
-        response |= {"tool_choice": body.tools.choice if body.tools else "auto", "max_output_tokens": None}
+        choice: Any = body.tools.choice if body.tools else "auto"
+        if body.tools and body.tools.name:
+            choice = {"type": "function", "name": body.tools.name}
+        response |= {"tool_choice": choice, "max_output_tokens": None}
         response |= {"temperature": body.sampling.temp, "top_p": body.sampling.top_p, "store": False}
         response |= {"text": {"format": {"type": "text"}}, "truncation": "disabled"}
         counts = {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]}
-        counts |= {"input_tokens_details": usage["prompt_tokens_details"], "total_tokens": usage["total_tokens"]}
+        details = usage["prompt_tokens_details"] | {"cache_write_tokens": 0}
+        counts |= {"input_tokens_details": details, "total_tokens": usage["total_tokens"]}
         return response | {"usage": counts | {"output_tokens_details": usage["completion_tokens_details"]}}
 
     @property
     def _status(self) -> str:
         return "incomplete" if self.finish == "length" else "completed"
 
+    def _items(self) -> list[dict[str, Any]]:
+        """Those of an answer that has ended. The last one is incomplete if it was cut."""
+        return [_item(block, self._status if block is self.blocks[-1] else "completed") for block in self.blocks]
+
+    def end(self, output: ChoiceOutput) -> bytes:
+        self.is_over = True
+        return super().end(output)
+
     def whole(self) -> dict[str, Any]:
-        output = [_item(block, "completed") for block in self.all_blocks()]
-        return self._response(output, self._status) | {"timings": self.timings}
+        self.all_blocks()
+        return self._response(self._items(), self._status) | {"timings": self.timings}
 
     def first(self) -> bytes:
         response = self._response([], "in_progress")
@@ -151,11 +159,11 @@ class ResponseForm(BlockForm):
             more: dict[str, Any] = {"logprobs": []} if block.kind == "content" else {}
             events = self._event(done, **place, content_index=0, text=block.text, **more)
             events += self._event("content_part.done", **place, content_index=0, part=_part(block, block.text))
-        return events + self._event("output_item.done", output_index=block.index, item=_item(block, "completed"))
+        item = _item(block, self._status if self.is_over else "completed")
+        return events + self._event("output_item.done", output_index=block.index, item=item)
 
     def last(self) -> bytes:
-        output = [_item(block, "completed") for block in self.blocks]
-        return self._event(self._status, response=self._response(output, self._status)) + DONE
+        return self._event(self._status, response=self._response(self._items(), self._status)) + DONE
 
 
 EVENTS = {"content": "output_text", "reasoning": "reasoning_text", "arguments": "function_call_arguments"}
@@ -177,7 +185,7 @@ def _item(block: Block, status: str) -> dict[str, Any]:
     if block.kind == "arguments":
         call = {"call_id": f"call_{block.id[:9]}", "name": block.name, "arguments": block.text}
         return {**common, "type": "function_call", **call}
-    content = [_part(block, block.text)] if status == "completed" else []
+    content = [_part(block, block.text)] if status != "in_progress" else []
     if block.kind == "reasoning":
         return {**common, "type": "reasoning", "summary": [], "content": content}
     return {**common, "type": "message", "role": "assistant", "content": content}

@@ -65,9 +65,9 @@ def takes(grammar: str, text: str) -> bool:
     return at.try_consume_tokens(ids) == len(ids) and at.is_accepting()
 
 
-def grammar_of(style: Style, choice: str = "required", parallel: bool = True, thought: str = "", also: str = "") -> str:
+def grammar_of(style: Style, name: str = "", parallel: bool = True, thought: str = "", also: str = "") -> str:
     tokenizer: Any = Bytes()
-    return calls_grammar(Tools(FUNCTIONS, choice, parallel), " ".join(style.signs) + also, tokenizer, thought)
+    return calls_grammar(Tools(FUNCTIONS, "required", parallel, name), " ".join(style.signs) + also, tokenizer, thought)
 
 
 def written(style: Style, calls: list[tuple[str, Any]]) -> str:

@@ -97,8 +97,12 @@ def test_responses_are_the_chat_s(served: Served, client: Any) -> None:
     assert reply.output_text == text(served) and reply.status == "incomplete"
     assert reply.incomplete_details and reply.incomplete_details.reason == "max_output_tokens"
     assert reply.usage and reply.usage.output_tokens == 16
+    assert reply.output[-1].status == "incomplete" and reply.output[-1].content and reply._request_id == reply.id
     with client.responses.stream(model="any", input="What is 1 + 1?", max_output_tokens=16) as stream:
-        kinds = [event.type for event in stream]
+        events = list(stream)
+    kinds = [event.type for event in events]
+    (item,) = (event.item for event in events if event.type == "response.output_item.done")
+    assert item.status == events[-1].response.output[0].status == "incomplete"
     assert kinds[:2] == ["response.created", "response.in_progress"] and kinds[-1] == "response.incomplete"
     assert "response.output_text.delta" in kinds and "response.output_item.done" in kinds
     query = {"model": "any", "input": "What is 1 + 1?", "max_output_tokens": 4000, "extra_body": {"ignore_eos": True}}

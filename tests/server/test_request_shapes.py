@@ -461,9 +461,42 @@ def test_a_name_of_a_function_may_be_as_long_as_anthropic_allows() -> None:
     assert body.tools and [*body.tools.schemas] == ["m" * 128]
 
 
-def test_allowed_tools_are_a_list() -> None:
-    with pytest.raises(UserError, match=r"tool_choice.tools is 5; give a list"):
-        responses.chat_of({"input": "a", "tool_choice": {"type": "allowed_tools", "tools": 5}}, PassedOver())
+def choosing(choice: Any, *names: str) -> Any:
+    """The tools of a chat with functions of these names."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return parsed_of(CHAT, messages=[USER], tools=tools, tool_choice=choice).bodies[0].tools
+
+
+def test_some_of_the_tools_may_be_allowed() -> None:
+    few = {"mode": "required", "tools": [{"type": "function", "function": {"name": "g"}}]}
+    found = choosing({"type": "allowed_tools", "allowed_tools": few}, "f", "g")
+    assert [*found.schemas] == ["g"] and (found.choice, found.name) == ("required", "")
+    few = {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "f"}]}
+    tools = [{"type": "function", "name": name} for name in "fg"]
+    fields = responses.chat_of({"input": "a", "tools": tools, "tool_choice": few}, PassedOver())
+    (body,) = parse_request(fields, CHAT, DEFAULTS, PassedOver()).bodies
+    assert body.tools and [*body.tools.schemas] == ["f"] and body.tools.choice == "auto"
+    for wrong in (5, {"tools": 5}, {"tools": [5]}):
+        with pytest.raises(UserError, match=r"tool_choice.allowed_tools is .*; give an object with mode"):
+            choosing({"type": "allowed_tools", "allowed_tools": wrong}, "f")
+
+
+@pytest.mark.parametrize("name", ["none", "auto", "required", "f"])
+def test_a_function_may_have_the_name_of_a_choice(name: str) -> None:
+    found = choosing({"type": "function", "function": {"name": name}}, name, "other")
+    assert (found.choice, found.name) == ("required", name)
+    assert choosing("none", name) is None and choosing("auto", name).choice == "auto"
+
+
+def test_a_refusal_is_what_the_assistant_said() -> None:
+    part = {"type": "refusal", "refusal": "no"}
+    (body,) = parsed_of(CHAT, messages=[USER, {"role": "assistant", "content": [part]}, USER]).bodies
+    assert body.messages[1].content == "no"
+    items = [{"role": "user", "content": "a"}, {"type": "message", "role": "assistant", "content": [part]}]
+    fields = responses.chat_of({"input": items}, PassedOver())
+    assert parse_request(fields, CHAT, DEFAULTS, PassedOver()).bodies[0].messages[1].content == "no"
+    with pytest.raises(UserError, match="give a text, or a list of parts of type text"):
+        parsed_of(CHAT, messages=[{"role": "user", "content": [part]}])
 
 
 @pytest.mark.parametrize(

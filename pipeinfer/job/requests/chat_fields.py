@@ -12,6 +12,7 @@ from pipeinfer.job.requests.fields import (
     EFFORTS,
     PassedOver,
     flag,
+    is_list_of,
     is_too_deep,
     one_of,
     refuse,
@@ -71,6 +72,7 @@ def _message(name: str, value: Any, passed: PassedOver) -> ChatMessage:
 
 def content_of(name: str, value: Any, role: str, passed: PassedOver, kinds: tuple[str, ...] = ("text",)) -> str:
     """The text of a message. In a tool's result a line replaces images and the like: later turns have them too."""
+    kinds += ("refusal",) if ROLES.get(role) == "assistant" else ()
     if ROLES.get(role) == "tool" and isinstance(value, list):
         value = [_text_part(f"{name}[{at}]", part, passed, kinds) for at, part in enumerate(value)]
     return text_of(name, value, kinds)
@@ -121,21 +123,36 @@ def read_tools(fields: Mapping[str, Any], passed: PassedOver) -> Tools | None:
     names = [each["function"]["name"] for each in functions]
     if twice := next((name for name in names if names.count(name) > 1), ""):
         refuse(f"tools has the function {twice} twice; give each a name of its own")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice, names = _allowed("tool_choice.allowed_tools", choice.get("allowed_tools"))
+        functions = tuple(each for each in functions if each["function"]["name"] in names)
+    chosen = ""
     if isinstance(choice, dict):
-        function = choice.get("function")
-        chosen = str(function.get("name") if isinstance(function, dict) else choice.get("name"))
+        chosen = str(_name_of(choice))
         if choice.get("type") != "function" or chosen not in names:
             example = {"type": "function", "function": {"name": names[0] if names else "…"}}
             refuse(f"tool_choice is {shown(choice)}; name one of the tools, such as {json.dumps(example)}")
+        choice = REQUIRED
     elif choice not in (AUTO, NONE, REQUIRED):
         refuse(f"tool_choice is {shown(choice)}; it is auto, none, required, or an object that names a function")
-    elif choice == REQUIRED and not names:
+    elif choice == REQUIRED and not functions:
         refuse("tool_choice is required, and there are no tools of type function; give some")
-    else:
-        chosen = choice
-    if not functions or chosen == NONE:
+    if not functions or choice == NONE:
         return None
-    return Tools(functions, chosen, flag(fields, "parallel_tool_calls", True))
+    return Tools(functions, choice, flag(fields, "parallel_tool_calls", True), chosen)
+
+
+def _allowed(name: str, value: Any) -> tuple[Any, list[Any]]:
+    """(the choice, the names) of a choice among some of the tools. `name`: its place in the request."""
+    if not isinstance(value, dict) or not is_list_of(dict, chosen := value.get("tools") or []):
+        refuse(f"{name} is {shown(value)}; give an object with mode and a list of tools")
+    return value.get("mode", AUTO), [_name_of(each) for each in chosen]
+
+
+def _name_of(value: Mapping[str, Any]) -> Any:
+    """The name of a function, in the form of chats or in that of responses."""
+    function = value.get("function")
+    return function.get("name") if isinstance(function, dict) else value.get("name")
 
 
 def _is_hosted(name: str, value: Any, passed: PassedOver) -> bool:

@@ -90,7 +90,7 @@ def text_of(name: str, value: Any, kinds: Sequence[Any], between: str = "\n") ->
             check_part(f"{name}[{at}]", each.get("type"))
     if not is_list_of(dict, value) or not all(each.get("type") in kinds for each in value):
         refuse(f"{name} is {shown(value)}; give a text, or a list of parts of type {' or '.join(kinds)}")
-    return between.join(str(each.get("text") or "") for each in value)
+    return between.join(str(each.get("text") or each.get("refusal") or "") for each in value)
 
 
 def check_part(name: str, kind: Any) -> None:

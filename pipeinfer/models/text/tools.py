@@ -22,12 +22,13 @@ MAX_CALLS = 16  # the most required calls of an answer: a model may never end th
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """`functions`: in OpenAI's form, each with a name and the schema of its parameters. `choice`: auto, required, or
-    the function that must be called. `parallel`: an answer may have several calls."""
+    """`functions`: in OpenAI's form, each with a name and the schema of its parameters. `choice`: auto or required.
+    `parallel`: an answer may have several calls. `name`: of the function that must be called; empty: any."""
 
     functions: tuple[Mapping[str, Any], ...]
     choice: str = AUTO
     parallel: bool = True
+    name: str = ""
 
     @property
     def schemas(self) -> dict[str, Any]:
@@ -107,8 +108,8 @@ def calls_grammar(tools: Tools, source: str, tokenizer: Tokenizer, thought: str)
     """The text of a grammar: calls in the style of the template `source`, with arguments by their schemas, after
     reasoning. `thought`: the mark that ends the reasoning which the prompt begins, if any."""
     style = next(each for each in STYLES if all(sign in source for sign in each.signs))
-    schemas = {name: schema for name, schema in tools.schemas.items() if tools.choice in (REQUIRED, name)}
-    more = tools.parallel and tools.choice == REQUIRED and not style.single
+    schemas = {name: schema for name, schema in tools.schemas.items() if tools.name in ("", name)}
+    more = tools.parallel and not tools.name and not style.single
 
     def mark(text: str) -> str:
         return literal(text, tokenizer)
