@@ -68,9 +68,11 @@ def _messages(name: str, message: Any, passed: PassedOver) -> Iterator[dict[str,
         refuse(f"{name}.content is {shown(content)}; give a text, or a list of blocks")
     texts, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
     for at, block in enumerate(content):
-        kind = block.get("type")
+        kind, source = block.get("type"), block.get("source")
         if kind == "text":
             texts.append(str(block.get("text") or ""))
+        elif kind == "document" and isinstance(source, dict) and source.get("type") == "text":
+            texts.append(str(source.get("data") or ""))
         elif kind == "thinking":
             thoughts.append(str(block.get("thinking") or ""))
         elif kind == "tool_use":

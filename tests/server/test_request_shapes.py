@@ -488,6 +488,19 @@ def test_a_function_may_have_the_name_of_a_choice(name: str) -> None:
     assert choosing("none", name) is None and choosing("auto", name).choice == "auto"
 
 
+def test_a_document_of_text_is_text() -> None:
+    document: dict[str, Any] = {
+        "type": "document",
+        "source": {"type": "text", "media_type": "text/plain", "data": "a b"},
+    }
+    content = [document, {"type": "text", "text": "c"}]
+    (message,) = anthropic.chat_of({"messages": [{"role": "user", "content": content}]}, PassedOver())["messages"]
+    assert message["content"] == "a b\nc"
+    document["source"] = {"type": "base64", "data": "AA=="}
+    with pytest.raises(UserError, match="is of type"):
+        anthropic.chat_of({"messages": [{"role": "user", "content": content}]}, PassedOver())
+
+
 def test_a_refusal_is_what_the_assistant_said() -> None:
     part = {"type": "refusal", "refusal": "no"}
     (body,) = parsed_of(CHAT, messages=[USER, {"role": "assistant", "content": [part]}, USER]).bodies
