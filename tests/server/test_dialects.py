@@ -24,6 +24,7 @@ USER: list[Any] = [{"role": "user", "content": "What is 1 + 1?"}]
 SCHEMA = {"type": "object", "properties": {"hidden": {"type": "boolean"}}, "required": ["hidden"]}
 ORIGIN = "https://chat.example"
 OTHER_ORIGIN = "https://more.example"
+LONG = "x " * 2000
 
 
 @pytest.fixture(scope="module")
@@ -209,6 +210,32 @@ def test_what_cannot_be_translated_is_said(served: Served, url: str, fields: dic
     answer = served.http.post(url, json=fields)
     assert answer.status_code == 400 and data in answer.json()["error"]["message"], answer.text
     assert answer.json()["type"] == "error"
+
+
+@pytest.mark.parametrize(
+    ("url", "fields"),
+    [
+        ("/completion", {"prompt": LONG}),
+        ("/completion", {"prompt": [5] * 1024, "stream": True}),
+        ("/v1/completions", {"prompt": "🙂é\n" * 80_000}),  # so long that its tokens are not counted
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}], "stream": True}),
+        ("/v1/chat/completions", {"messages": USER * 1030}),
+        ("/v1/responses", {"input": LONG}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": LONG}], "max_tokens": 4}),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_refused_as_clients_know_it(
+    served: Served, url: str, fields: dict[str, Any]
+) -> None:
+    answer = served.http.post(url, json=fields)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["type"] == "exceed_context_size_error", answer.text
+    assert error["code"] == "context_length_exceeded" and error["n_prompt_tokens"] >= error["n_ctx"] == 1024
+    words = f"{error['n_prompt_tokens']} tokens) exceeds the available context size (1024 tokens): "
+    assert words in error["message"] and "; s" in error["message"], "what to do is said too"
+    anthropic_s = f"prompt is too long: {error['n_prompt_tokens']} tokens > 1024 maximum; "
+    assert error["message"].startswith(anthropic_s if url == "/v1/messages" else "the request (")
+    assert error["param"] == next((name for name in ("prompt", "messages") if name in fields), None)
 
 
 # -- what the server passes over, says and lets in
