@@ -13,6 +13,16 @@ class HostFault(UserError):
     """This host could not do what it was asked, and may another time: it is no answer to what was asked."""
 
 
+class ContextOverflow(UserError):
+    """A prompt of `n_prompt` tokens, or of `at_least` so many, is too long. In llama-server's words, by which clients
+    know that a shorter conversation helps; `more`: the reason and the way out."""
+
+    def __init__(self, n_prompt: int, n_ctx: int, more: str, at_least: bool = False) -> None:
+        request = f"the request ({'at least ' * at_least}{n_prompt} tokens)"
+        super().__init__(f"{request} exceeds the available context size ({n_ctx} tokens): {more}")
+        self.n_prompt, self.n_ctx = n_prompt, n_ctx
+
+
 class StopRequested(Exception):
     """The user (Ctrl-C, SIGTERM), or another rank, requests an orderly stop."""
 

@@ -17,6 +17,7 @@ from starlette.routing import Route
 
 from pipeinfer.errors import UserError
 from pipeinfer.job.requests.answers import speller
+from pipeinfer.job.requests.body_prompts import BodyPrompts
 from pipeinfer.job.requests.fields import (
     CHAT,
     COMPLETION,
@@ -28,7 +29,6 @@ from pipeinfer.job.requests.fields import (
     shown,
 )
 from pipeinfer.job.serve.channel import Setup
-from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.server import anthropic, llama_cpp, responses
 from pipeinfer.server.access import PAGE_FILES, Access, read_body
 from pipeinfer.server.anthropic import COUNT_TOKENS, MESSAGES, MessageForm
@@ -36,6 +36,7 @@ from pipeinfer.server.errors import NOT_SAVED, JsonResponse, LargeJsonResponse, 
 from pipeinfer.server.forms import BlockForm, OpenAIForm, event
 from pipeinfer.server.front import HttpOptions
 from pipeinfer.server.head_client import HeadClient, HeadState
+from pipeinfer.server.infill import INFILL, infill_of, with_suffix
 from pipeinfer.server.metrics import CONTENT_TYPE, Metrics
 from pipeinfer.server.prompting import ParsedRequest, Prompting, check_logprobs, parse_request
 from pipeinfer.server.request_log import RequestLog
@@ -61,16 +62,16 @@ class Dialect:
 
     url: str
     form: type[OpenAIForm]
-    body: Callable[[dict[str, Any], Tokenizer, PassedOver], dict[str, Any]] = lambda body, tokenizer, passed: body
+    body: Callable[[dict[str, Any], BodyPrompts, PassedOver], dict[str, Any]] = lambda body, prompts, passed: body
 
 
 DIALECTS = {
-    COMPLETION: Dialect(COMPLETION, OpenAIForm, llama_cpp.with_suffix),
+    COMPLETION: Dialect(COMPLETION, OpenAIForm, with_suffix),
     CHAT: Dialect(CHAT, OpenAIForm),
-    MESSAGES: Dialect(CHAT, MessageForm, lambda body, tokenizer, passed: anthropic.chat_of(body, passed)),
-    RESPONSES: Dialect(CHAT, ResponseForm, lambda body, tokenizer, passed: responses.chat_of(body, passed)),
+    MESSAGES: Dialect(CHAT, MessageForm, lambda body, prompts, passed: anthropic.chat_of(body, passed)),
+    RESPONSES: Dialect(CHAT, ResponseForm, lambda body, prompts, passed: responses.chat_of(body, passed)),
     "/completion": Dialect(COMPLETION, llama_cpp.CompletionForm),
-    llama_cpp.INFILL: Dialect(COMPLETION, llama_cpp.CompletionForm, llama_cpp.infill_of),
+    INFILL: Dialect(COMPLETION, llama_cpp.CompletionForm, infill_of),
 }
 """By path."""
 
@@ -267,7 +268,7 @@ class Api:
 
         def read(fields: dict[str, Any]) -> ParsedRequest:
             slot = self.saved.slot_of(fields) if self.saved else 0
-            body = dialect.body(fields, self.tokenizer, passed)
+            body = dialect.body(fields, self.prompting.prompts, passed)
             return replace(parse_request(body, dialect.url, self.defaults, passed), slot=slot)
 
         parsed = await self._body(request, read)

@@ -9,13 +9,14 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from pipeinfer.errors import HostFault, UserError
+from pipeinfer.errors import ContextOverflow, HostFault, UserError
 from pipeinfer.models.text.chat_template import TemplateFault
 
 INVALID = "invalid_request_error"
 TYPES = {400: INVALID, 401: "authentication_error", 403: "permission_error", 404: "not_found_error", 405: INVALID}
 TYPES |= {408: "timeout_error", 413: INVALID, 429: "rate_limit_error"}
 TYPES |= {500: "server_error", 501: "not_supported_error", 503: "unavailable_error"}
+ANTHROPIC = "/v1/messages"
 LOADING_S, FULL_S, DRAINING_S, LOST_S = 2, 2, 10, 30  # seconds after which a client may retry
 
 NO_EMBEDDINGS = "the last stage computes tokens, and no embeddings; llama-server --embedding has them"
@@ -68,19 +69,25 @@ class LargeJsonResponse(JsonResponse):
 
 class Refusal(Exception):
     """An error response. `param`: the field of the request that it is about, if any. `retry_s`: when a client may
-    retry, if that can help."""
+    retry, if that can help. `more`: further members of the error, or others."""
 
     def __init__(
-        self, status: int, message: str, retry_s: int = 0, param: str | None = None, headers: Headers = NO_HEADERS
+        self,
+        status: int,
+        message: str,
+        retry_s: int = 0,
+        param: str | None = None,
+        headers: Headers = NO_HEADERS,
+        **more: Any,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param = status, message, param
+        self.status, self.message, self.param, self.more = status, message, param, more
         self.headers = dict(headers) | ({"retry-after": str(retry_s)} if retry_s else {})
 
     @property
     def body(self) -> dict[str, Any]:
         kind = TYPES.get(self.status, "server_error")
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.status}
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.status, **self.more}
         return {"type": "error", "error": error}
 
     @property
@@ -94,6 +101,7 @@ def lost() -> Refusal:
 
 async def error_response(request: Request, error: Exception) -> Response:
     """The response to a request whose endpoint raises."""
+    fields = getattr(request.state, "fields", ())
     match error:
         case Refusal():
             return error.response
@@ -104,8 +112,14 @@ async def error_response(request: Request, error: Exception) -> Response:
             refusal = Refusal(400, f"the model's chat template: {error.what}", param="messages")
         case HostFault():
             refusal = Refusal(503, str(error), FULL_S)
+        case ContextOverflow(n_prompt=n_prompt, n_ctx=n_ctx):
+            too_long = f"prompt is too long: {n_prompt} tokens > {n_ctx} maximum; "  # as Anthropic's clients know it
+            message = f"{too_long * request.url.path.startswith(ANTHROPIC)}{error}"
+            more: dict[str, Any] = {"type": "exceed_context_size_error", "code": "context_length_exceeded"}
+            more |= {"n_prompt_tokens": n_prompt, "n_ctx": n_ctx}
+            refusal = Refusal(400, message, param=_param("prompt", fields), **more)
         case UserError():
-            refusal = Refusal(400, str(error), param=_param(str(error), getattr(request.state, "fields", ())))
+            refusal = Refusal(400, str(error), param=_param(str(error), fields))
         case ClientDisconnect():
             return Response(status_code=400)  # nobody reads it
         case HTTPException(status_code=status):

@@ -1,4 +1,4 @@
-"""llama-server's own endpoints: completions in its form, fill-in-the-middle, its properties, and its slots."""
+"""llama-server's own endpoints: completions in its form, its properties, and its slots."""
 
 import asyncio
 import json
@@ -15,13 +15,10 @@ from pipeinfer.core.samplers import SAMPLERS
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.types import AdapterScales
 from pipeinfer.job.requests.answers import spelled
-from pipeinfer.job.requests.body import are_prompts, prompt_parts
 from pipeinfer.job.requests.fields import (
     CHAT,
     COMPLETION,
     SAMPLING_SETTINGS,
-    PassedOver,
-    flag,
     is_list_of,
     is_whole,
     read_scales,
@@ -38,9 +35,8 @@ from pipeinfer.server.choices import Answer, Choice
 from pipeinfer.server.errors import Refusal
 from pipeinfer.server.forms import ChoiceOutput, OpenAIForm, event
 from pipeinfer.server.head_client import HeadClient
+from pipeinfer.server.infill import INFILL
 
-INFILL = "/infill"
-HOLE = ("input_prefix", "input_suffix", "input_extra")
 STOPS = {"length": "limit", "stop": "eos"}
 MISSING = object()  # no member of that name
 
@@ -125,58 +121,6 @@ def _named(members: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
         if value is not MISSING:
             named[name] = value
     return named
-
-
-def infill_of(body: Mapping[str, Any], tokenizer: Tokenizer, passed: PassedOver) -> dict[str, Any]:
-    """The body of a completion between a prefix and a suffix. Raises UserError."""
-    for name in ("input_prefix", "input_suffix", "prompt"):
-        _check_text(body, name)
-    extra = body.get("input_extra", [])
-    if not is_list_of(dict, extra):
-        refuse(f"input_extra is {shown(extra)}; give a list of objects with filename and text")
-    files = [f"{each.get('filename', 'tmp')}\n{each.get('text', '')}" for each in extra]
-    prefix = body.get("input_prefix", "") + body.get("prompt", "")
-    fields = {name: value for name, value in body.items() if name not in HOLE}
-    return fields | _prompt(_with_hole(tokenizer, [prefix], body.get("input_suffix", ""), files))
-
-
-def with_suffix(body: Mapping[str, Any], tokenizer: Tokenizer, passed: PassedOver) -> dict[str, Any]:
-    """The body of a completion that may have a suffix, behind each of its prompts. Raises UserError."""
-    fields = dict(body)
-    if not fields.get("suffix"):
-        return fields
-    _check_text(fields, "suffix")
-    if flag(fields, "echo", False):
-        refuse("echo and suffix do not go together, since the text is between the two; leave one of them out")
-    suffix, value = fields.pop("suffix"), fields.get("prompt")
-
-    def around(prompt: Any) -> list[str | int]:
-        parts = prompt_parts(prompt)
-        return _with_hole(tokenizer, [parts] if isinstance(parts, str) else parts, suffix)
-
-    return fields | _prompt([around(each) for each in value] if are_prompts(value) else around(value))
-
-
-def _check_text(body: Mapping[str, Any], name: str) -> None:
-    if not isinstance(body.get(name, ""), str):
-        refuse(f"{name} is {shown(body[name])}; give a text")
-
-
-def _prompt(prompt: list[Any]) -> dict[str, Any]:
-    """The fields of a prompt in whose texts names of control tokens are text."""
-    return {"prompt": prompt, "parse_special": False}
-
-
-def _with_hole(
-    tokenizer: Tokenizer, prefix: Sequence[str | int], suffix: str, files: Sequence[str] = ()
-) -> list[str | int]:
-    """A prompt of token ids and texts. `files`: further texts, where the vocabulary has a mark for them."""
-    marks = tokenizer.fill_in
-    if not all(name in marks for name in ("pre", "suf", "mid")):
-        refuse("this model's vocabulary has no tokens for a text with a hole in it (FIM); a coder's model has them")
-    before = [part for text in files if "sep" in marks for part in (marks["sep"], text)]
-    parts = [*([tokenizer.bos] if tokenizer.adds_bos else []), *before, marks["pre"], *prefix]
-    return [part for part in (*parts, marks["suf"], suffix, marks["mid"]) if part != ""]
 
 
 def props(setup: Setup, model: str, template: str, tokenizer: Tokenizer) -> dict[str, Any]:

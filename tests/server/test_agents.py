@@ -159,9 +159,9 @@ def test_a_prompt_that_does_not_fit_is_refused_at_once_with_the_way_out(served: 
 
     before = n_evaluated()
     answer = served.http.post(CHATS, json=body(1, messages=[{"role": "user", "content": SYSTEM * 9}]))
-    message = answer.json()["error"]["message"]
+    error = answer.json()["error"]
     assert answer.status_code == 400 and n_evaluated() == before and before
-    assert "; shorten it to less than " in message
+    assert "; shorten it to less than " in error["message"] and error["n_prompt_tokens"] >= error["n_ctx"]
 
 
 def test_what_was_read_for_a_client_that_left_is_there_when_it_asks_again(served: Served) -> None:

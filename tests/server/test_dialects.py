@@ -16,7 +16,7 @@ import openai
 
 from pipeinfer.errors import UserError
 from pipeinfer.job.requests.fields import PassedOver
-from pipeinfer.server.llama_cpp import infill_of, with_suffix
+from pipeinfer.server.infill import infill_of, with_suffix
 from tests.server.test_serve_tools import TEMPLATE
 from tests.support.serving import Served
 
@@ -24,6 +24,7 @@ USER: list[Any] = [{"role": "user", "content": "What is 1 + 1?"}]
 SCHEMA = {"type": "object", "properties": {"hidden": {"type": "boolean"}}, "required": ["hidden"]}
 ORIGIN = "https://chat.example"
 OTHER_ORIGIN = "https://more.example"
+LONG = "x " * 2000
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +216,32 @@ def test_what_cannot_be_translated_is_said(served: Served, url: str, fields: dic
     assert answer.json()["type"] == "error"
 
 
+@pytest.mark.parametrize(
+    ("url", "fields"),
+    [
+        ("/completion", {"prompt": LONG}),
+        ("/completion", {"prompt": [5] * 1024, "stream": True}),
+        ("/v1/completions", {"prompt": "🙂é\n" * 80_000}),  # so long that its tokens are not counted
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": LONG}], "stream": True}),
+        ("/v1/chat/completions", {"messages": USER * 1030}),
+        ("/v1/responses", {"input": LONG}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": LONG}], "max_tokens": 4}),
+    ],
+)
+def test_a_prompt_that_is_too_long_is_refused_as_clients_know_it(
+    served: Served, url: str, fields: dict[str, Any]
+) -> None:
+    answer = served.http.post(url, json=fields)
+    error = answer.json()["error"]
+    assert answer.status_code == 400 and error["type"] == "exceed_context_size_error", answer.text
+    assert error["code"] == "context_length_exceeded" and error["n_prompt_tokens"] >= error["n_ctx"] == 1024
+    words = f"{error['n_prompt_tokens']} tokens) exceeds the available context size (1024 tokens): "
+    assert words in error["message"] and "; s" in error["message"], "what to do is said too"
+    anthropic_s = f"prompt is too long: {error['n_prompt_tokens']} tokens > 1024 maximum; "
+    assert error["message"].startswith(anthropic_s if url == "/v1/messages" else "the request (")
+    assert error["param"] == next((name for name in ("prompt", "messages") if name in fields), None)
+
+
 # -- what the server passes over, says and lets in
 
 
@@ -259,28 +286,81 @@ def test_pages_of_an_origin_that_is_named_may_ask(served: Served) -> None:
     assert served.http.get("/v1/models", headers={"origin": "https://other.example"}).status_code == 403
 
 
-def test_a_text_with_a_hole_is_asked_as_the_vocabulary_marks_it() -> None:
-    tokenizer: Any = SimpleNamespace(fill_in={"pre": 1, "suf": 2, "mid": 3, "sep": 4}, adds_bos=True, bos=0)
-    values = {"input_prefix": "a", "prompt": "b", "input_suffix": "c", "n_predict": 4}
-    assert infill_of(values, tokenizer, PassedOver()) == {
-        "n_predict": 4,
-        "prompt": [0, 1, "ab", 2, "c", 3],
-        "parse_special": False,
-    }
-    extra = [{"filename": "f", "text": "t"}]
-    reply = infill_of({"input_prefix": "a", "input_extra": extra, "seed": 1}, tokenizer, PassedOver())
-    assert reply == {"seed": 1, "prompt": [0, 4, "f\nt", 1, "a", 2, 3], "parse_special": False}
+def prompts(n_ctx: int, **marks: int) -> Any:
+    """A vocabulary of characters, and of these further marks."""
+
+    def encode(text: str, add_special: bool = True, parse_special: bool = False) -> list[int]:
+        return list(map(ord, text))
+
+    fill_in = {"pre": 1, "suf": 2, "mid": 3, **marks}
+    tokenizer = SimpleNamespace(fill_in=fill_in, adds_bos=True, bos=0, longest=1, encode=encode)
+    return SimpleNamespace(tokenizer=tokenizer, n_ctx=n_ctx, fitting=lambda text: text)
+
+
+def spelled(tokens: list[int]) -> str:
+    """Marks as digits."""
+    return "".join(chr(token) if token > 9 else str(token) for token in tokens)
+
+
+@pytest.mark.parametrize(
+    ("marks", "extra", "before"),
+    [
+        ({}, [], ""),
+        ({}, ["t"], "\n\n--- snippet ---\n\nt"),
+        ({"sep": 4}, [], "4filename\n"),
+        ({"sep": 4, "rep": 5}, ["t", "u"], "5myproject\n4f\nt4f\nu4filename\n"),
+    ],
+)
+def test_a_text_with_a_hole_is_asked_as_llama_server_writes_it(
+    marks: dict[str, int], extra: list[str], before: str
+) -> None:
+    files = [{"filename": "f", "text": text} for text in extra]
+    values = {"input_prefix": "a", "prompt": "b", "input_suffix": "c", "input_extra": files, "n_predict": 4}
+    body = infill_of(values, prompts(4096, **marks), PassedOver())
+    assert spelled(body.pop("prompt")) == f"{before}01ab2c3" and body == {"n_predict": 4}
+
+
+def test_what_is_far_from_the_hole_is_left_out_where_the_context_is_short() -> None:
+    values: Any = {"input_prefix": "a" * 5000 + "b", "prompt": "p" * 10, "input_suffix": "c" + "d" * 5000}
+    values["input_extra"] = [{"text": name * 1000} for name in "stu"]
+    for n_ctx, n_prefix, n_suffix in ((4096, 1536, 500), (256, 153, 39)):
+        prompt = spelled(infill_of(values, prompts(n_ctx, sep=4), PassedOver())["prompt"])
+        files, _, hole = prompt.partition("01")
+        assert hole == f"{'a' * (n_prefix - 1)}b{'p' * 10}2c{'d' * (n_suffix - 1)}3"
+        assert len(prompt) < n_ctx and "4tmp\ns" not in files
+    assert files == ""
+    prompt = spelled(infill_of(values, prompts(4096, sep=4), PassedOver())["prompt"])
+    assert len(prompt) == 4096 - 512 and prompt.startswith("t" * 500) and f"4tmp\n{'u' * 1000}4filename\n01" in prompt
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"input_prefix": None}, "input_prefix is null"),
+        ({"input_suffix": None}, "input_suffix is null"),
+        ({"prompt": ["a"]}, "prompt is "),
+        *(({"input_extra": [each]}, "input_extra is ") for each in ({}, {"filename": "f"}, {"text": 1}, "t")),
+        ({"input_extra": [{"text": "t", "filename": 123}]}, "input_extra is "),
+    ],
+)
+def test_wrong_fields_of_a_text_with_a_hole_are_named(wrong: dict[str, Any], why: str) -> None:
+    fields = {"input_prefix": "a", "input_suffix": "b"} | wrong
+    with pytest.raises(UserError, match=why):
+        infill_of({name: value for name, value in fields.items() if value is not None}, prompts(4096), PassedOver())
+
+
+def test_a_completion_may_have_a_suffix() -> None:
     for prompt, expected in (
         ("a", [0, 1, "a", 2, "c", 3]),
         ([7, 8], [0, 1, 7, 8, 2, "c", 3]),
         (["a"], [[0, 1, "a", 2, "c", 3]]),
         (["a", [7]], [[0, 1, "a", 2, "c", 3], [0, 1, 7, 2, "c", 3]]),
     ):
-        assert with_suffix({"prompt": prompt, "suffix": "c"}, tokenizer, PassedOver())["prompt"] == expected
+        assert with_suffix({"prompt": prompt, "suffix": "c"}, prompts(4096), PassedOver())["prompt"] == expected
     for wrong, why in (
         ({"suffix": "c"}, "prompt is null"),
         ({"prompt": "a", "suffix": 1}, "suffix is 1"),
         ({"prompt": "a", "suffix": "c", "echo": True}, "echo and suffix do not go together"),
     ):
         with pytest.raises(UserError, match=why):
-            with_suffix(wrong, tokenizer, PassedOver())
+            with_suffix(wrong, prompts(4096), PassedOver())

@@ -194,7 +194,6 @@ def test_a_page_of_another_site_is_not_told_anything(served: Served, headers: di
         ({"response_format": {"type": "json_schema"}}, "a JSON schema is an object"),
         ({"grammar": "root ::= b"}, "it has no rule b"),
         ({"logit_bias": [[at, 1] for at in range(60_000)]}, "names more than 2048 tokens"),
-        ({"prompt": "🙂é\n" * 80_000}, "the prompt has 560000 bytes and cannot fit"),
         ({"stop": ["x"] * 200_000}, "stop has 200000 texts, and at most 32 are possible"),
         ({"grammar": 'root ::= "a"', "ignore_eos": True}, "leave one of them out"),
         ({"grammar": 'root ::= "a"', "json_schema": {}}, "grammar and json_schema both say"),

@@ -10,7 +10,7 @@ from itertools import islice, pairwise
 from pipeinfer.core.blocks import Span, common, spans_of, spans_to_continue
 from pipeinfer.core.samplers import bias_text, read_biases
 from pipeinfer.core.sampling import SamplingParams
-from pipeinfer.errors import HostFault, UserError
+from pipeinfer.errors import ContextOverflow, HostFault, UserError
 from pipeinfer.job.options.limits import MAX_CTX
 from pipeinfer.job.options.text_sections import ContextOptions, TextOptions
 from pipeinfer.job.process.streams import complain
@@ -79,10 +79,9 @@ class BodyPrompts:
         """The error of a conversation that is too long under any template, found before its turns are rendered."""
         messages = body.messages
         if len(messages) > self.n_ctx:
-            too_many = f"messages has {len(messages)} messages, and a request has {self.n_ctx} tokens at most"
-            return UserError(f"{too_many}; {WAY_OUT}")
+            return ContextOverflow(len(messages), self.n_ctx, f"messages has {len(messages)}; {WAY_OUT}", at_least=True)
         try:
-            self._fitting("".join(f"{each.content}{as_json(each.more) if each.more else ''}" for each in messages))
+            self.fitting("".join(f"{each.content}{as_json(each.more) if each.more else ''}" for each in messages))
         except UserError as error:
             return error
         return None
@@ -125,7 +124,7 @@ class BodyPrompts:
             raise UserError("the prompt is empty and this model has no beginning-of-text token; give some text")
         n_left = self.n_ctx - len(prompt)
         if n_left < 1:
-            raise UserError(f"the prompt has {len(prompt)} tokens, and {self._way_out(len(prompt))}")
+            raise ContextOverflow(len(prompt), self.n_ctx, self._way_out)
         n_predict = min(max(1, self.share) if body.n_predict < 0 else body.n_predict, n_left)
         earlier = [encode_rendered(self.tokenizer, text) for text in rendered[:-1] if isinstance(text, Rendered)]
         stops = body.stops
@@ -150,7 +149,7 @@ class BodyPrompts:
         thought = opened_thought(rendered.text)
         if body.continues:
             rendered, thought = self.format.continued(rendered, body.messages[-1])
-        self._fitting(rendered.text)
+        self.fitting(rendered.text)
         if rendered.is_mixed and not self._has_warned:
             self._has_warned = True
             self.warn(MIXED)
@@ -164,40 +163,39 @@ class BodyPrompts:
         ids, values = read_biases(body.sampling.logit_bias)
         pairs = list(zip(map(int, ids), map(float, values), strict=True))
         for text, bias in body.text_biases:
-            pairs += [(token, bias) for token in self.tokenizer.encode(self._fitting(text), add_special=False)]
+            pairs += [(token, bias) for token in self.tokenizer.encode(self.fitting(text), add_special=False)]
         try:
             return replace(body.sampling, logit_bias=bias_text(pairs))
         except ValueError as error:
             raise UserError(f"logit_bias {error}") from None
 
-    def _way_out(self, n_prompt: int) -> str:
+    @property
+    def _way_out(self) -> str:
         """The limit that a request exceeds, and what to do."""
         is_trained = self.n_ctx == self.info.n_ctx_train
         is_option = self.n_ctx == self._ctx_size
         is_default = not self._ctx_size and self.share == min(self.info.n_ctx_train, DEFAULT_CTX)
         source = f"-c {self.n_ctx}" if is_option else "the model" if is_trained else "the memory of the ranks"
         source = "the context without -c" if is_default and not is_trained else source
-        n_left = self.n_ctx - n_prompt
-        less = f"ask for up to {n_left} tokens" if n_left > 0 else f"shorten it to less than {self.n_ctx}"
         may_grow = self.n_ctx < self.info.n_ctx_most and (is_option or is_trained or is_default)
         more = f", or start with a larger -c, up to {self.info.n_ctx_most}" if may_grow else ""
-        return f"{source} holds {self.n_ctx}; {less}{more}"
+        return f"{source} holds {self.n_ctx}; shorten it to less than {self.n_ctx}{more}"
 
-    def _fitting(self, text: str) -> str:
+    def fitting(self, text: str) -> str:
         """The same text. Raises UserError for one that cannot fit, whose tokens may take minutes."""
         if (n_bytes := len(text.encode("utf-8", "replace"))) > self.n_ctx * self.tokenizer.longest:
-            too_long = f"the prompt has {n_bytes} bytes and cannot fit the {self.n_ctx} tokens of a request"
-            raise UserError(f"{too_long}; {WAY_OUT}")
+            least = -(-n_bytes // self.tokenizer.longest)
+            raise ContextOverflow(least, self.n_ctx, f"the prompt has {n_bytes} bytes; {WAY_OUT}", at_least=True)
         return text
 
     def _tokens(self, body: Body) -> Sequence[int]:
         parses = self.text.parse_special if body.parse_special is None else body.parse_special
         if isinstance(body.prompt, str):
-            return self.tokenizer.encode(self._fitting(body.prompt), body.adds_special, parses)
+            return self.tokenizer.encode(self.fitting(body.prompt), body.adds_special, parses)
         ids = [part for part in body.prompt if isinstance(part, int)]
         if max(ids, default=0) >= self.tokenizer.n_vocab:
             raise UserError(f"there is no token {max(ids)}; the vocabulary has {self.tokenizer.n_vocab}")
-        self._fitting("".join(part for part in body.prompt if isinstance(part, str)))
+        self.fitting("".join(part for part in body.prompt if isinstance(part, str)))
         tokens = list[int]()
         for at, part in enumerate(body.prompt):
             begins = not at and body.adds_special
