@@ -71,7 +71,7 @@ def _messages(name: str, message: Any, passed: PassedOver) -> Iterator[dict[str,
         kind, source = block.get("type"), block.get("source")
         if kind == "text":
             texts.append(str(block.get("text") or ""))
-        elif kind == "document" and isinstance(source, dict) and source.get("type") == "text":
+        elif kind == "document" and isinstance(source, Mapping) and source.get("type") == "text":
             texts.append(str(source.get("data") or ""))
         elif kind == "thinking":
             thoughts.append(str(block.get("thinking") or ""))
