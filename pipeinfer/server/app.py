@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ from pipeinfer.job.serve.channel import Setup
 from pipeinfer.server import anthropic, llama_cpp, responses
 from pipeinfer.server.access import PAGE_FILES, Access, read_body
 from pipeinfer.server.anthropic import COUNT_TOKENS, MESSAGES, MessageForm
+from pipeinfer.server.choices import Choice
 from pipeinfer.server.errors import NOT_SAVED, JsonResponse, LargeJsonResponse, Refusal, error_response
 from pipeinfer.server.forms import BlockForm, OpenAIForm, event
 from pipeinfer.server.front import HttpOptions
@@ -93,6 +95,7 @@ class Api:
         self.spell = speller(self.tokenizer)
         prompting.prompts.warn = self.log.warn
         self.defaults = replace(setup.defaults, strict=http.strict)
+        self.in_slots: list[Choice | None] = [None] * setup.parallel  # as last told: a text keeps its slot
         self.saved: llama_cpp.SavedSlots | None = None
         if http.slot_folder and setup.saves_texts:
             n_vocab, adapters = self.tokenizer.n_vocab, self.defaults.adapters
@@ -111,7 +114,7 @@ class Api:
             ADAPTERS: self.adapters,
             "/events": self.events,
             **({"/metrics": self.show_metrics} if self.http.metrics else {}),
-            **({"/slots": self.slots} if self.http.slots else {}),
+            "/slots": self.slots,
             **(dict.fromkeys(PAGE_FILES, self.page) if self.http.page else {}),
         }
         post = {
@@ -144,7 +147,10 @@ class Api:
 
     def _model(self) -> dict[str, Any]:
         model = {"id": self.model, "object": "model", "created": self.created, "owned_by": "pipeinfer"}
-        return model | {"max_model_len": self.setup.limit, "system_fingerprint": self.setup.version}
+        info, n_vocab = self.prompting.prompts.info, self.tokenizer.n_vocab
+        meta = {"vocab_type": self.tokenizer.kind(), "n_vocab": n_vocab, "n_ctx_train": info.n_ctx_train}
+        meta |= {"n_embd": info.n_embd, "n_params": info.n_params, "size": info.n_bytes}
+        return model | {"max_model_len": self.setup.limit, "system_fingerprint": self.setup.version, "meta": meta}
 
     async def models(self, request: Request) -> Response:
         return JsonResponse({"object": "list", "data": [self._model()]})
@@ -163,8 +169,20 @@ class Api:
         return llama_cpp.props(self.setup, self.model, template.source, self.tokenizer)
 
     async def slots(self, request: Request) -> Response:
-        """The open texts."""
-        return JsonResponse([llama_cpp.open_slot(choice) for choice in self.head.choices.values()])
+        """llama-server's, and with `waiting=1` the texts that wait behind them."""
+        if not self.http.slots:
+            raise Refusal(501, "this server was started with --no-slots, and does not show what is being written")
+        running = [choice for choice in self.head.choices.values() if choice.is_running]
+        before = [choice if choice in running else None for choice in self.in_slots]
+        new = iter([choice for choice in running if choice not in before])
+        self.in_slots = [choice or next(new, None) for choice in before]
+        if request.query_params.get("fail_on_no_slot") and all(self.in_slots):
+            raise Refusal(503, "no slot is available: in each a text is being written")
+        slots = llama_cpp.slots(self.setup, self.in_slots)
+        if request.query_params.get("waiting"):
+            others = (choice for choice in self.head.choices.values() if not choice.is_running)
+            slots += [{"is_processing": False, **llama_cpp.open_text(choice)} for choice in others]
+        return JsonResponse(slots)
 
     async def act_on_slot(self, request: Request) -> Response:
         """llama-server's: save, restore or erase a slot's last text."""
@@ -231,6 +249,9 @@ class Api:
         self.head.check_ready()
         requests = await while_connected(request, self.prompting.ask(parsed, client))
         check_logprobs(parsed, requests)
+        if dialect.form is llama_cpp.CompletionForm:
+            spell_prompts = partial(llama_cpp.prompt_texts, requests[:: parsed.n], self.spell)
+            parsed = replace(parsed, prompt_texts=await self._in_turn(request, spell_prompts))
         answer = self.head.ask(requests, client)
         form = dialect.form(parsed, answer, self.model, self.setup.version, self.spell)
         id = str(form.common["id"])

@@ -34,8 +34,10 @@ class Choice:
     n_cached: int = 0
     verdict_s: float = math.nan  # of its newest tokens, and of the message with them
     told_s: float = math.nan
-    heard_s: float = math.nan  # when that came
+    heard_s: float = math.nan  # when that came, and when the first tokens did
+    first_s: float = math.nan
     text: str = ""
+    has_new_line: bool = False  # in the generated text
     entries: list[Entry] = field(default_factory=list)
     scores: list[Entry] = field(default_factory=list)  # of the prompt's tokens
     offsets: Sequence[int] = ()  # of these in the text, if it begins with the prompt
@@ -71,6 +73,25 @@ class Choice:
         """Evaluated tokens of its prompt."""
         return self.n_prompt if self.tokens else self.n_read
 
+    @property
+    def timings_so_far(self) -> dict[str, float]:
+        """`timings` of a text that goes on. Rates over no time at all are 0."""
+        n_prompt, n, prompt_ms = self.n_prompt - self.n_cached, self.n_tokens, 1e3 * (self.first_s - self.started_s)
+        predicted_ms = 1e3 * (self.heard_s - self.first_s)
+        return {
+            "prompt_n": n_prompt,
+            "cache_n": self.n_cached,
+            "prompt_ms": prompt_ms,
+            "prompt_per_token_ms": _ratio(prompt_ms, n_prompt),
+            "prompt_per_second": 1e3 * _ratio(n_prompt, prompt_ms),
+            "predicted_n": n,
+            "predicted_ms": predicted_ms,
+            "predicted_per_token_ms": _ratio(predicted_ms, n - 1),
+            "predicted_per_second": 1e3 * _ratio(n - 1, predicted_ms),
+            "at_s": self.verdict_s,
+            "told_s": self.told_s,
+        }
+
     def add(self, tokens: Sequence[int], text: str, entries: Sequence[Entry]) -> int:
         """Append output. Returns how many tokens are new."""
         if any(self.skips):
@@ -78,6 +99,9 @@ class Choice:
             self.skips = max(0, n_tokens - len(tokens)), max(0, n_text - len(text)), max(0, n_entries - len(entries))
             tokens, text, entries = tokens[n_tokens:], text[n_text:], entries[n_entries:]
         self.text += text
+        self.has_new_line = self.has_new_line or "\n" in text
+        if not self.tokens:
+            self.first_s = self.heard_s
         self.entries += [each._replace(offset=each.offset + self.n_echoed) for each in entries]
         self.tokens += tokens
         self.n_characters += len(text)
@@ -110,6 +134,10 @@ class Choice:
     def take_entries(self) -> list[Entry]:
         entries, self.entries = self.entries, []
         return entries
+
+
+def _ratio(value: float, of: float) -> float:
+    return value / of if of else 0.0
 
 
 class Answer:

@@ -1,7 +1,6 @@
 """Answers as clients get them, whole and as server-sent events: OpenAI's form with llama.cpp's timings, and what other
 APIs' forms share. Knows no HTTP: makes objects and bytes."""
 
-import math
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -30,8 +29,6 @@ from pipeinfer.server.prompting import ParsedRequest
 
 DONE = b"data: [DONE]\n\n"
 TEXT = "\0text\0"  # stands for a text; no model's name has it
-TIMES = "predicted_n", "at_s", "told_s"
-TIMED = b',"timings":{"predicted_n":%d,"at_s":%.6f,"told_s":%.6f}}\n\n'  # the last member of an object, and its end
 LARGE = 256  # tokens of an answer that takes more than some 20 ms to make, if each has log-probabilities
 MAX_CHECKED = 4  # texts of an answer that are compared with their schemas
 Object = Mapping[str, Any]
@@ -82,7 +79,7 @@ class ChoiceOutput:
     def progress(self) -> dict[str, Any] | None:
         """llama-server's figures of the prompt, where they are requested and have changed."""
         choice = self.choice
-        if self._n_read is None or choice.n_read == self._n_read:
+        if self._n_read is None or choice.n_read in (self._n_read, choice.n_prompt):
             return None
         self._n_read = choice.n_read
         counts = {"total": choice.n_prompt, "cache": choice.n_cached, "processed": choice.n_read}
@@ -107,7 +104,7 @@ class OpenAIForm:
         for output, body in zip(self.outputs, parsed.bodies, strict=True):
             if parsed.echo:
                 output.choice.echo(*echo_of(body.prompt, output.choice.request.prompt, spell))
-        self._around: dict[tuple[int, bool], tuple[bytes, bytes]] = {}  # the bytes around each choice's text
+        self._around: dict[int, tuple[bytes, bytes]] = {}  # the bytes around each choice's text
 
     def new_id(self) -> str:
         return f"{'chatcmpl' if self.parsed.is_chat else 'cmpl'}-{secrets.token_hex(12)}"
@@ -161,6 +158,11 @@ class OpenAIForm:
         """Those of the first text."""
         return self.answer.choices[0].timings
 
+    def timings_of(self, output: ChoiceOutput) -> Object:
+        """Those so far, where each piece has them; the prompt of `echo` comes before them."""
+        choice = output.choice
+        return {"timings": choice.timings_so_far} if self.parsed.timed and choice.tokens else NOTHING
+
     # -- events
 
     def first(self) -> bytes:
@@ -190,11 +192,11 @@ class OpenAIForm:
         if part.kind == "content":
             return self._text(output, part.text)
         logprobs = {"logprobs": self._logprobs(output.choice)} if output.choice.entries else {}
-        return self._chunk(output, {"delta": _delta(output, part)} | logprobs)
+        return self._chunk(output, {"delta": _delta(output, part)} | logprobs, more=self.timings_of(output))
 
     def rest(self, output: ChoiceOutput) -> bytes:
         """Log-probabilities without a part."""
-        return self._chunk(output, self._content(output, ""))
+        return self._chunk(output, self._content(output, ""), more=self.timings_of(output))
 
     def end(self, output: ChoiceOutput) -> bytes:
         content: dict[str, Any] = {"delta": {}} if self.parsed.is_chat else {"text": ""}
@@ -202,7 +204,7 @@ class OpenAIForm:
         return self._chunk(output, content | seed, output.finish, {"timings": output.choice.timings})
 
     def last(self) -> bytes:
-        usage = {**self.common, "choices": [], "usage": self.usage()}
+        usage = {**self.common, "choices": [], "usage": self.usage(), "timings": self.timings}
         return (event(usage) if self.parsed.usage else b"") + DONE
 
     def error_event(self, refusal: Refusal) -> bytes:
@@ -212,17 +214,15 @@ class OpenAIForm:
     def _text(self, output: ChoiceOutput, content: str) -> bytes:
         """Most bytes are the same in all such events."""
         choice = output.choice
-        is_timed = self.parsed.timed and not math.isnan(choice.verdict_s)  # the prompt of `echo` comes before tokens
-        times = choice.n_tokens, choice.verdict_s, choice.told_s
+        more = self.timings_of(output)
         if choice.has_logprobs:
-            more = {"timings": dict(zip(TIMES, times, strict=True))} if is_timed else {}
             return self._chunk(output, self._content(output, content), more=more)
-        key = output.index, is_timed
-        if key not in self._around:
+        if output.index not in self._around:
             before, _, after = self._chunk(output, self._content(output, TEXT)).partition(json_bytes(TEXT))
-            self._around[key] = before, after.removesuffix(b"}\n\n") if is_timed else after
-        before, after = self._around[key]
-        return before + json_bytes(content) + (after + TIMED % times if is_timed else after)
+            self._around[output.index] = before, after
+        before, after = self._around[output.index]
+        after = after.removesuffix(b"}\n\n") + b"," + json_bytes(more)[1:] + b"\n\n" if more else after
+        return before + json_bytes(content) + after
 
     def _content(self, output: ChoiceOutput, content: str) -> dict[str, Any]:
         logprobs = {"logprobs": self._logprobs(output.choice)} if output.choice.entries else {}

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import os
 import re
 import tempfile
@@ -11,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeinfer.core.samplers import SAMPLERS
+from pipeinfer.core.samplers import SAMPLERS, read_bias
 from pipeinfer.core.sampling import SamplingParams
 from pipeinfer.core.types import AdapterScales
-from pipeinfer.job.requests.answers import spelled
+from pipeinfer.job.requests.answers import Spell, chat_logprobs
+from pipeinfer.job.requests.body import Defaults
 from pipeinfer.job.requests.fields import (
     CHAT,
     COMPLETION,
@@ -38,6 +40,22 @@ from pipeinfer.server.head_client import HeadClient
 from pipeinfer.server.infill import INFILL
 
 STOPS = {"length": "limit", "stop": "eos"}
+OFF: dict[str, Any] = {
+    **{"mirostat": 0, "mirostat_tau": 5.0, "mirostat_eta": 0.1, "n_keep": 0, "n_discard": 0, "min_keep": 0},
+    **{"post_sampling_probs": False, "backend_sampling": False, "lora": []},
+}
+PLAIN: dict[str, Any] = {
+    **{"grammar_lazy": False, "grammar_triggers": [], "preserved_tokens": [], "generation_prompt": ""},
+    **{"chat_format": "Content-only", "reasoning_format": "none", "reasoning_in_content": False},
+}
+"""llama-server's settings of what no text here has, and of what plain prompts have not."""
+
+PRIVATE = (
+    "dry_sequence_breakers",
+    "grammar",
+    "logit_bias",
+    "stop",
+)  # texts of a client, which others do not see in `/slots`
 MISSING = object()  # no member of that name
 
 
@@ -55,7 +73,7 @@ class CompletionForm(OpenAIForm):
         choice = output.choice
         members = {"index": output.index, "content": part.text, "tokens": output.new_tokens(), "stop": False}
         counts = {"tokens_predicted": choice.n_tokens, "tokens_evaluated": choice.n_prompt}
-        return event({**members, **counts, **self._probabilities(choice)})
+        return event({**members, **counts, **self._probabilities(choice), **self.timings_of(output)})
 
     def rest(self, output: ChoiceOutput) -> bytes:
         return self.part(output, AnswerPart("content", ""))
@@ -72,27 +90,24 @@ class CompletionForm(OpenAIForm):
     def _probabilities(self, choice: Choice) -> dict[str, Any]:
         if not choice.has_logprobs:
             return {}
-        entries = [
-            {**self._likely(entry.token, entry.logprob), "top_logprobs": [self._likely(*each) for each in entry.top]}
-            for entry in choice.take_entries()
-        ]
-        return {"completion_probabilities": entries}
-
-    def _likely(self, token: int, logprob: float | None) -> dict[str, Any]:
-        return {"id": token, **spelled(token, logprob, self.spell)}
+        return {"completion_probabilities": chat_logprobs(choice.take_entries(), self.spell)["content"]}
 
     def _object(self, output: ChoiceOutput, content: str) -> dict[str, Any]:
         """The last object of a text."""
-        choice, request = output.choice, output.choice.request
-        settings = _settings(request.sampling, request.n_predict, request.stops)
+        choice, request, body = output.choice, output.choice.request, self.parsed.bodies[output.index]
+        settings = _settings(request) | PLAIN | {"ignore_eos": body.ignore_eos}
+        settings |= {"stream": self.parsed.stream, "timings_per_token": self.parsed.timed}
         if output.index:  # the same of all texts, and maybe much longer than they are
-            del settings["grammar"]
+            del settings["grammar"], settings["logit_bias"]
         if request.adapters is not None:
             settings["lora"] = [{"id": number, "scale": scale} for number, scale in request.adapters]
         tokens = output.new_tokens() if self.parsed.tokens or self.parsed.stream else []
         members: dict[str, Any] = {"index": output.index, "content": content, "tokens": tokens, "stop": True}
-        members |= {"id_slot": self.parsed.slot, "model": self.common["model"], "truncated": False}
-        members["tokens_predicted"] = choice.n_tokens
+        members |= {"id_slot": self.parsed.slot, "model": self.common["model"]}
+        members["truncated"] = choice.finish == "length" and not 0 <= body.n_predict <= choice.n_tokens
+        if output.index % self.parsed.n == 0:
+            members["prompt"] = self.parsed.prompt_texts[output.index // self.parsed.n]
+        members |= {"tokens_predicted": choice.n_tokens, "has_new_line": choice.has_new_line}
         members |= {"tokens_evaluated": choice.n_prompt, "tokens_cached": choice.timings.get("cache_n", 0)}
         stop_type = "word" if choice.stop else STOPS[choice.finish or "stop"]
         members |= {"stop_type": stop_type, "stopping_word": choice.stop, "timings": choice.timings}
@@ -100,15 +115,23 @@ class CompletionForm(OpenAIForm):
         return _named(members, self.parsed.fields) if self.parsed.fields else members
 
 
-def _settings(sampling: SamplingParams, n_predict: int, stops: Sequence[str]) -> dict[str, Any]:
+def _settings(of: GenerationRequest | Defaults) -> dict[str, Any]:
     """Parameters of a text by llama-server's names."""
+    sampling = of.sampling
     settings: dict[str, Any] = {name: getattr(sampling, name) for name, _, _ in SAMPLING_SETTINGS}
     settings["temperature"] = settings.pop("temp")
     breakers, order = sampling.dry_sequence_breakers, sampling.sampler_order
     settings["dry_sequence_breakers"] = json.loads(breakers) if breakers else list(BREAKERS)
     settings |= {"samplers": order.split(";") if order else list(SAMPLERS), "grammar": sampling.grammar}
-    counts = {"n_probs": max(0, sampling.n_logprobs), "n_predict": n_predict, "max_tokens": n_predict}
-    return settings | counts | {"stop": list(stops)}
+    biases = map(read_bias, sampling.logit_bias.split())
+    settings["logit_bias"] = [{"bias": bias if bias > -math.inf else None, "token": token} for token, bias in biases]
+    counts = {"n_probs": max(0, sampling.n_logprobs), "n_predict": of.n_predict, "max_tokens": of.n_predict}
+    return settings | counts | {"stop": list(of.stops)} | OFF
+
+
+def prompt_texts(requests: Sequence[GenerationRequest], spell: Spell) -> tuple[str, ...]:
+    """Those of their tokens, control tokens spelled too."""
+    return tuple(b"".join(map(spell, request.prompt)).decode("utf-8", "replace") for request in requests)
 
 
 def _named(members: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -125,8 +148,8 @@ def _named(members: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 def props(setup: Setup, model: str, template: str, tokenizer: Tokenizer) -> dict[str, Any]:
     """llama-server's properties of itself."""
-    defaults = setup.defaults
-    params = _settings(defaults.sampling, defaults.n_predict, defaults.stops)
+    defaults, how = setup.defaults, {"stream": False, "timings_per_token": False}
+    params = _settings(defaults) | PLAIN | {"ignore_eos": defaults.ignore_eos} | how
     properties: dict[str, Any] = {"default_generation_settings": {"n_ctx": setup.limit, "params": params}}
     properties |= {"total_slots": setup.parallel, "model_alias": model, "model_path": setup.model.name}
     properties |= {"modalities": {"vision": False, "audio": False}, "chat_template": template}
@@ -134,13 +157,23 @@ def props(setup: Setup, model: str, template: str, tokenizer: Tokenizer) -> dict
     return properties | tokens | {"build_info": setup.version, "endpoints": [CHAT, COMPLETION, "/completion", INFILL]}
 
 
-def open_slot(choice: Choice) -> dict[str, Any]:
-    """An open text, as `/slots` lists it."""
-    request = choice.request
-    slot = {"id": choice.id, "is_processing": choice.is_running, "n_ctx": request.n_ctx, "n_decoded": choice.n_tokens}
-    slot |= {"n_prompt_tokens": choice.n_prompt, "n_prompt_tokens_processed": choice.n_evaluated}
-    slot |= {"n_predict": request.n_predict, "seed": request.sampling.seed}
-    return slot | {"seconds": round(time.monotonic() - choice.submitted_s, 3)}
+def slots(setup: Setup, choices: Sequence[Choice | None]) -> list[dict[str, Any]]:
+    """`/slots`: the open text of each slot, if it has one."""
+    common = {"n_ctx": setup.limit, "speculative": setup.speculates}
+    return [
+        {"id": number, "is_processing": bool(choice), **common, **(open_text(choice) if choice else {})}
+        for number, choice in enumerate(choices)
+    ]
+
+
+def open_text(choice: Choice) -> dict[str, Any]:
+    request, n = choice.request, choice.n_tokens
+    params = {name: value for name, value in _settings(request).items() if name not in PRIVATE}
+    next_token = {"has_next_token": True, "has_new_line": choice.has_new_line, "n_remain": request.n_predict - n}
+    text = {"id_task": choice.id, "n_decoded": n, "params": params, "next_token": [next_token | {"n_decoded": n}]}
+    text |= {"n_prompt_tokens": choice.n_prompt, "n_prompt_tokens_processed": choice.n_evaluated}
+    text |= {"n_prompt_tokens_cache": choice.n_cached, "n_predict": request.n_predict, "seed": request.sampling.seed}
+    return text | {"seconds": round(time.monotonic() - choice.submitted_s, 3)}
 
 
 # -- slots, as far as clients save and restore them: the last text of each, and files with its tokens. The keys and

@@ -35,7 +35,8 @@ class ParsedRequest:
     counts of tokens. `timed`, `progress`: llama-server's figures in streams. `tokens`: its whole answer has those of
     the text. `keep`: cells stay in the cache. `fields`: the members of its answer; empty: all. `echo`: the text begins
     with the prompt. `scores`: the answer has vLLM's `prompt_logprobs`. `passed_over`: what is ignored, with reasons.
-    `schemas`: see `schemas_to_check`. `slot`: of llama-server's, which has the text."""
+    `schemas`: see `schemas_to_check`. `slot`: of llama-server's, which has the text. `prompt_texts`: those of each
+    prompt's tokens, if the answer has them."""
 
     bodies: tuple[Body, ...]
     n: int
@@ -52,6 +53,7 @@ class ParsedRequest:
     passed_over: Mapping[str, str] = field(default_factory=dict)
     schemas: Mapping[str, Any] = field(default_factory=dict)
     slot: int = 0
+    prompt_texts: tuple[str, ...] = ()
 
     @property
     def prompts(self) -> tuple[Body, ...]:

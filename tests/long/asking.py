@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from tests.support.serving import lines_of
+from tests.support.serving import lines_of, open_texts
 
 
 def random_request(number: int) -> tuple[str, dict[str, Any]]:
@@ -68,7 +68,7 @@ class Stream:
             try:
                 self._take(answer, n_pieces)
             except httpx.TimeoutException:
-                slots = http.get("/slots").text
+                slots = open_texts(http)
                 ask(http, *random_request(0))
                 raise AssertionError(
                     f"request {self.number} stalls after {len(self.at_s) - 1} pieces, {self.text!r}; /slots: "

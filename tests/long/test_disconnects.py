@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from tests.long.asking import Stream, ask, random_request
-from tests.support.serving import Served, growth, sizes
+from tests.support.serving import Served, growth, open_texts, sizes
 
 pytestmark = pytest.mark.long
 
@@ -126,7 +126,7 @@ def check(n_ranks: int, options: Sequence[str]) -> None:
             hasty.play(pool, hasty.rng.randint(1, N_STREAMS - 1))
             hasty.play(pool, hasty.rng.randint(1, N_STREAMS - 1))
             calm.play(pool, 0)
-        served.until(lambda: not served.http.get("/slots").json(), timeout_s=STALL_S)
+        served.until(lambda: not open_texts(served.http), timeout_s=STALL_S)
         print(f"\nnobody leaves: {calm.figures()}\nsome leave: {hasty.figures()}\n{growth(before, sizes(served))}")
     for found_s, wanted_s in zip(hasty.longest_s, calm.longest_s, strict=True):
         assert found_s < 2 * wanted_s + MARGIN_S

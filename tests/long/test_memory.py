@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from tests.long.asking import Stream, ask, random_request
-from tests.support.serving import Served, growth, sizes
+from tests.support.serving import Served, growth, open_texts, sizes
 
 pytestmark = pytest.mark.long
 
@@ -33,7 +33,7 @@ def test_nothing_is_kept(options: list[str]) -> None:
         with ThreadPoolExecutor(N_CLIENTS) as pool:
             for numbers in (range(N_WARM), range(N_WARM, N_REQUESTS)):
                 done.update(pool.map(ask_one, numbers))
-                served.until(lambda: not served.http.get("/slots").json(), timeout_s=30)
+                served.until(lambda: not open_texts(served.http), timeout_s=30)
                 time.sleep(IDLE_S)
                 found.append(sizes(served))
         print(f"\n{dict(done)}\n{growth(*found)}")

@@ -12,7 +12,7 @@ pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 
 from tests.server.test_serve_tools import TEMPLATE
 from tests.support.paces import pace_words, slow_runs
-from tests.support.serving import Served, lines_of
+from tests.support.serving import Served, lines_of, open_texts
 
 CHATS = "/v1/chat/completions"
 SYSTEM = "You are a coding agent. " + Path(__file__).read_text()[:1700]
@@ -135,15 +135,15 @@ def test_others_go_on_while_a_prompt_is_read_and_who_leaves_frees_its_place(tmp_
         next(tokens)
         reading = (piece for piece in pieces(served, fields | {"return_progress": True}) if "prompt_progress" in piece)
         n_read = next(reading)["prompt_progress"]["processed"]
-        (mine,) = [slot for slot in served.http.get("/slots").json() if slot["n_predict"] == 60]
+        (mine,) = [slot for slot in open_texts(served.http) if slot["n_predict"] == 60]
         assert n_read <= mine["n_prompt_tokens_processed"] <= mine["n_prompt_tokens"]
         next(tokens)
         reading.close()
-        served.until(lambda: len(served.http.get("/slots").json()) == 1)
+        served.until(lambda: len(open_texts(served.http)) == 1)
         assert served.http.get("/health").status_code == 200
         served.until(lambda: f" of {mine['n_prompt_tokens']} prompt tokens, 0 tokens, left\n" in served.errors)
         other.close()
-        served.until(lambda: not served.http.get("/slots").json())
+        served.until(lambda: not open_texts(served.http))
 
 
 def test_states_are_not_saved_and_what_helps_instead_is_said(served: Served) -> None:
@@ -169,6 +169,6 @@ def test_what_was_read_for_a_client_that_left_is_there_when_it_asks_again(served
     reading = (piece for piece in pieces(served, fields | {"return_progress": True}) if "prompt_progress" in piece)
     n_read = next(reading)["prompt_progress"]["processed"]
     reading.close()
-    served.until(lambda: not served.http.get("/slots").json())
+    served.until(lambda: not open_texts(served.http))
     usage = served.http.post(CHATS, json=fields).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] >= n_read

@@ -13,7 +13,7 @@ pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 from tests.server import client_shapes
 from tests.server.client_shapes import SHAPES
 from tests.support.gguf_factory import Shape, write_model
-from tests.support.serving import Served
+from tests.support.serving import Served, open_texts
 
 TEMPLATE = (
     "{{ bos_token }}{% for t in tools or [] %}{{ t | tojson }}\n{% endfor %}{% for m in messages %}"
@@ -87,7 +87,7 @@ def test_a_length_beyond_the_context_is_cut_to_what_fits(served: Served) -> None
         """It may have come to its end before."""
         with served.http.stream("POST", "/v1/completions", json=body | {"stream": True}) as stream:
             assert stream.status_code == 200
-            found.extend(served.http.get("/slots").json())
+            found.extend(open_texts(served.http))
         return bool(found)
 
     served.until(is_seen)

@@ -176,6 +176,8 @@ def test_llama_server_s_own_endpoints(served: Served) -> None:
             counted = served.http.post(f"{version}{path}/input_tokens", json=body).json()
             n_tokens = short["usage"].get("prompt_tokens", short["usage"].get("input_tokens"))
             assert counted == {"input_tokens": n_tokens, "object": "response.input_tokens"}
+    meta = served.http.get("/v1/models").json()["data"][0]["meta"]
+    assert meta["n_ctx_train"] > 0 < meta["n_embd"] and meta["n_params"] * 5 > meta["size"] > meta["n_params"] / 5
     missing = served.http.post("/v1/embeddings", json={"input": "a"})
     assert missing.status_code == 404 and "no embeddings" in missing.json()["error"]["message"]
 

@@ -15,7 +15,7 @@ pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 from tests.support.paces import pace_words, slow_runs
 from tests.support.server_fuzz import request
 from tests.support.server_hostile import ADDRESS
-from tests.support.serving import Served
+from tests.support.serving import Served, open_texts
 
 N_CONNECTIONS = 12
 WORDS = ["--parallel", "2", "--queue", "62", "--max-connections", str(N_CONNECTIONS), "-md", "none"]
@@ -40,7 +40,7 @@ def test_texts_of_other_addresses_begin_in_turns(tmp_path: Path) -> None:
     """Of 40 texts that one client asks at once, most wait longer than one that another client asks then."""
 
     def n_open() -> int:
-        return len(paced.http.get("/slots").json())
+        return len(open_texts(paced.http))
 
     pace = pace_words(tmp_path, slow_runs(25))  # so that two of the 40 take more than a second
     with Served(1, [*WORDS, *pace]) as paced, connect(paced) as link:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,7 +52,7 @@ def api() -> app.Api:
         ),
     )
     defaults = Defaults(SamplingParams(), 1, (), False)
-    setup: Any = SimpleNamespace(model=Path("m.gguf"), defaults=defaults, limit=40_000)
+    setup: Any = SimpleNamespace(model=Path("m.gguf"), defaults=defaults, limit=40_000, parallel=1)
 
     def ask(requests: Any, client: str) -> Answer:
         raise NotImplementedError
@@ -181,15 +182,17 @@ def test_a_thread_makes_a_large_answer(n_scored: int, is_large: bool, monkeypatc
     assert len(sent[-1]) > n_scored * 50 and '"é\\u2028"'.encode() in sent[-1]
 
 
-def test_of_many_texts_the_first_has_the_grammar() -> None:
+def test_of_many_texts_the_first_has_the_grammar_and_the_prompt() -> None:
     fields = {"prompt": "a", "n": 3, "grammar": "root ::= [a-z]", "max_tokens": 1}
     parsed = parse_request(fields, COMPLETION, Defaults(SamplingParams(), 1, (), False), PassedOver())
+    parsed = replace(parsed, prompt_texts=("a",))
     answer = Answer(range(3), [request_of(body) for body in parsed.bodies])
     for choice in answer.choices:
         choice.finish = "stop"
     objects = CompletionForm(parsed, answer, "m", "1", lambda token: b"").whole()
     grammars = [each["generation_settings"].get("grammar") for each in objects]
     assert grammars == ["root ::= [a-z]", None, None]
+    assert [each.get("prompt") for each in objects] == ["a", None, None]
 
 
 def test_json_of_both_kinds_is_the_same() -> None:

@@ -31,7 +31,7 @@ def api() -> app.Api:
         tokenizer=SimpleNamespace(n_vocab=10, path=Path("m.gguf"), decode_piece=lambda token, special: b"a"),
     )
     defaults = Defaults(SamplingParams(), 1, (), False)
-    setup: Any = SimpleNamespace(model=Path("m.gguf"), defaults=defaults, limit=10)
+    setup: Any = SimpleNamespace(model=Path("m.gguf"), defaults=defaults, limit=10, parallel=1)
     head: Any = SimpleNamespace(check_ready=lambda: None)
     return app.Api(HttpOptions(), setup, head, Prompting(prompts), SimpleNamespace())  # type: ignore[arg-type]
 

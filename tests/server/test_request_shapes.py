@@ -203,6 +203,37 @@ def test_several_texts_and_named_fields_of_llama_server(served: Served) -> None:
     assert set(named) == {"content", "timings/prompt_n", "truncated"}
 
 
+def test_an_answer_of_llama_server_says_how_it_came_about(served: Served, tokenizer: Tokenizer) -> None:
+    query = {"prompt": "the\u00e9", "n_predict": 6, "temperature": 0, "ignore_eos": True, "logit_bias": [[5, False]]}
+    whole = post(served, "/completion", **query)
+    assert whole["prompt"] == tokenizer.spelled_out(tokenizer.bos) + " the\u00e9" and not whole["truncated"]
+    settings = whole["generation_settings"]
+    assert settings["ignore_eos"] and not settings["stream"] and settings["mirostat_tau"] == 5
+    assert settings["logit_bias"] == [{"token": 5, "bias": None}]
+    for line in ("yes", "\n"):
+        reply = post(served, "/completion", prompt="a\n", n_predict=4, grammar=f'root ::= {json.dumps(line)} "a"')
+        assert reply["has_new_line"] is ("\n" in line)
+    long = {**query, "prompt": [1] * 4090}
+    assert [post(served, "/completion", **long | {"n_predict": n})["truncated"] for n in (6, 7, -1)] == [0, 1, 1]
+
+
+def test_each_piece_of_a_stream_has_timings(served: Served) -> None:
+    fields = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "stream": True, "timings_per_token": True}
+    chat = CHATS, {"messages": [USER | {"content": "the model " * 9}]}
+    for path, prompt in (chat, chat, ("/completion", {"prompt": "the"})):
+        asked = fields | prompt | {"stream_options": {"include_usage": True}}
+        lines = served.http.post(path, json=asked).text.split("\n\n")
+        events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+        *pieces, last = [event["timings"] for event in events if "timings" in event]
+        assert len(pieces) >= len(events) - 2 and len(pieces) > 2, "all but the role's"
+        for timings in pieces[:-1]:
+            rates = ("prompt_ms", "prompt_per_second", "predicted_ms", "predicted_per_second", "at_s", "told_s")
+            assert all(timings[name] == last[name] for name in ("prompt_n", "cache_n")) and all(
+                timings[name] >= 0 for name in rates
+            )
+        assert last["predicted_n"] == 6 and "timings" in events[-1], "also behind the text, with the usage"
+
+
 def test_a_bias_may_be_of_a_text(served: Served, tokenizer: Tokenizer) -> None:
     (token,) = tokenizer.encode("the", False)
     query = {"prompt": "a", "max_tokens": 4, "temperature": 0}

@@ -68,11 +68,18 @@ def test_events_of_an_echo_are_json_with_and_without_times() -> None:
     answer = Answer([0], [request_of(2)])
     form = OpenAIForm(parsed, answer, "m", "1", lambda token: b"x")
     written = form.events()
-    answer.choices[0].verdict_s, answer.choices[0].told_s = 1.0, 1.5
-    answer.choices[0].add([3], "c", [])
+    choice = answer.choices[0]
+    choice.started_s, choice.verdict_s, choice.told_s, choice.heard_s = 0.0, 1.0, 1.5, 2.0
+    choice.add([3], "c", [])
+    written += form.events()
+    choice.heard_s = 2.5
+    choice.add([4, 5], "d", [])
     written += form.events()
     events = [json.loads(line.removeprefix("data: ")) for line in written.decode().split("\n\n")[:-1]]
-    assert ["timings" in each for each in events] == [False, True]
+    assert ["timings" in each for each in events] == [False, True, True]
+    timings = events[2]["timings"]
+    assert timings["predicted_n"] == 3 and timings["predicted_per_second"] == 4 and timings["prompt_per_second"] == 1
+    assert events[1]["timings"]["predicted_per_second"] == 0, "of one token there is no rate"
 
 
 def test_a_stream_without_output_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from tests.support.jobs import command_of, descendants, finish, run_json
 from tests.support.paces import pace_words, slow_runs
 from tests.support.server_fuzz import KINDS, faults_of, request, run_case
 from tests.support.server_hostile import abuse
-from tests.support.serving import LISTENS, Served, lines_of
+from tests.support.serving import LISTENS, Served, lines_of, open_texts
 
 PROMPT = "def read_lines(path):\n"
 ASKED: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 24, "seed": 7, "temperature": 0.9}
@@ -387,8 +387,7 @@ def test_a_text_does_not_depend_on_who_else_asks(served: Served) -> None:
 
 
 def slots(served: Served) -> list[Any]:
-    reply: list[Any] = served.http.get("/slots").json()
-    return reply
+    return open_texts(served.http)
 
 
 def n_predicted(served: Served) -> float:

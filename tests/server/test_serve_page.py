@@ -9,7 +9,7 @@ pytest.importorskip("starlette", reason="the extra `serve` is not installed")
 
 from tests.support import chromium
 from tests.support.paces import pace_words, slow_runs
-from tests.support.serving import Served
+from tests.support.serving import Served, open_texts
 
 BROWSER = chromium.find()
 SAID = "chat.messages.at(-1).content"
@@ -88,7 +88,7 @@ def test_the_page_talks_and_shows_the_pipeline(tmp_path: Path) -> None:
         page.until("/[1-9][0-9]*% busy/.test(document.getElementById('ranks').textContent)")
         page.until("document.getElementById('load').textContent.startsWith('1 text being written')")
         page.evaluate("document.getElementById('stop').click()")
-        served.until(lambda: not served.http.get("/slots", headers=headers).json())
+        served.until(lambda: not open_texts(served.http, headers=headers))
         page.until("document.getElementById('load').textContent.startsWith('0 texts')")
         shown = page.evaluate(
             "[...document.querySelectorAll('canvas')].map(canvas => new Set(canvas.getContext('2d')"

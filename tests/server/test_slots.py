@@ -154,6 +154,41 @@ def test_a_restore_ends_when_its_client_leaves(tmp_path: Path) -> None:
     asyncio.run(act())
 
 
+def test_there_are_as_many_slots_as_texts_may_be_open_and_a_text_keeps_its_own() -> None:
+    request = GenerationRequest((1, 2), 8, 10, SamplingParams(grammar="secret"), frozenset(), stops=("secret",))
+    choices = Answer(range(10, 13), [request] * 3).choices
+    first, second, third = choices
+    api: Any = SimpleNamespace(http=HttpOptions(), in_slots=[None] * 2)
+    api.setup, api.head = SimpleNamespace(limit=64, speculates=True), SimpleNamespace(choices={})
+
+    def slots(query: str = "") -> Any:
+        asked = Request({"type": "http", "query_string": query.encode()})
+        return json.loads(bytes(asyncio.run(Api.slots(api, asked)).body))
+
+    def tasks(query: str = "") -> list[tuple[int | None, int | None]]:
+        return [(slot.get("id"), slot.get("id_task")) for slot in slots(query)]
+
+    idle = {"is_processing": False, "n_ctx": 64, "speculative": True}
+    assert slots("fail_on_no_slot=1") == [{"id": 0, **idle}, {"id": 1, **idle}]
+    api.head.choices |= {choice.id: choice for choice in choices}
+    first.has_turn = second.has_turn = True
+    first.add([3, 4], "a\n", [])
+    assert tasks() == [(0, 10), (1, 11)] and tasks("waiting=1") == [(0, 10), (1, 11), (None, 12)]
+    slot, other = slots()
+    assert slot["is_processing"] and slot["params"]["mirostat"] == 0 and "secret" not in json.dumps(slot)
+    found = {"has_next_token": True, "has_new_line": True, "n_remain": 6, "n_decoded": 2}
+    assert slot["next_token"] == [found] and not other["next_token"][0]["has_new_line"]
+    with pytest.raises(Refusal) as refused:
+        slots("fail_on_no_slot=1")
+    assert refused.value.status == 503
+    first.finish, third.has_turn = "stop", True
+    assert tasks() == [(0, 12), (1, 11)]
+    api.http = HttpOptions(slots=False)
+    with pytest.raises(Refusal) as refused:
+        slots()
+    assert refused.value.status == 501
+
+
 def test_without_a_folder_or_a_disk_the_way_out_is_said(tmp_path: Path) -> None:
     folder = tmp_path / "slots"
     with Served(1, [*MODELS, "--slot-save-path", str(folder)]) as served:

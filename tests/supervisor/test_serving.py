@@ -19,6 +19,7 @@ from tests.long.asking import Stream, ask, random_request
 from tests.support.cases import in_long
 from tests.support.jobs import until
 from tests.support.paces import pace_words, slow_runs
+from tests.support.serving import open_texts
 from tests.support.supervised import Supervised
 
 WORDS = ["serve", "--port", "0", "-t", "1", "-c", "4096", "--rank-timeout", "5"]
@@ -105,7 +106,7 @@ def test_it_says_that_it_recovers(tmp_path: Path) -> None:
         assert found["status"] == "recovering", found
         assert "rank 2" in found["reason"] and "died of SIGKILL" in found["reason"], found
         text = pool.submit(ask, served.http, *random_request(1))
-        until(lambda: bool(served.http.get("/slots").json()))
+        until(lambda: bool(open_texts(served.http)))
         (tmp_path / "shut").unlink()
         assert text.result() and served.http.get("/health").json() == {"status": "ok"}
         assert "from another machine: ssh -L " in served.errors
@@ -164,7 +165,7 @@ def test_clients_are_told_when_the_supervisor_dies(tmp_path: Path) -> None:
     body = asked | {"max_tokens": 900, "ignore_eos": True}
     asking = threading.Thread(target=lambda: found.append(served.http.post(path, json=body)))
     asking.start()
-    until(lambda: bool(served.http.get("/slots").json()))
+    until(lambda: bool(open_texts(served.http)))
     served.job.process.kill()
     asking.join(timeout=60)
     until(lambda: not served.job.processes())

@@ -118,6 +118,12 @@ def lines_of(answer: httpx.Response) -> Iterator[str]:
     return (line.removeprefix("data: ") for line in answer.iter_lines() if line.startswith("data: "))
 
 
+def open_texts(http: httpx.Client, **more: Any) -> list[Any]:
+    """What `/slots` says of texts that are open or wait."""
+    slots: list[Any] = http.get("/slots?waiting=1", **more).json()
+    return [slot for slot in slots if "id_task" in slot]
+
+
 def sizes(served: Served) -> dict[int, tuple[int, int]]:
     """Of each process of the job, as `size`."""
     return {pid: size(pid) for pid in descendants(served.job.pid)}

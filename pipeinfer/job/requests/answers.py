@@ -164,9 +164,9 @@ def chat_logprobs(entries: Sequence[Entry], spell: Spell) -> dict[str, Any]:
 
 
 def spelled(token: int, logprob: float | None, spell: Spell) -> dict[str, Any]:
-    """A token, its bytes and its log-probability."""
+    """A token, its bytes and its log-probability; its `id` as llama-server has it."""
     data = spell(token)
-    return {"token": _text(data), "logprob": logprob, "bytes": list(data)}
+    return {"id": token, "token": _text(data), "logprob": logprob, "bytes": list(data)}
 
 
 def _text(data: bytes) -> str:

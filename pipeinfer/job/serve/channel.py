@@ -181,7 +181,7 @@ def _request(values: dict[str, Any]) -> GenerationRequest:
 class Setup:
     """Settings of the front. `model`: the target's file; `defaults`: of requests; `parallel`: the most that are open.
     `n_ctx`: tokens of all open requests; `limit`: of one request. `share`: tokens of an answer by default. `version`:
-    names all that texts depend on beside their requests. `fitted`: see `JobPlan`."""
+    names all that texts depend on beside their requests. `fitted`: see `JobPlan`. `speculates`: the job may guess."""
 
     model: Path
     text: TextOptions
@@ -194,6 +194,7 @@ class Setup:
     share: int
     version: str
     fitted: str = ""
+    speculates: bool = False
 
     @property
     def saves_texts(self) -> bool:

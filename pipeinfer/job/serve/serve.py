@@ -130,9 +130,9 @@ def _prepare(
     sizes = n_ctx, min(n_ctx, info.n_ctx_train), max(1, n_ctx // parallel)
     version = f"{info.fingerprint[:12]}-{plan.text_numerics}"
     context = replace(context, kv_disk=plan.kv_disk, kv_dir=None)
-    setup = Setup(
-        options.models.target, options.text, context, defaults, parallel, timeout_s, *sizes, version, plan.fitted
-    )
+    texts = options.text, context, defaults, parallel, timeout_s
+    speculates = bool(plan.drafts) or options.speculation.looks_up
+    setup = Setup(options.models.target, *texts, *sizes, version, plan.fitted, speculates)
     front = open_front(service.front, setup)
     try:
         _check_template(open_format(options.text, info, tokenizer))
@@ -297,6 +297,10 @@ class Service:
         for each in outputs:
             if each.scores is not None:
                 self.front.tell(PromptScores(each.opened.origin.id, each.scores))
+            metrics = each.opened.metrics
+            if metrics.n_kept and len(metrics.token_s) <= len(each.tokens):  # the first ones
+                id, n_prompt = each.opened.origin.id, len(each.opened.request.prompt)
+                self.front.tell(PromptProgress(id, n_prompt, metrics.n_kept))
         token_s = outputs[0].opened.metrics.token_s
         at_s = self.context.clock.real_s(token_s[-1]) if token_s else CLOCK()
         self.front.tell(TextUpdates(at_s, CLOCK(), parts))

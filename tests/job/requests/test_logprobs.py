@@ -75,10 +75,11 @@ def test_tokens_that_are_parts_of_characters_are_spelled_in_bytes() -> None:
     }
     first = chat_logprobs(entries, spelled)["content"][0]
     assert first == {
+        "id": 1,
         "token": "bytes:\\xe2\\x82",
         "logprob": -1.0,
         "bytes": [0xE2, 0x82],
-        "top_logprobs": [{"token": "bytes:\\xac", "logprob": -0.5, "bytes": [0xAC]}],
+        "top_logprobs": [{"id": 2, "token": "bytes:\\xac", "logprob": -0.5, "bytes": [0xAC]}],
     }
 
 
