@@ -50,12 +50,7 @@ PLAIN: dict[str, Any] = {
 }
 """llama-server's settings of what no text here has, and of what plain prompts have not."""
 
-PRIVATE = (
-    "dry_sequence_breakers",
-    "grammar",
-    "logit_bias",
-    "stop",
-)  # texts of a client, which others do not see in `/slots`
+PRIVATE = ("dry_sequence_breakers", "grammar", "logit_bias", "stop")  # of a client; others do not see them in `/slots`
 MISSING = object()  # no member of that name
 
 
