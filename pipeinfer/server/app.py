@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,7 +35,7 @@ from pipeinfer.server import anthropic, llama_cpp, responses
 from pipeinfer.server.access import PAGE_FILES, Access, read_body
 from pipeinfer.server.anthropic import COUNT_TOKENS, MESSAGES, MessageForm
 from pipeinfer.server.choices import Choice
-from pipeinfer.server.errors import NOT_SAVED, JsonResponse, LargeJsonResponse, Refusal, error_response
+from pipeinfer.server.errors import FULL_S, NOT_SAVED, JsonResponse, LargeJsonResponse, Refusal, error_response
 from pipeinfer.server.forms import BlockForm, OpenAIForm, event
 from pipeinfer.server.front import HttpOptions
 from pipeinfer.server.head_client import HeadClient, HeadState
@@ -147,6 +148,8 @@ class Api:
 
     def _model(self) -> dict[str, Any]:
         model = {"id": self.model, "object": "model", "created": self.created, "owned_by": "pipeinfer"}
+        created_at = datetime.fromtimestamp(self.created, timezone.utc).isoformat().replace("+00:00", "Z")
+        model |= {"type": "model", "display_name": self.model, "created_at": created_at}  # Anthropic's
         info, n_vocab = self.prompting.prompts.info, self.tokenizer.n_vocab
         meta = {"vocab_type": self.tokenizer.kind(), "n_vocab": n_vocab, "n_ctx_train": info.n_ctx_train}
         meta |= {"n_embd": info.n_embd, "n_params": info.n_params, "size": info.n_bytes}
@@ -177,7 +180,7 @@ class Api:
         new = iter([choice for choice in running if choice not in before])
         self.in_slots = [choice or next(new, None) for choice in before]
         if request.query_params.get("fail_on_no_slot") and all(self.in_slots):
-            raise Refusal(503, "no slot is available: in each a text is being written")
+            raise Refusal(503, "no slot is available: in each a text is being written", FULL_S)
         slots = llama_cpp.slots(self.setup, self.in_slots)
         if request.query_params.get("waiting"):
             others = (choice for choice in self.head.choices.values() if not choice.is_running)

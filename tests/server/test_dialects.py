@@ -82,6 +82,12 @@ def test_a_loop_of_messages_with_tools(claude: Any) -> None:
         messages.append({"role": "user", "content": [result]})
 
 
+def test_models_are_listed_as_both_know_them(claude: Any, client: Any) -> None:
+    (here,), (there,) = claude.models.list().data, client.models.list().data
+    assert here.type == "model" and here.display_name == here.id == there.id
+    assert here.created_at.timestamp() == there.created
+
+
 def test_reasoning_is_a_block_and_an_item(claude: Any, client: Any) -> None:
     reply = claude.messages.create(
         model="any", max_tokens=12, messages=USER, thinking={"type": "enabled", "budget_tokens": 1024}
