@@ -267,10 +267,8 @@ class Api:
             if self.saved:
                 self.saved.note(parsed.slot, answer)
 
-        headers = passed_over_header(parsed.passed_over) | {
-            "x-request-id": id,
-            "request-id": id,
-        }  # OpenAI's, Anthropic's
+        ids = {"x-request-id": id, "request-id": id}  # OpenAI's, Anthropic's
+        headers = passed_over_header(parsed.passed_over) | ids
         return AnswerResponse(self.head, answer, form, headers, end, warn)
 
     async def count_tokens(self, request: Request) -> Response:

@@ -4,6 +4,7 @@ marks do not collide."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, Literal, NamedTuple
 
 from pipeinfer.models.text.answer_forms import (
@@ -53,6 +54,11 @@ def closes_thought(prompt: str) -> bool:
 def unclosed_thought(answer: str) -> str:
     """The mark that ends the reasoning which the beginning of an answer leaves open; empty if it leaves none."""
     return next((end for begin, end in THOUGHTS.items() if answer.rfind(begin) > answer.rfind(end)), "")
+
+
+@cache
+def _any_of(marks: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, marks)))
 
 
 def _is_closed(text: str, close: str) -> bool:
@@ -153,7 +159,7 @@ class AnswerReader:
         return self._take_certain("reasoning", [self._thought])
 
     def _content(self) -> Step:
-        match = re.search("|".join(map(re.escape, self._marks)), self._rest) if self._marks else None
+        match = _any_of(self._marks).search(self._rest) if self._marks else None
         if not match:
             return self._take_certain("content", self._marks)
         at = match.start()
