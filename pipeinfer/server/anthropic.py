@@ -67,19 +67,19 @@ def _messages(name: str, message: Any, passed: PassedOver) -> Iterator[dict[str,
     if not isinstance(content, list) or not is_list_of(dict, content):
         refuse(f"{name}.content is {shown(content)}; give a text, or a list of blocks")
     texts, thoughts, calls = list[str](), list[str](), list[dict[str, Any]]()
-    for at, block in enumerate(content):
-        kind, source = block.get("type"), block.get("source")
+    for at, block in enumerate(map(_read_document, content)):
+        kind = block.get("type")
         if kind == "text":
             texts.append(str(block.get("text") or ""))
-        elif kind == "document" and isinstance(source, Mapping) and source.get("type") == "text":
-            texts.append(str(source.get("data") or ""))
         elif kind == "thinking":
             thoughts.append(str(block.get("thinking") or ""))
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": json.dumps(block.get("input") or {})}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result":
-            text = content_of(f"{name}.content[{at}].content", block.get("content") or "", "tool", passed)
+            result = block.get("content") or ""
+            result = list(map(_read_document, result)) if isinstance(result, list) else result
+            text = content_of(f"{name}.content[{at}].content", result, "tool", passed)
             yield {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
         elif role == "assistant" and kind != "redacted_thinking":
             passed.add(f"messages.{kind}", f"{name}.content[{at}] is of type {shown(kind)}; it is left out")
@@ -93,6 +93,14 @@ def _messages(name: str, message: Any, passed: PassedOver) -> Iterator[dict[str,
         more: dict[str, Any] = {"tool_calls": calls} if calls else {}
         more |= {"reasoning_content": "".join(thoughts)} if thoughts else {}
         yield {"role": role, "content": content, **more}
+
+
+def _read_document(block: Any) -> Any:
+    """A document of text as a block of text."""
+    source = block.get("source") if isinstance(block, dict) and block.get("type") == "document" else None
+    if not isinstance(source, Mapping) or source.get("type") != "text":
+        return block
+    return {"type": "text", "text": str(source.get("data") or "")}
 
 
 def _tools(value: Any, passed: PassedOver) -> list[Any]:

@@ -325,7 +325,8 @@ class Api:
             request.state.fields = frozenset(fields)  # the names: values would live as long as the connection
             return read(fields)
 
-        return work() if len(data) <= SMALL_BODY else await self._in_turn(request, work)
+        is_quick = len(data) <= SMALL_BODY and request.url.path != INFILL  # which has its prompt in tokens
+        return work() if is_quick else await self._in_turn(request, work)
 
     async def _in_turn(self, request: Request, work: Callable[[], T]) -> T:
         """The result of work of a thread, which is left out if the client leaves before."""

@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pipeinfer.job.requests.chat_fields import content_of
-from pipeinfer.job.requests.fields import PassedOver, is_list_of, refuse, shown, text_of
+from pipeinfer.job.requests.chat_fields import ROLES, content_of
+from pipeinfer.job.requests.fields import PassedOver, is_list_of, one_of, refuse, shown, text_of
 from pipeinfer.server.forms import DONE, Block, BlockForm, ChoiceOutput, named_event, renamed
 
 RESPONSES = "/v1/responses"
@@ -58,7 +58,7 @@ def chat_of(body: Mapping[str, Any], passed: PassedOver) -> dict[str, Any]:
 def _messages(name: str, item: Any, passed: PassedOver) -> Iterator[dict[str, Any]]:
     kind = item.get("type", "message") if isinstance(item, dict) else None
     if kind == "message":
-        role = item.get("role")
+        role = one_of(f"{name}.role", item.get("role"), ROLES)
         yield {"role": role, "content": content_of(f"{name}.content", item.get("content"), role, passed, TEXTS)}
     elif kind in ("function_call", "custom_tool_call"):
         arguments = item.get("arguments") if kind == "function_call" else {"input": item.get("input")}

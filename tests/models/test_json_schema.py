@@ -68,6 +68,11 @@ def test_a_large_schema_is_quickly_looked_at(tokenizer: Tokenizer) -> None:
         )
 
 
+OLD = "http://json-schema.org/draft-07/schema#"
+DRAFTS: list[dict[str, Any]] = [{}, {"$schema": OLD}, {"$schema": "https://json-schema.org/draft/2020-12/schema"}]
+TUPLE = {"properties": {"p": {"items": [{"type": "integer"}, {"$ref": "#/properties/p/items/0"}]}}, "required": ["p"]}
+"""As converters of TypeScript's types write two parts of one kind."""
+
 STRINGS = 'ab"\\\n\t\r\x1b\0\x7fé漢😀/[]{}'
 
 
@@ -181,6 +186,10 @@ NODE = {
         # without a type, which keywords mean
         ({"items": {"type": "string"}, "minItems": 1}, ['["a"]'], ["2", '"a"', "[]"]),
         ({"items": [{"type": "integer"}, {"const": "a"}]}, ['[1,"a"]'], ["[1]", '["a",1]', '[1,"a",2]', "1"]),
+        *(({**draft, **TUPLE}, ['{"p":[1,1]}'], ['{"p":[1]}', '{"p":["a",1]}', '{"p":[1,1,1]}']) for draft in DRAFTS),
+        ({"items": [{"const": 1}], "additionalItems": {"const": 2}, "$schema": OLD}, ["[1,2,2]"], ["[2]", "[1,1]"]),
+        ({"$ref": "#/$defs/a", "additionalProperties": False, "$defs": {"a": {"const": 1}}}, ["1"], ["{}"]),
+        ({"properties": {"a": {"const": 1}}, "anyOf": [{"required": ["a"]}, {}]}, ['{"a":1}'], ["1", '{"a":2}']),
         ({"prefixItems": [{"type": "integer"}], "items": False}, ["[1]"], ["1", '["a"]', "[1,2]"]),
         ({"additionalProperties": {"type": "integer"}}, ['{"a":1}', "{}"], ["1", '{"a":"b"}']),
         ({"patternProperties": {"^a": {"const": 1}}}, ['{"ab":1}'], ["1", '{"ab":2}']),

@@ -527,6 +527,9 @@ def test_a_document_of_text_is_text() -> None:
     content = [document, {"type": "text", "text": "c"}]
     (message,) = anthropic.chat_of({"messages": [{"role": "user", "content": content}]}, PassedOver())["messages"]
     assert message["content"] == "a b\nc"
+    result = {"type": "tool_result", "tool_use_id": "1", "content": content}
+    (message,) = anthropic.chat_of({"messages": [{"role": "user", "content": [result]}]}, PassedOver())["messages"]
+    assert message["content"] == "a b\nc"
     document["source"] = {"type": "base64", "data": "AA=="}
     with pytest.raises(UserError, match="is of type"):
         anthropic.chat_of({"messages": [{"role": "user", "content": content}]}, PassedOver())
@@ -541,6 +544,8 @@ def test_a_refusal_is_what_the_assistant_said() -> None:
     assert parse_request(fields, CHAT, DEFAULTS, PassedOver()).bodies[0].messages[1].content == "no"
     with pytest.raises(UserError, match="give a text, or a list of parts of type text"):
         parsed_of(CHAT, messages=[{"role": "user", "content": [part]}])
+    with pytest.raises(UserError, match=r"input\[0\].role is .*user.*; it is one of system"):
+        responses.chat_of({"input": [{"role": ["user"], "content": "a"}]}, PassedOver())
 
 
 @pytest.mark.parametrize(
@@ -599,6 +604,8 @@ def test_what_llama_server_reads_or_passes_over() -> None:
     text = {"prompt_string": "a b"}
     assert parsed_of(COMPLETION, prompt=text).bodies[0].prompt == "a b"
     assert [body.prompt for body in parsed_of(COMPLETION, prompt=[[5, text], [6]]).bodies] == [(5, "a b"), (6,)]
+    for prompts, found in (["c", [5], text], ["c", (5,), "a b"]), ([text], ["a b"]):
+        assert [body.prompt for body in parsed_of(COMPLETION, prompt=prompts).bodies] == found
     with pytest.raises(UserError, match="read text alone"):
         parsed_of(COMPLETION, prompt={**text, "multimodal_data": ["AA=="]})
     assert parsed_of(COMPLETION, prompt="a", stop=["", "x"]).bodies[0].stops == ("x",)

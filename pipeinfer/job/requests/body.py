@@ -137,12 +137,13 @@ def read_body(fields: Mapping[str, Any], defaults: Defaults, as_chat: bool, pass
 
 def are_prompts(value: Any) -> TypeGuard[list[Any]]:
     """Whether a prompt is a list of several; token ids with texts between them are one."""
-    return bool(value) and is_list_of((str, list), value)
+    is_list = isinstance(value, list) and bool(value)
+    return is_list and all(isinstance(_without_media(each), (str, list)) for each in value)
 
 
 def prompt_parts(value: Any) -> PromptParts:
     """Raises UserError for anything but one text, or token ids with texts between them."""
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], (str, list)):
+    if are_prompts(value) and len(value) == 1:
         value = value[0]
     value = _without_media(value)
     if isinstance(value, str):

@@ -110,8 +110,8 @@ def _closed(schema: Any, open_places: set[str], place: str, is_part: bool = Fals
         if missing := _missing(schema):
             closed["properties"] = {**closed["properties"], **missing}
     if not is_map and isinstance(closed.get("items"), list):  # of older drafts
-        closed |= {"prefixItems": closed["items"], "items": closed.pop("additionalItems", False)}
-        closed.setdefault("minItems", len(closed["prefixItems"]))
+        closed.setdefault("additionalItems", False)
+        closed.setdefault("minItems", len(closed["items"]))
     if not is_map and (kind := _meant_type(schema)):
         closed["type"] = kind
     return closed
@@ -121,7 +121,11 @@ def _meant_type(schema: Mapping[str, Any]) -> str:
     """The type that a schema without one means by its keywords; without it these would allow any number or text."""
     if not {"type", *VALUES[:2]}.isdisjoint(schema):
         return ""
-    if not {*OF_OBJECTS}.isdisjoint(schema) or schema.get("additionalProperties", True) not in (True, {}):
+    if not {*OF_OBJECTS}.isdisjoint(schema):
+        return "object"
+    if not {*MERGED}.isdisjoint(schema):
+        return ""
+    if schema.get("additionalProperties", True) not in (True, {}):
         return "object"
     return "array" if not {*OF_ARRAYS}.isdisjoint(schema) else ""
 
