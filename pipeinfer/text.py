@@ -6,6 +6,7 @@ import textwrap
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import combinations, groupby
 from typing import Any
+from unicodedata import category
 
 from pipeinfer.launchers import terminal_width
 
@@ -39,7 +40,7 @@ def shortened(text: str, n_most: int = 60) -> str:
 
 def printable(text: str) -> str:
     """With ? for what a terminal acts on: files from elsewhere may have it."""
-    return "".join(sign if sign.isprintable() else "?" for sign in text)
+    return "".join(sign if sign.isprintable() or category(sign) == "Zs" else "?" for sign in text)
 
 
 def or_dash(value: object) -> str:

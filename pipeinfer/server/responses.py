@@ -84,7 +84,8 @@ def _joined(messages: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
     joined = list[dict[str, Any]]()
     for message in messages:
         last = joined[-1] if joined else {}
-        if message["role"] != "assistant" or last.get("role") != "assistant" or last.get("content"):
+        is_next = bool(last.get("content")) and "tool_calls" not in message
+        if message["role"] != "assistant" or last.get("role") != "assistant" or is_next:
             joined.append(message)
             continue
         calls = [*last.get("tool_calls", []), *message.get("tool_calls", [])]

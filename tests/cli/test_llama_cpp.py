@@ -118,9 +118,11 @@ def test_who_batches_anyway_may_be_asked_to(command: click.Command, monkeypatch:
 
 def test_a_server_takes_what_it_does_anyway_and_answers_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     parsed(serve_command, ["--reasoning-format", "deepseek", "--prefill-assistant", "--cache-prompt"], monkeypatch)
+    parsed(serve_command, ["--no-skip-chat-parsing", "--reasoning", "auto"], monkeypatch)
     for words, says in (
         (["--reasoning-format", "none"], "requests say reasoning_format"),
         (["-rea", "off"], "requests say reasoning_format"),
+        (["--skip-chat-parsing"], "requests say reasoning_format"),
         (["--verbose-prompt"], "POST /tokenize"),
     ):
         with pytest.raises(click.UsageError, match=says):
@@ -129,8 +131,9 @@ def test_a_server_takes_what_it_does_anyway_and_answers_for_itself(monkeypatch: 
         parsed(run, ["-p", "x", "--reasoning-format", "deepseek"], monkeypatch)
     taken = {"LLAMA_ARG_CONT_BATCHING": "1", "LLAMA_ARG_THINK": "deepseek", "LLAMA_ARG_CACHE_PROMPT": "1"}
     assert not list(ignored_variables(serve_command, taken))
-    (line,) = ignored_variables(serve_command, {"LLAMA_ARG_THINK": "none"})
-    assert "requests say reasoning_format" in line
+    for name, value in (("THINK", "none"), ("REASONING", "off")):
+        (line,) = ignored_variables(serve_command, {f"LLAMA_ARG_{name}": value})
+        assert "requests say reasoning_format" in line
     assert any("one prompt a run" in line for line in ignored_variables(run, taken))
 
 

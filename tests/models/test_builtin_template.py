@@ -10,7 +10,7 @@ import pytest
 
 from pipeinfer.errors import UserError
 from pipeinfer.job.options.text_sections import ChatOptions, TextOptions
-from pipeinfer.job.requests.chat_format import ChatFormat, open_format
+from pipeinfer.job.requests.chat_format import ChatFormat, TemplateInput, open_format
 from pipeinfer.models.demo import TARGET
 from pipeinfer.models.gguf.model_info import ModelInfo, read_model_info
 from pipeinfer.models.llama.ggml import load_library
@@ -78,6 +78,26 @@ def test_limits_of_built_in_templates(info: ModelInfo, tokenizer: Tokenizer) -> 
     both = TextOptions(chat=ChatOptions(template_file=Path("x.jinja")), template="chatml")
     with pytest.raises(UserError, match="--chat-template and --chat-template-file both"):
         open_format(both, info, tokenizer)
+
+
+def test_no_system_message_is_lost(info: ModelInfo, tokenizer: Tokenizer) -> None:
+    """Templates such as gpt-oss's write the first alone, DeepSeek R1's the last; another refuses several."""
+    told = [ChatMessage("system", " be brief "), *SAID[:1], ChatMessage("system", "now")]
+    rest = "{% for each in messages if each.role != 'system' %}|{{ each.content }}{% endfor %}"
+    refuses = "{% if messages[2:] %}{{ raise_exception('one') }}{% endif %}"
+    several = "{% for each in messages %}|{{ each.content | trim }}{% endfor %}"
+    system = "(messages | selectattr('role', 'eq', 'system') | {}).content"
+    first, last = (f"{{{{ {system.format(end)} }}}}{rest}" for end in ("first", "list | last"))
+    chats: list[TemplateInput] = [(told, None, {}), (told[:2], None, {}), (told, None, {})]
+    for source in (first, last, f"{refuses}{first}"):
+        found = format_of(info, tokenizer, source).render_all(chats)
+        assert [each.text for each in found if isinstance(each, Rendered)] == [
+            " be brief \n\nnow| Ünd? ",
+            " be brief | Ünd? ",
+            " be brief \n\nnow| Ünd? ",
+        ]
+    assert format_of(info, tokenizer, several).render(told).text == "|be brief|Ünd?|now"
+    assert format_of(info, tokenizer, "{# #}none").render(told).text == "none"
 
 
 def test_a_chat_by_a_built_in_template_is_the_raw_prompt(tokenizer: Tokenizer) -> None:

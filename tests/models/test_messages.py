@@ -1,5 +1,6 @@
 """Messages in the forms that templates ask for."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -116,4 +117,5 @@ def test_reasoning_has_the_name_that_a_template_reads() -> None:
     for source in ("{{ message.thinking }}", "{{ message['thinking'] }}"):
         found = fields_of(said, source)
         assert [(each["thinking"], each["content"]) for each in found] == [("why", ""), ("why", "b")]
+        assert fields_of([replace(said[0], more={"reasoning_content": ""})], source)[0]["content"] == "Look."
     assert "thinking" not in fields_of(said, "{% if thinking %}{{ message.reasoning_content }}")[0]

@@ -512,6 +512,17 @@ def test_some_of_the_tools_may_be_allowed() -> None:
             choosing({"type": "allowed_tools", "allowed_tools": wrong}, "f")
 
 
+def test_what_is_said_before_a_call_is_in_its_message() -> None:
+    said = {"role": "assistant", "content": "I look."}
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "1", "output": "r"}
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "hm"}]}
+    messages = responses.chat_of({"input": [USER, thought, said, call, result, said, said]}, PassedOver())["messages"]
+    assert [each["role"] for each in messages] == ["user", "assistant", "tool", "assistant", "assistant"]
+    assert messages[1]["content"] == "I look." and messages[1]["reasoning_content"] == "hm"
+    assert [each["id"] for each in messages[1]["tool_calls"]] == ["1"]
+
+
 @pytest.mark.parametrize("name", ["none", "auto", "required", "f"])
 def test_a_function_may_have_the_name_of_a_choice(name: str) -> None:
     found = choosing({"type": "function", "function": {"name": name}}, name, "other")

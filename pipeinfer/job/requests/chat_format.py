@@ -29,7 +29,7 @@ from pipeinfer.models.text.chat_template import (
     template_of,
 )
 from pipeinfer.models.text.grammar_text import ANSWER
-from pipeinfer.models.text.messages import ChatMessage, orders
+from pipeinfer.models.text.messages import ChatMessage, Messages, orders, without_lost
 from pipeinfer.models.text.reasoning import budget_text, check_message, thought_marks
 from pipeinfer.models.text.tokenizer import Tokenizer
 from pipeinfer.models.text.tools import AUTO, Tools, behind_reasoning, calls_grammar, knows_tools, plain_conversation
@@ -70,17 +70,21 @@ class ChatFormat:
         return text
 
     def render_all(self, chats: Sequence[TemplateInput]) -> Sequence[Rendered | UserError]:
-        """The text or the error of each chat. Where a template refuses an order of roles, other orders are tried."""
+        """The text or the error of each chat. Where a template refuses an order of roles, or passes over a system
+        message, other orders are tried."""
         messages = [self._with_system(each) for each, *_ in chats]
         if not self.knows_tools:
             messages = [plain_conversation(each, tools) for each, (_, tools, _) in zip(messages, chats, strict=True)]
         variables = [{**more, **({"tools": tools.functions} if tools else {})} for _, tools, more in chats]
         texts = list(self.template.render_all(messages, self.tokenizer, variables))
-        for at, fault in enumerate(texts):
-            if isinstance(fault, TemplateFault) and not fault.is_broken and (tries := orders(messages[at])):
-                again = self.template.render_all(tries, self.tokenizer, [variables[at]] * len(tries))
-                texts[at] = next((each for each in again if isinstance(each, Rendered)), fault)
-        return texts
+        tries = [_tries(each, text) for each, text in zip(messages, texts, strict=True)]
+        others = [each for group in tries for each in group]
+        if not others:
+            return texts
+        of_others = [more for more, group in zip(variables, tries, strict=True) for _ in group]
+        again = iter(self.template.render_all(others, self.tokenizer, of_others))
+        groups = [[next(again) for _ in group] for group in tries]
+        return [_first_text(group) or text for group, text in zip(groups, texts, strict=True)]
 
     def continued(self, rendered: Rendered, answer: ChatMessage) -> tuple[Rendered, str]:
         """(a prompt followed by the beginning of its answer, as in llama.cpp, the text that ends the reasoning begun by
@@ -140,6 +144,16 @@ class ChatFormat:
         """(a first message's tokens, the text that ends the reasoning which they begin). Raises UserError."""
         rendered = self.render([ChatMessage("user", text)])
         return encode_rendered(self.tokenizer, rendered), opened_thought(rendered.text)
+
+
+def _tries(messages: Messages, result: Rendered | TemplateFault) -> Sequence[Messages]:
+    if isinstance(result, Rendered):
+        return without_lost(messages, result.text)
+    return [] if result.is_broken else orders(messages)
+
+
+def _first_text(results: Sequence[Rendered | TemplateFault]) -> Rendered | None:
+    return next((each for each in results if isinstance(each, Rendered)), None)
 
 
 def open_format(

@@ -18,6 +18,7 @@ from pipeinfer.models.llama.ggml import load_library
 from pipeinfer.models.text.answer_forms import MARKS
 from pipeinfer.models.text.messages import Messages, fields_of
 from pipeinfer.models.text.tokenizer import Span, Tokenizer
+from pipeinfer.text import printable
 
 MIXED = (
     "a message has the name of a control token, and the chat template changes messages, so that the name is this token "
@@ -214,7 +215,7 @@ class ChatTemplate:
 
     def _fault(self, answer: Mapping[str, Any]) -> TemplateFault:
         error = str(answer.get("broken") or answer.get("error", "says nothing"))
-        return TemplateFault(self.name, " ".join(error.split())[:300], "broken" in answer)
+        return TemplateFault(self.name, printable(" ".join(error.split())[:300]), "broken" in answer)
 
     def _answers(self, contexts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """One for each context. If all together exceed the limits, each is rendered by itself."""

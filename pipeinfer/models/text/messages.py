@@ -39,7 +39,7 @@ def fields_of(messages: Messages, source: str) -> list[dict[str, Any]]:
     for fields in result:
         if fields["content"] is None and not asks_for_none:
             fields["content"] = ""
-        if "reasoning_content" in fields and reads_thinking:
+        if fields.get("reasoning_content") and reads_thinking:
             fields["thinking"] = fields["reasoning_content"]
             fields["content"] = "" if fields.get("tool_calls") else fields["content"]
     return _one_call_each(result) if is_of_one_call else result
@@ -87,6 +87,12 @@ def orders(messages: Messages) -> list[Messages]:
         if (changed := change(conversations[-1])) != list(messages) and changed != list(conversations[-1]):
             conversations.append(changed)
     return conversations[1:]
+
+
+def without_lost(messages: Messages, text: str) -> list[Messages]:
+    """A conversation to try where a template passes over one of several system messages: with one at the beginning."""
+    system = [each.content.strip() for each in messages if each.role == "system"]
+    return [_system_first(messages)] if len(system) > 1 and not all(each in text for each in system) else []
 
 
 def _system_first(messages: Messages) -> list[ChatMessage]:
