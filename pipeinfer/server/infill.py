@@ -17,8 +17,8 @@ PROJECT, FILE, SNIPPET = "myproject\n", "filename\n", "\n\n--- snippet ---\n\n" 
 
 def infill_of(body: Mapping[str, Any], prompts: BodyPrompts, passed: PassedOver) -> dict[str, Any]:
     """The body of a completion between a prefix and a suffix, of which what is next to the hole stays, as in
-    llama-server, and the last of the files that fit. A quarter of the batch, or
-    `n_predict`, is for the text. Raises UserError."""
+    llama-server, and the last of the files that fit. `n_predict` tokens are for the text, a quarter of the batch at
+    least. Raises UserError."""
     tokenizer, fields = prompts.tokenizer, {"prompt": "", **body}
     _check_marks(tokenizer)
     extra = fields.get("input_extra", [])
