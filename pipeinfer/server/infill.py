@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from pipeinfer.job.requests.body import are_prompts, prompt_parts
+from pipeinfer.job.requests.body import are_prompts, length_of, prompt_parts
 from pipeinfer.job.requests.body_prompts import BodyPrompts
-from pipeinfer.job.requests.fields import PassedOver, flag, is_list_of, is_whole, refuse, shown
+from pipeinfer.job.requests.fields import PassedOver, flag, is_list_of, refuse, shown
 from pipeinfer.models.text.tokenizer import Tokenizer
 
 S = TypeVar("S", str, list[int])
@@ -17,8 +17,8 @@ PROJECT, FILE, SNIPPET = "myproject\n", "filename\n", "\n\n--- snippet ---\n\n" 
 
 def infill_of(body: Mapping[str, Any], prompts: BodyPrompts, passed: PassedOver) -> dict[str, Any]:
     """The body of a completion between a prefix and a suffix, of which what is next to the hole stays, as in
-    llama-server, and the last of the files that fit. `n_predict` tokens are for the text, a quarter of the batch at
-    least. Raises UserError."""
+    llama-server, and the last of the files that fit. The tokens that are asked for, a quarter of the batch at
+    least, are for the text. Raises UserError."""
     tokenizer, fields = prompts.tokenizer, {"prompt": "", **body}
     _check_marks(tokenizer)
     extra = fields.get("input_extra", [])
@@ -31,7 +31,7 @@ def infill_of(body: Mapping[str, Any], prompts: BodyPrompts, passed: PassedOver)
     prefix = _end(tokenizer, before, 3 * quarter)
     suffix = tokenizer.encode(after[: n_suffix * tokenizer.longest], False)[:n_suffix]
     hole = _with_hole(tokenizer, [*prefix, *opening], suffix)
-    n_text = max(quarter, fields["n_predict"]) if is_whole(fields.get("n_predict")) else quarter
+    n_text = max(quarter, length_of(fields, quarter))
     files = _files(tokenizer, extra, max(0, prompts.n_ctx - len(hole) - n_text))
     return {name: value for name, value in body.items() if name not in HOLE} | {"prompt": [*files, *hole]}
 

@@ -338,8 +338,9 @@ def test_what_is_far_from_the_hole_is_left_out_where_the_context_is_short() -> N
         assert len(prompt) < n_ctx and "4tmp\ns" not in files
     assert files == ""
     prompt = spelled(infill_of(values, prompts(4096, sep=4), PassedOver())["prompt"])
-    longer = spelled(infill_of({**values, "n_predict": 1000}, prompts(4096, sep=4), PassedOver())["prompt"])
-    assert len(longer) == 4096 - 1000 and prompt.endswith(longer)
+    for name in ("n_predict", "max_tokens"):
+        longer = spelled(infill_of({**values, name: 1000}, prompts(4096, sep=4), PassedOver())["prompt"])
+        assert len(longer) == 4096 - 1000 and prompt.endswith(longer)
     assert len(prompt) == 4096 - 512 and prompt.startswith("t" * 500) and f"4tmp\n{'u' * 1000}4filename\n01" in prompt
 
 

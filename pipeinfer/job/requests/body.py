@@ -116,7 +116,7 @@ def read_body(fields: Mapping[str, Any], defaults: Defaults, as_chat: bool, pass
     return Body(
         prompt,
         messages,
-        n_predict=_length(fields, defaults.n_predict),
+        n_predict=length_of(fields, defaults.n_predict),
         sampling=replace(defaults.sampling, **sampling),
         stops=_stops(fields.get("stop"), defaults.stops),
         ignore_eos=flag(fields, "ignore_eos", defaults.ignore_eos),
@@ -182,7 +182,7 @@ def _tools(fields: Mapping[str, Any], is_chat: bool, has_form: bool, passed: Pas
     return tools
 
 
-def _length(fields: Mapping[str, Any], default: int) -> int:
+def length_of(fields: Mapping[str, Any], default: int) -> int:
     """Tokens of the text; 0: the prompt alone is evaluated."""
     values = {name: fields[name] for name in LENGTHS if name in fields}
     for name, value in values.items():
